@@ -1,0 +1,61 @@
+# Every target sets up what it needs. `make help` lists them; `make PYTHON=python3.12 demo` chooses the interpreter.
+PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo lab test check notebooks bench gpu lock clean
+
+# The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
+# installs again, and a set-up that broke off half-way is never taken for a finished one.
+BIN := .venv/bin
+READY := .venv/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 14
+
+demo: $(READY)  ## compare four batch schedulers on the bundled sample
+	$(BIN)/mmlab compare --data data/sample --schedulers random,sorted,bucket,budget --out runs/demo
+
+lab: $(READY)  ## open JupyterLab at the first notebook
+	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+
+test: lint notebooks  ## everything that CI runs: lint, format, types, notebooks, unit tests, doctests
+	$(BIN)/python -m pytest
+
+check: lint  ## the quick static part of `test`: lint, format, types, layers, documents
+	$(BIN)/python -m pytest tests/project
+
+.PHONY: lint
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
+	MMLAB_SMOKE=1 $(BIN)/python -m pytest -W default --nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks/*.ipynb
+
+bench: $(READY)  ## run the benchmarks that need no GPU and rewrite their result files
+	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --out benchmarks/results; done
+
+gpu:  ## measure on a CUDA machine with its own Python packages (no .venv is made)
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out benchmarks/results
+
+lock: $(READY)  ## pin every dependency again in constraints.txt (LOCK=--upgrade takes the newest)
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 \
+		--no-emit-index-url --no-annotate --no-header --quiet $(LOCK) --output-file constraints.txt
+
+clean:  ## remove caches and build products; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
+
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "mmlab needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+		echo "Name another one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up .venv: once, some minutes and a few GB (torch)."
+	@rm -f .venv/.ready-*
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv || { \
+		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	$(BIN)/python -m pip check --disable-pip-version-check
+	@touch $@

@@ -1,0 +1,71 @@
+"""Documents do not lie: links lead somewhere, the file tree is the real one, nothing names a machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from checkout import ROOT, read, tracked
+
+DOCUMENTS = tracked("*.md")
+# Written so that the patterns do not match themselves.
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|work|root|Users|farm|tmp)/")
+PACKAGE_HOSTS = re.compile(r"pypi[.]org|pythonhosted[.]org|--(?:extra-)?index[-]url")
+
+
+def prose(text: str) -> str:
+    """The document without its code."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, by GitHub's rule: lower case, punctuation dropped, spaces to hyphens."""
+    text = re.sub(r"```.*?```", "", read(path), flags=re.DOTALL)
+    titles = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(read(path))):
+        if target.startswith(("https://", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (ROOT / path.parent / name).resolve() if name else ROOT / path
+        assert file.exists(), f"{path} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(file.relative_to(ROOT)), f"{path} links to {target}: no such heading"
+
+
+def readme_tree() -> dict[Path, str]:
+    """Path -> description, from the indented block under the README's heading "Files"."""
+    block = re.search(r"^## Files\n+.*?```\w*\n(.*?)```", read(Path("README.md")), re.MULTILINE | re.DOTALL)
+    assert block, "README.md has no block under the heading '## Files'"
+    found: dict[Path, str] = {}
+    folders: list[str] = []
+    for line in block[1].splitlines():
+        indent, name, description = re.fullmatch(r"( *)(\S+) *(.*)", line).groups()  # type: ignore[union-attr]
+        folders[len(indent) // 2 :] = [name]
+        found[Path(*folders)] = description
+    return found
+
+
+def test_readme_tree_is_the_real_tree() -> None:
+    real = set(tracked())
+    wanted = {Path(path.parts[0]) for path in real}
+    wanted |= set(tracked("mmlab/*.py", "notebooks/*", "benchmarks/*.py", ":(glob)docs/*.md"))
+    real |= {parent for path in real for parent in path.parents}
+    listed = readme_tree()
+    assert not wanted - set(listed), "not in the README's file tree"
+    assert not set(listed) - real, "in the README's file tree, but not in the repository"
+    assert all(listed.values()), "a line of the README's file tree says nothing about its file"
+
+
+def test_no_tracked_file_names_a_machine_or_a_package_host() -> None:
+    for path in tracked():
+        if path.suffix in {".jpg", ".png", ".parquet", ".tar"}:
+            continue
+        for number, line in enumerate(read(path).splitlines(), start=1):
+            assert not MACHINE_PATHS.search(line), f"{path}:{number} holds a path of one machine"
+            assert not PACKAGE_HOSTS.search(line), f"{path}:{number} names a package host"
