@@ -143,8 +143,8 @@ class Records(Sequence[Record]):
 
     def sizes(self, policy: ImagePolicy | None = None) -> SampleSizes:
         """The planner's columns, with image sizes after `policy` (as stored when None)."""
-        height, width = (self.height, self.width) if policy is None else policy.target_sizes(self.height, self.width)
-        return SampleSizes(num_tokens=self.num_tokens, height=height, width=width, group=self.group)
+        stored = SampleSizes(num_tokens=self.num_tokens, height=self.height, width=self.width, group=self.group)
+        return stored if policy is None else stored.resized(policy)
 
     def read_image(self, row: int) -> bytes:
         """The encoded image of one row."""

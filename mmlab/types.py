@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from mmlab.images import ImagePolicy
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -136,6 +138,11 @@ class SampleSizes:
 
     def __len__(self) -> int:
         return len(self.num_tokens)
+
+    def resized(self, policy: ImagePolicy) -> SampleSizes:
+        """The same samples with image sizes after `policy`."""
+        height, width = policy.target_sizes(self.height, self.width)
+        return replace(self, height=height, width=width)
 
     def take(self, rows: Sequence[int] | NDArray[np.integer]) -> SampleSizes:
         """The rows asked for, in that order."""

@@ -1,0 +1,280 @@
+"""What a comparison found: one row a scheduler, every repetition kept, and the table, figure and page drawn from it.
+
+A `Comparison` is data: `run_comparison` (in `mmlab.experiment`) makes one, `load_comparison` reads one back from its folder, and
+everything shown here is derived from the two. Drawing needs matplotlib and no display.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: distinct under every common colour blindness.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmResult:
+    """What one scheduler cost. Ratios are fractions; medians are over epochs, warm-up steps left out."""
+
+    scheduler: str
+    options: dict[str, Any]  # how the scheduler was configured
+    num_samples: int  # training samples an epoch
+    num_batches: int  # optimizer steps an epoch (the first)
+    samples_per_s: float  # median over epochs
+    step_s: float  # median over measured steps, data wait not included
+    data_wait_ratio: float  # time waiting for data / (waiting + stepping)
+    text_waste: float  # padded text tokens that carry nothing
+    image_waste: float  # padded image patches that carry nothing
+    combined_waste: float
+    planned_combined_waste: float  # the same, predicted from metadata before training
+    peak_over_budget: float  # costliest batch / budget
+    batches_over_budget: int
+    shape_mismatches: int  # measured batch shapes that differ from the planned ones; 0 when the plan was right
+    peak_bytes: int
+    peak_source: str
+    final_loss: float  # on the held-out pairs, a mean over samples in candidate sets of one fixed size
+    image_to_text_r1: float
+    text_to_image_r1: float
+    chance_r1: float
+    epochs: list[dict[str, float]] = field(default_factory=list)  # every repetition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A finished (or interrupted) comparison.
+
+    `config` says what was run and on what; `arms` has one result a scheduler, in the order asked for.
+    """
+
+    config: dict[str, Any]
+    arms: list[ArmResult]
+    interrupted: bool = False
+    folder: Path | None = None  # where it was saved; the runs' events lie below it
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row a scheduler, figures as measured, indexed by its name."""
+        import pandas as pd
+
+        rows = [{key: value for key, value in asdict(arm).items() if key not in ("epochs", "options")} for arm in self.arms]
+        return pd.DataFrame(rows).set_index("scheduler")
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """Every training step of every arm, from the runs' event files; empty when nothing was saved."""
+        import pandas as pd
+
+        from mmlab.events import read_runs
+
+        if self.folder is None or not (self.folder / "runs").is_dir():
+            return pd.DataFrame()
+        events = read_runs(self.folder / "runs")
+        return events[events["kind"] == "step"].dropna(axis="columns", how="all")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `comparison.json` holds."""
+        return {**self.config, "interrupted": self.interrupted, "arms": [asdict(arm) for arm in self.arms]}
+
+    def summary(self) -> pd.DataFrame:
+        """The table for reading: per cent, milliseconds and MiB, with units in the headings."""
+        import pandas as pd
+
+        table = self.table
+        return pd.DataFrame(
+            {
+                "batches": table["num_batches"],
+                "text waste %": (100 * table["text_waste"]).round(1),
+                "image waste %": (100 * table["image_waste"]).round(1),
+                "combined waste %": (100 * table["combined_waste"]).round(1),
+                "peak / budget": table["peak_over_budget"].round(2),
+                "samples/s": table["samples_per_s"].round(1),
+                "step ms": (1000 * table["step_s"]).round(1),
+                "data wait %": (100 * table["data_wait_ratio"]).round(1),
+                "peak MiB": (table["peak_bytes"] / 2**20).round(1),
+                "held-out loss": table["final_loss"].round(3),
+            }
+        )
+
+    def notes(self) -> list[str]:
+        """How to read the figures: what was held equal, and what was not."""
+        config = self.config
+        sources = sorted({arm.peak_source for arm in self.arms})
+        notes = [
+            f"{config['num_train']} training and {config['num_held_out']} held-out pairs, {config['epochs']} epochs, same initial "
+            f"weights and samples for every scheduler; epochs of the schedulers alternate, the first {config['warmup_steps']} "
+            "steps of each are not timed.",
+            f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}.",
+            f"Peak memory is {' and '.join(sources)}.",
+            "Held-out loss is a mean over samples ranked against a fixed number of candidates, so the batch size does not move it; "
+            "the number of optimizer steps differs between schedulers.",
+        ]
+        if self.interrupted:
+            notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
+        return notes
+
+    def figure(self) -> Figure:
+        """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(13, 7.2), layout="constrained")
+        figure.suptitle(f"{self.config['data']}: what each batch scheduler costs", fontsize=13)
+        names = [arm.scheduler for arm in self.arms]
+        colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+        axes = figure.subplots(2, 3)
+        steps = self.steps
+        _draw_waste(axes[0, 0], self.arms)
+        _draw_throughput(axes[0, 1], self.arms, colours)
+        _draw_time(axes[0, 2], self.arms)
+        _draw_memory(axes[1, 0], self.arms, colours)
+        _draw_batch_costs(axes[1, 1], self.arms, steps, self.config, colours)
+        _draw_loss(axes[1, 2], self.arms, colours)
+        return figure
+
+    def html(self) -> str:
+        """One self-contained page: configuration, table, figure, notes."""
+        from jinja2 import Template
+
+        return Template(_PAGE, autoescape=True).render(
+            comparison=self,
+            table=self.summary().to_html(border=0),
+            picture=base64.b64encode(_png(self.figure())).decode(),
+            config=json.dumps(self.config, indent=2),
+        )
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{note}</li>" for note in self.notes())
+        return self.summary().to_html(border=0) + f"<ul>{notes}</ul>"
+
+    def __str__(self) -> str:
+        return self.summary().to_string() + "\n" + "\n".join(f"- {note}" for note in self.notes())
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `comparison.json`, `table.csv`, `figure.png` and `report.html` into `folder`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "comparison.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        self.table.to_csv(folder / "table.csv")
+        (folder / "figure.png").write_bytes(_png(self.figure()))
+        (folder / "report.html").write_text(self.html())
+        return folder
+
+
+def load_comparison(folder: str | Path) -> Comparison:
+    """Read a saved comparison back.
+
+    Raises:
+        DataError: no `comparison.json` there, or not one of ours.
+    """
+    path = Path(folder) / "comparison.json"
+    try:
+        saved = json.loads(path.read_text())
+        arms = [ArmResult(**arm) for arm in saved.pop("arms")]
+        return Comparison(config=saved, arms=arms, interrupted=saved.pop("interrupted"), folder=path.parent)
+    except FileNotFoundError:
+        raise DataError(f"no comparison in {folder}: expected {path}, which `mmlab compare --out {folder}` writes") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a comparison that this version of mmlab wrote: {error}") from error
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def _draw_waste(axes: Axes, arms: list[ArmResult]) -> None:
+    kinds = ("text_waste", "image_waste", "combined_waste")
+    for offset, (kind, colour) in enumerate(zip(kinds, ("#56B4E9", "#E69F00", "#444444"), strict=True)):
+        positions = [index + 0.27 * (offset - 1) for index in range(len(arms))]
+        axes.bar(positions, [100 * getattr(arm, kind) for arm in arms], 0.25, color=colour, label=kind.split("_")[0])
+    planned = [100 * arm.planned_combined_waste for arm in arms]
+    axes.plot([index + 0.27 for index in range(len(arms))], planned, "D", color="#D55E00", ms=5, label="combined, as planned")
+    axes.set(title="Padding waste, %", ylabel="% of padded elements")
+    axes.legend(frameon=False, fontsize=8)
+    _name_bars(axes, arms)
+
+
+def _draw_throughput(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
+    axes.bar(range(len(arms)), [arm.samples_per_s for arm in arms], 0.6, color=[colours[arm.scheduler] for arm in arms], alpha=0.75)
+    for index, arm in enumerate(arms):
+        speeds = [epoch["samples_per_s"] for epoch in arm.epochs]
+        axes.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
+    axes.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")
+    _name_bars(axes, arms)
+
+
+def _draw_time(axes: Axes, arms: list[ArmResult]) -> None:
+    step = [1000 * arm.step_s * arm.num_batches / arm.num_samples for arm in arms]
+    wait = [
+        time * arm.data_wait_ratio / max(1e-9, 1 - arm.data_wait_ratio) for time, arm in zip(step, arms, strict=True)
+    ]
+    axes.bar(range(len(arms)), step, 0.6, color="#0072B2", label="training step")
+    axes.bar(range(len(arms)), wait, 0.6, bottom=step, color="#E69F00", label="waiting for data")
+    axes.set(title="Time per sample", ylabel="ms")
+    axes.legend(frameon=False, fontsize=8)
+    _name_bars(axes, arms)
+
+
+def _draw_memory(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
+    axes.bar(range(len(arms)), [arm.peak_bytes / 2**20 for arm in arms], 0.6, color=[colours[arm.scheduler] for arm in arms])
+    axes.set(title=f"Peak memory ({arms[0].peak_source})" if arms else "Peak memory", ylabel="MiB")
+    _name_bars(axes, arms)
+
+
+def _draw_batch_costs(
+    axes: Axes, arms: list[ArmResult], steps: pd.DataFrame, config: dict[str, Any], colours: dict[str, str]
+) -> None:
+    for index, arm in enumerate(arms):
+        costs = [] if steps.empty else steps.loc[steps["run"] == arm.scheduler, "predicted_cost"].tolist()
+        spread = [index + 0.5 * (place / max(1, len(costs) - 1) - 0.5) for place in range(len(costs))]
+        axes.plot(spread, costs, ".", color=colours[arm.scheduler], ms=4, alpha=0.7)
+    axes.axhline(config["budget"], color="black", ls="--", lw=1, label="budget")
+    axes.set(title="Cost of each batch, in order", ylabel=config["budget_unit"])
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    _name_bars(axes, arms)
+
+
+def _draw_loss(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
+    for arm, style in zip(arms, ("-", "--", "-.", ":") * len(arms), strict=False):
+        losses = [epoch["held_out_loss"] for epoch in arm.epochs]
+        epochs = range(1, len(losses) + 1)
+        axes.plot(epochs, losses, style, marker="o", ms=4, color=colours[arm.scheduler], label=arm.scheduler)
+    axes.set(title="Held-out loss", xlabel="epoch")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _name_bars(axes: Axes, arms: list[ArmResult]) -> None:
+    axes.set_xticks(range(len(arms)), [arm.scheduler for arm in arms], rotation=0 if len(arms) < 6 else 30)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>mmlab comparison: {{ comparison.config.data }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
+img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+</style>
+<h1>What each batch scheduler costs</h1>
+<p>{{ comparison.config.data }} · {{ comparison.config.device }} · {{ comparison.config.date }}</p>
+{{ table | safe }}
+<ul>{% for note in comparison.notes() %}<li>{{ note }}</li>{% endfor %}</ul>
+<img alt="Padding waste, throughput, time, memory, batch cost and loss of each scheduler" src="data:image/png;base64,{{ picture }}">
+<details><summary>Configuration</summary><pre>{{ config }}</pre></details>
+</html>
+"""
