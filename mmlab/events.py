@@ -159,6 +159,11 @@ class RunEvent:
     time_s: float  # seconds since 1970, UTC
     values: Mapping[str, Any]  # keys of EVENT_KEYS
 
+    @classmethod
+    def now(cls, kind: str, step: int, values: Mapping[str, Any], rank: int = 0) -> RunEvent:
+        """An event that happens now."""
+        return cls(kind, step, rank, time.time(), values)
+
 
 class RunLog:
     """Append events to one rank's file in a run's folder; a context manager, safe to call from any thread.
@@ -193,7 +198,7 @@ class RunLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append an event that happens now."""
-        self.emit(RunEvent(kind, step, self.rank, time.time(), values))
+        self.emit(RunEvent.now(kind, step, values, self.rank))
 
     def emit(self, event: RunEvent) -> None:
         """Append an event."""
@@ -249,7 +254,7 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
     """All events of all runs below a folder, one row each, in order of run and time.
 
     Columns: `run` (the run's folder relative to `folder`; for `folder` itself its name), `kind`, `step`, `rank`,
-    `time_s`, `elapsed_s` (since the run's first event), then the keys in the table's order, as far as any event has them.
+    `time_s`, `elapsed_s` (since the run's first event), then the keys that any event has, in the table's order.
 
     Raises:
         DataError: no event file below the folder, or a line is not an event.
@@ -320,13 +325,13 @@ def _plain(key: str, value: Any) -> Any:
 def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
     try:
         values = json.loads(line, object_hook=_restore)
-        fields = [values.pop(field) for field in _FIELDS]
+        kind, step, rank, time_s = [values.pop(field) for field in _FIELDS]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: the line at byte {offset} is not an event ({error!r}): {line[:80]!r}; "
             "remove that line to read the rest"
         ) from error
-    return RunEvent(*fields, values)
+    return RunEvent(kind, step, rank, time_s, values)
 
 
 def _restore(values: dict[str, Any]) -> dict[str, Any]:

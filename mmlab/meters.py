@@ -1,0 +1,325 @@
+"""Read how much memory is in use and how busy the device is, and count the live bytes of tensors.
+
+`DeviceMeter` asks the best source there is and names it: for a GPU NVML, then torch's allocator; for a CPU, or when
+both fail, this process's resident memory and CPU time. A source that fails (no driver, no permission, a GPU that
+disappears) is replaced by the next one for that reading, and the reading keeps the reason. A process's figures are never
+called a GPU's. `LiveBytes` counts the bytes of live tensors exactly, on any device: so a step's peak can be measured on a
+CPU, where no allocator keeps statistics.
+
+Costs: a reading takes 0.05 ms on a CPU, about 1 ms with NVML: take it in the monitor's thread, never in the training
+loop. `LiveBytes` adds about 12 us to each operation and never synchronises.
+Does not: count memory or CPU time of worker processes, nor (`LiveBytes`) scratch memory inside one operation.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmlab.errors import OptionError
+
+Held = torch.Tensor | torch.nn.Module | torch.optim.Optimizer
+
+_START = (time.perf_counter(), time.process_time())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReading:
+    """Memory and use of a device at one moment, each with the source that gave it."""
+
+    device: str
+    memory_bytes: int  # in use: by everybody (NVML), by this process (the other sources)
+    memory_total_bytes: int
+    memory_source: str  # "NVML", "torch allocator", "process RSS"
+    utilization_ratio: (
+        float  # 0-1: share of time that a kernel ran (NVML), share of this process's cores (process CPU)
+    )
+    utilization_source: str  # "NVML", "process CPU"
+    allocated_bytes: int | None  # by live tensors, as torch's allocator counts; None on a CPU
+    reserved_bytes: int | None  # taken from the device by torch's allocator; None on a CPU
+    notes: tuple[str, ...]  # why a better source was not used
+
+
+def read_device(device: str | torch.device) -> DeviceReading:
+    """One reading; a process's CPU share is taken since this module was imported.
+
+    >>> reading = read_device("cpu")
+    >>> reading.memory_source, reading.utilization_source, reading.notes
+    ('process RSS', 'process CPU', ())
+    """
+    with DeviceMeter(device) as meter:
+        meter.since = _START
+        return meter.read()
+
+
+class DeviceMeter:
+    """Reads one device again and again; a process's CPU share is taken since the reading before. Use from one thread.
+
+    For a CUDA device, making it opens NVML and initialises CUDA in this process. Close it, or use it as a context
+    manager.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.device = torch.device(device)
+        self.since = (time.perf_counter(), time.process_time())  # of the reading before: wall clock, CPU time
+        self._nvml: Any = None
+        self._handle: Any = None
+        self._no_nvml = ""
+        if self.device.type == "cuda":
+            try:
+                self._open_nvml()
+            except (
+                Exception
+            ) as error:  # whatever the driver says: the next source takes over and the reason is kept
+                self._no_nvml = _reason(error)
+
+    def read(self) -> DeviceReading:
+        """Read memory and use now, each from the first source that answers."""
+        notes: list[str] = []
+        memory: dict[str, Callable[[], tuple[int, int]]] = {"process RSS": _process_memory}
+        use: dict[str, Callable[[], float]] = {"process CPU": self._process_use}
+        allocator: dict[str, Any] = {}
+        if self.device.type != "cpu":
+            memory = {"NVML": self._nvml_memory, "torch allocator": self._torch_memory, **memory}
+            use = {"NVML": self._nvml_use, **use}
+            allocator = (
+                torch.accelerator.memory_stats(self.device) if torch.accelerator.is_available() else {}
+            )
+        (memory_bytes, total_bytes), memory_source = _first(memory, "memory", notes)
+        utilization_ratio, utilization_source = _first(use, "utilization", notes)
+        return DeviceReading(
+            device=str(self.device),
+            memory_bytes=memory_bytes,
+            memory_total_bytes=total_bytes,
+            memory_source=memory_source,
+            utilization_ratio=utilization_ratio,
+            utilization_source=utilization_source,
+            allocated_bytes=allocator.get("allocated_bytes.all.current"),
+            reserved_bytes=allocator.get("reserved_bytes.all.current"),
+            notes=tuple(notes),
+        )
+
+    def close(self) -> None:
+        """Let go of NVML."""
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def __enter__(self) -> DeviceMeter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open_nvml(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        # by UUID: NVML counts every GPU of the machine, torch those that CUDA_VISIBLE_DEVICES leaves
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        )
+
+    def _nvml_memory(self) -> tuple[int, int]:
+        self._need_handle()
+        info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return info.used, info.total
+
+    def _nvml_use(self) -> float:
+        self._need_handle()
+        return self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+
+    def _need_handle(self) -> None:
+        if self._handle is None:
+            raise RuntimeError(self._no_nvml or f"not for {self.device.type} devices")
+
+    def _torch_memory(self) -> tuple[int, int]:
+        _, total_bytes = torch.accelerator.get_memory_info(self.device)
+        return torch.accelerator.memory_reserved(self.device), total_bytes
+
+    def _process_use(self) -> float:
+        now = (time.perf_counter(), time.process_time())
+        wall_s, cpu_s = now[0] - self.since[0], now[1] - self.since[1]
+        self.since = now
+        return min(1.0, cpu_s / (max(wall_s, 1e-9) * num_usable_cores()))
+
+
+def peak_bytes(device: str | torch.device) -> int:
+    """Peak bytes of live tensors on a CUDA device since `reset_peak_bytes`, as torch's allocator counted.
+
+    Raises:
+        OptionError: the device is not a CUDA one; measure the step within `LiveBytes` instead.
+    """
+    return torch.cuda.max_memory_allocated(_cuda(device))
+
+
+def reset_peak_bytes(device: str | torch.device) -> None:
+    """Begin a new peak on a CUDA device at what is allocated now."""
+    torch.cuda.reset_peak_memory_stats(_cuda(device))
+
+
+class Peak(NamedTuple):
+    """A peak of memory and what counted it."""
+
+    num_bytes: int
+    source: str  # "torch allocator", "live tensors"
+
+
+def measure_peak(step: Callable[[], object], device: str | torch.device, held: Iterable[Held] = ()) -> Peak:
+    """Peak bytes of live tensors while `step()` runs: by torch's allocator on CUDA, else by `LiveBytes`.
+
+    Args:
+        held: what is in memory before the step (modules, optimizers, tensors). CUDA's allocator knows it by itself, and
+            whatever else the process holds on that device.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        reset_peak_bytes(device)
+        step()
+        return Peak(peak_bytes(device), "torch allocator")
+    with LiveBytes().add(*held) as live:
+        step()
+    return Peak(live.peak_bytes, "live tensors")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of live tensors, exactly: each storage once, from when it is first seen until it is freed.
+
+    A storage is first seen when an operation inside the context takes or returns it, or earlier by `add`. It works
+    through forward, backward and the optimizer, and notices what is freed after the context has ended. Tensors without a
+    storage (sparse ones) and scratch memory inside one operation are not counted.
+
+    >>> a = torch.zeros(100)
+    >>> with LiveBytes() as live:
+    ...     _ = live.add(a)
+    ...     b = a + 1
+    ...     c = b[:10]
+    ...     del b, c
+    >>> live.current_bytes, live.peak_bytes
+    (400, 800)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}  # bytes of each live storage, by its address
+        self._refs: dict[int, weakref.ref] = {}
+        self._lock = threading.RLock()  # tensors are freed in any thread, in the middle of anything
+
+    def add(self, *things: Held) -> LiveBytes:
+        """Count tensors, a module's parameters, buffers and gradients, an optimizer's state, from now on."""
+        for thing in things:
+            self._see(_held_by(thing))
+        return self
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at what is live now."""
+        self.peak_bytes = self.current_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._see(_tensors(args))
+        out = func(*args, **kwargs)
+        self._see(_tensors((out, *kwargs.values())))
+        return out
+
+    def _see(self, tensors: Iterable[torch.Tensor]) -> None:
+        with self._lock:
+            for tensor in tensors:
+                if tensor.layout != torch.strided or tensor.is_meta:
+                    continue
+                storage = tensor.untyped_storage()
+                key, num_bytes = storage._cdata, storage.nbytes()
+                if key not in self._sizes:
+                    self._refs[key] = weakref.ref(storage, partial(self._forget, key))
+                self.current_bytes += num_bytes - self._sizes.get(key, 0)  # a storage may have been resized
+                self._sizes[key] = num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def _forget(self, key: int, _: weakref.ref) -> None:
+        with self._lock:
+            self.current_bytes -= self._sizes.pop(key)
+            del self._refs[key]
+
+
+def num_usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its control group's limit where that is lower."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        total_bytes = min(total_bytes, int(text))
+    return total_bytes
+
+
+def _process_memory() -> tuple[int, int]:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        rss_bytes = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    else:
+        import psutil
+
+        rss_bytes = psutil.Process().memory_info().rss
+    return rss_bytes, total_memory_bytes()
+
+
+def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -> tuple[Any, str]:
+    """The first source's answer and name; the reasons of those that failed go to `notes`. The last must not fail."""
+    *candidates, last = sources
+    for name in candidates:
+        try:
+            return sources[name](), name
+        except (
+            Exception
+        ) as error:  # whatever the driver says: the next source takes over and the reason is kept
+            notes.append(f"{what} not from {name}: {_reason(error)}")
+    return sources[last](), last
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _cuda(device: str | torch.device) -> torch.device:
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise OptionError(
+            f"peak memory of {device}: torch counts it on CUDA devices only; measure it within LiveBytes()"
+        )
+    return device
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _held_by(thing: Held) -> Iterator[torch.Tensor]:
+    if isinstance(thing, torch.nn.Module):
+        for parameter in thing.parameters():
+            yield from _tensors([parameter, parameter.grad])
+        yield from thing.buffers()
+    elif isinstance(thing, torch.optim.Optimizer):
+        for state in thing.state.values():
+            yield from _tensors(state.values())
+    else:
+        yield thing
