@@ -1,0 +1,413 @@
+"""`FusionTrainer`: the training loop, with exact accumulation, mixed precision and one event a step.
+
+The gradient of an optimizer step is that of the window's samples taken together: each objective's sum is divided by
+its count over the *whole* window of micro-batches, also in the last, shorter one. (A contrastive loss still finds
+its negatives inside each micro-batch; see `mmlab.losses`.) Dropout and negatives are drawn from torch's generators,
+seeded from (seed, step), so no generator state is kept and a resumed run draws the same. Clocks are read after the
+device has finished.
+
+Costs beside the model: AdamW's two moments a weight, a window of batches in host memory, one synchronisation a step.
+It does not write checkpoints (`state_dict` gives what they hold) nor print: effects leave through `emit(event)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.events import RunEvent
+from mmlab.images import PATCH
+from mmlab.losses import OBJECTIVES, Objective, OwnLoss, pairs
+from mmlab.model import LossModel
+from mmlab.precision import Precision, StepResult
+from mmlab.retrieval import candidate_loss, recalls
+from mmlab.types import Batch
+
+StepValues = dict[str, Any]  # keys of mmlab.events.EVENT_KEYS
+
+
+class FusionTrainer:
+    """Trains a `FusionModel`, a module of your own that takes a `batch`, or any module whose forward returns `.loss`.
+
+    Args:
+        model: a module whose forward takes one argument `batch` gets the `Batch` and its output goes to the
+            objectives; any other is wrapped in `LossModel`.
+        objectives: names in `mmlab.losses.OBJECTIVES`, or objects by name; their means are added. Unused with a
+            `LossModel`.
+        precision: "fp32", "bf16" or "fp16".
+        device: "cpu", "cuda:0"; None takes a GPU if there is one.
+        lr: highest learning rate, reached after `warmup_ratio` of the steps, then a cosine down to zero.
+        weight_decay: on weights of two or more dimensions; not on biases, norms or the temperature.
+        total_steps: length of the schedule; None lets `fit` work it out (and `train_step` alone keep `lr` constant).
+        accumulation_steps: micro-batches in one optimizer step.
+        max_grad_norm: L2 limit of the gradient.
+        seed: of dropout and drawn negatives.
+        emit: takes each `RunEvent`, for example `RunLog(folder).emit`.
+
+    Raises:
+        OptionError: an unknown objective, a precision that the device does not support, or a number out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        objectives: Iterable[str] | Mapping[str, Objective] = ("contrastive",),
+        precision: str | Precision = "fp32",
+        device: torch.device | str | None = None,
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        warmup_ratio: float = 0.05,
+        total_steps: int | None = None,
+        accumulation_steps: int = 1,
+        max_grad_norm: float = 1.0,
+        seed: int = 0,
+        emit: Callable[[RunEvent], object] | None = None,
+    ) -> None:
+        if accumulation_steps < 1:
+            raise OptionError(f"accumulation_steps must be at least 1, found {accumulation_steps}")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        takes_batch = "batch" in inspect.signature(model.forward).parameters
+        self.model = (model if takes_batch else LossModel(model)).to(self.device)
+        self.objectives = _objectives(self.model, objectives)
+        self.precision = Precision.parse(precision, self.device)
+        self.parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.precision.check(self.parameters)
+        decayed = [weight for weight in self.parameters if weight.dim() > 1]
+        others = [weight for weight in self.parameters if weight.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=lr,
+            fused=self.device.type in ("cpu", "cuda"),
+        )
+        self.lr, self.warmup_ratio, self.total_steps = lr, warmup_ratio, total_steps
+        self.accumulation_steps, self.max_grad_norm, self.seed = accumulation_steps, max_grad_norm, seed
+        self.step = self.epoch = self.epoch_batches = self.num_samples = (
+            0  # optimizer steps, epochs, batches into this one
+        )
+        self._fixed_schedule = total_steps is not None
+        self._emit = emit or (lambda event: None)
+        self._stopping = threading.Event()
+
+    def train_step(self, batches: Sequence[Batch], *, data_wait_s: float = 0.0) -> StepValues:
+        """One optimizer step over a window of micro-batches, which may be on the CPU.
+
+        Args:
+            data_wait_s: time spent waiting for them, to be reported and counted into `step_s`.
+
+        Returns:
+            The values of a `step` event. A window without anything to learn from (every count zero) is skipped.
+
+        Raises:
+            RunError: the loss, or under fp32 and bf16 the gradient, is not finite; the weights are as before the
+            step.
+        """
+        started = self._clock()
+        self._seed(self.step)
+        self.model.train()
+        self._reset_peak()
+        counts = {name: sum(goal.count(batch) for batch in batches) for name, goal in self.objectives.items()}
+        lr = self.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        sums: dict[str, Any] = dict.fromkeys(self.objectives, 0.0)
+        result = StepResult(0.0, True, 1.0)
+        if any(counts.values()):
+            for micro_batch in batches:
+                batch = micro_batch.to(self.device)
+                with self.precision.autocast():
+                    output = self.model(batch)
+                    terms = {name: goal(output, batch) for name, goal in self.objectives.items()}
+                    loss_share = torch.stack(
+                        [term / max(1, counts[name]) for name, term in terms.items()]
+                    ).sum()
+                self.precision.backward(loss_share)
+                sums = {name: sums[name] + term.detach() for name, term in terms.items()}
+            result = self.precision.step(self.optimizer, self.parameters, self.max_grad_norm)
+        means = {name: float(sums[name]) / count for name, count in counts.items() if count}
+        loss = sum(means.values()) if means else math.nan
+        self.step += 1
+        self.epoch_batches += len(batches)
+        self.num_samples += sum(map(len, batches))
+        step_s = self._clock() - started + data_wait_s
+        if means and not (
+            math.isfinite(loss) and (math.isfinite(result.grad_norm) or self.precision.name == "fp16")
+        ):
+            ids = ", ".join(record_id for batch in batches for record_id in batch.record_ids)
+            raise RunError(
+                f"step {self.step}: loss {loss}, gradient norm {result.grad_norm}, for the samples {ids}"
+            )
+        return {
+            "epoch": self.epoch,
+            "num_samples": sum(map(len, batches)),
+            "num_batches": len(batches),
+            "num_tokens": max(batch.shape.num_tokens for batch in batches),
+            "height": max(batch.shape.height for batch in batches),
+            "width": max(batch.shape.width for batch in batches),
+            "loss": loss,
+            **{f"{name}_loss": mean for name, mean in means.items() if name in OBJECTIVES},
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped": result.skipped,
+            "step_s": step_s,
+            "data_wait_s": data_wait_s,
+            "samples_per_s": sum(map(len, batches)) / step_s,
+            **padding(batches),
+            **self._peak(),
+        }
+
+    def fit(
+        self, loader: Iterable[Batch], *, num_epochs: int = 1, eval_loader: Iterable[Batch] | None = None
+    ) -> list[StepValues]:
+        """Train until `num_epochs` epochs are complete, counting those before a resume; batches already seen are
+        skipped.
+
+        At each epoch's start `loader.set_epoch(epoch)` is called where it exists. `stop()`, or an interrupt from the
+        keyboard, ends the loop after the step in hand, with the trainer's state intact; the interrupt is then raised
+        again.
+
+        Args:
+            loader: gives the batches of one epoch each time it is iterated.
+            eval_loader: evaluated after every epoch.
+
+        Returns:
+            The values of every step, in order.
+
+        Raises:
+            OptionError: `num_epochs` epochs are already complete.
+        """
+        if num_epochs <= self.epoch:
+            raise OptionError(
+                f"{self.epoch} epochs are already complete; give num_epochs of at least {self.epoch + 1}"
+            )
+        if not self._fixed_schedule:
+            self.total_steps = num_epochs * math.ceil(len(loader) / self.accumulation_steps)  # type: ignore[arg-type]
+        self._stopping.clear()
+        history: list[StepValues] = []
+        started, status = time.perf_counter(), "failed"
+        self.emit("start", **self.description(), num_epochs=num_epochs)
+        try:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                while self.epoch < num_epochs and not self._stopping.is_set():
+                    history += self._run_epoch(loader)
+                    if self.epoch_batches == 0 and eval_loader is not None:
+                        self.emit("eval", **self.evaluate(eval_loader))
+            status = "stopped" if self._stopping.is_set() else "done"
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
+        finally:
+            self.emit("end", status=status, num_steps=self.step, run_s=time.perf_counter() - started)
+        return history
+
+    def stop(self) -> None:
+        """End `fit` after the step in hand; safe to call from any thread."""
+        self._stopping.set()
+
+    @torch.no_grad()
+    def evaluate(self, loader: Iterable[Batch], *, num_candidates: int = 32) -> StepValues:
+        """Measure on held-out samples; nothing here depends on how they were batched.
+
+        Args:
+            num_candidates: size of the candidate sets behind `per_sample_loss`.
+
+        Returns:
+            The values of an `eval` event: `per_sample_loss` and recall at k both ways with their chance levels over
+            all pairs; for a `LossModel` its own `loss`.
+
+        Raises:
+            DataError: no sample has both modalities.
+        """
+        started = self._clock()
+        self.model.eval()
+        total, count, num_samples = 0.0, 0, 0
+        images, texts, groups, scale = [], [], [], torch.ones(())
+        for held_out in loader:
+            batch = held_out.to(self.device)
+            with self.precision.autocast():
+                output = self.model(batch)
+            num_samples += len(batch)
+            if isinstance(self.model, LossModel):
+                count += self.model.count(batch)
+                total += float(output.loss) * self.model.count(batch)
+                continue
+            whole = pairs(batch)
+            images.append(output.image_embedding[whole])
+            texts.append(output.text_embedding[whole])
+            alone = (
+                -1 - num_samples - torch.arange(len(batch), device=self.device)
+            )  # a group of its own where unknown
+            known = alone if batch.groups is None else torch.where(batch.groups < 0, alone, batch.groups)
+            groups.append(known[whole])
+            scale = output.logit_scale
+        if not isinstance(self.model, LossModel):
+            if not sum(map(len, groups)):
+                raise DataError(f"none of the {num_samples} held-out samples has both an image and a text")
+            embeddings = torch.cat(images), torch.cat(texts), torch.cat(groups)
+            measured = recalls(*embeddings)
+            measured["per_sample_loss"] = candidate_loss(*embeddings, scale, num_candidates=num_candidates)
+        else:
+            measured = {"loss": total / count}
+        return {
+            "epoch": self.epoch,
+            "num_samples": num_samples,
+            "eval_s": self._clock() - started,
+            **measured,
+        }
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine to zero at `total_steps`; `lr` throughout where there is no schedule."""
+        if self.total_steps is None:
+            return self.lr
+        num_warmup = math.ceil(self.warmup_ratio * self.total_steps)
+        if step < num_warmup:
+            return self.lr * (step + 1) / num_warmup
+        progress = min(1.0, (step - num_warmup) / max(1, self.total_steps - num_warmup))
+        return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.precision.state_dict(),
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["precision"])
+        for name in _PROGRESS:
+            setattr(self, name, state["progress"][name])
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Hand an event to whoever listens."""
+        self._emit(RunEvent(kind, self.step, 0, time.time(), values))
+
+    def description(self) -> StepValues:
+        """What a `start` event says of the trainer."""
+        return {
+            "objective": " + ".join(self.objectives),
+            "precision": self.precision.name,
+            "device": str(self.device),
+            "seed": self.seed,
+            "accumulation_steps": self.accumulation_steps,
+            "num_steps": self.total_steps,
+            "num_parameters": sum(weight.numel() for weight in self.parameters),
+        }
+
+    def _run_epoch(self, loader: Iterable[Batch]) -> list[StepValues]:
+        """The rest of the current epoch, or as much of it as runs before a stop."""
+        history: list[StepValues] = []
+        for batches, data_wait_s in self._windows(loader):
+            with _interrupt_after():
+                values = self.train_step(batches, data_wait_s=data_wait_s)
+                history.append(values)
+                self.emit("step", **values)
+            if self._stopping.is_set():
+                return history
+        self.emit("epoch", epoch=self.epoch, num_steps=self.step, num_batches=self.epoch_batches)
+        self.epoch += 1
+        self.epoch_batches = 0
+        return history
+
+    def _windows(self, loader: Iterable[Batch]) -> Iterator[tuple[list[Batch], float]]:
+        """Windows of micro-batches, the last one shorter where need be, each with the time spent waiting for it."""
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self.epoch)
+        started = time.perf_counter()
+        self._seed(-1 - self.epoch)  # a loader may draw its order from torch's generator
+        batches = islice(iter(loader), self.epoch_batches, None)
+        while window := list(islice(batches, self.accumulation_steps)):
+            yield window, time.perf_counter() - started
+            started = time.perf_counter()
+
+    def _seed(self, moment: int) -> None:
+        """Seed torch's generators for one step (from 0) or one epoch's order (below 0)."""
+        key = np.random.SeedSequence([self.seed, abs(moment), moment < 0]).generate_state(1, np.uint64)
+        torch.manual_seed(int(key[0]))
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _peak(self) -> StepValues:
+        if self.device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            return {"peak_bytes": peak_bytes, "memory_source": "torch allocator"}
+        return {"peak_bytes": psutil.Process().memory_info().rss, "memory_source": "process RSS"}
+
+
+_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps")
+
+
+def padding(batches: Sequence[Batch]) -> StepValues:
+    """Shares of a window's positions that are padding, from the batches' own masks, and its padded cost.
+
+    Returns:
+        `text_waste` over tokens, `image_waste` over pixels, `combined_waste` over tokens and 16 x 16 patches
+        together, and `predicted_cost`, the number of those positions.
+    """
+    tokens = padded_tokens = pixels = padded_pixels = patches = padded_patches = 0
+    for batch in batches:
+        tokens += int(batch.attention_mask.count_nonzero())
+        padded_tokens += batch.attention_mask.numel()
+        pixels += int(batch.pixel_mask.count_nonzero())
+        padded_pixels += batch.pixel_mask.numel()
+        patch_mask = batch.pixel_mask[:, ::PATCH, ::PATCH]
+        patches += int(patch_mask.count_nonzero())
+        padded_patches += patch_mask.numel()
+    return {
+        "text_waste": 1 - tokens / padded_tokens,
+        "image_waste": 1 - pixels / padded_pixels,
+        "combined_waste": 1 - (tokens + patches) / (padded_tokens + padded_patches),
+        "predicted_cost": padded_tokens + padded_patches,
+    }
+
+
+def _objectives(model: nn.Module, asked: Iterable[str] | Mapping[str, Objective]) -> dict[str, Objective]:
+    if isinstance(model, LossModel):
+        return {"own": OwnLoss(model)}
+    if isinstance(asked, Mapping):
+        return dict(asked)
+    for name in asked:
+        if name not in OBJECTIVES:
+            raise unknown_name("objective", name, OBJECTIVES)
+    return {name: OBJECTIVES[name]() for name in asked}
+
+
+@contextmanager
+def _interrupt_after() -> Iterator[None]:
+    """Hold back an interrupt from the keyboard until the block is done (signals reach the main thread only)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[tuple[int, Any]] = []
+    previous = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if received and callable(previous):
+        previous(*received[0])
