@@ -3,7 +3,7 @@ PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test check notebooks bench gpu lock clean
+.PHONY: help demo lab test check notebooks strip bench gpu lock clean
 
 # The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
 # installs again, and a set-up that broke off half-way is never taken for a finished one.
@@ -33,6 +33,9 @@ lint: $(READY)
 
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
 	MMLAB_SMOKE=1 $(BIN)/python -m pytest -W default --nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks/*.ipynb
+
+strip: $(READY)  ## strip the notebooks for committing
+	$(BIN)/python tests/project/strip_notebooks.py notebooks/*.ipynb
 
 bench: $(READY)  ## run the benchmarks that need no GPU and rewrite their result files
 	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --out benchmarks/results; done

@@ -40,6 +40,8 @@ def code_problems(cell: dict[str, Any]) -> list[str]:
     if "keep_output" in cell["metadata"].get("tags", []):
         if "# NBVAL_CHECK_OUTPUT" not in source:
             found.append("keeps its output but does not check it (# NBVAL_CHECK_OUTPUT)")
+        if cell["execution_count"] is None:
+            found.append("keeps its output without an execution count, so nbval does not compare it")
         if {mime.split("/")[0] for output in cell["outputs"] for mime in output.get("data", {})} - {"text"}:
             found.append("keeps an output that is not text")
     elif cell["outputs"] or cell["execution_count"] is not None:
@@ -80,6 +82,7 @@ def code_cell(source: str, **fields: Any) -> dict[str, Any]:
 
 
 CLEAN = {"metadata": {}, "cells": [{"cell_type": "markdown", "metadata": {}, "source": "# Title"}]}
+CHECKED = "# NBVAL_CHECK_OUTPUT\n1"
 PICTURE = [{"output_type": "display_data", "data": {"image/png": "iVBORw0KGgo="}}]
 
 
@@ -92,11 +95,15 @@ PICTURE = [{"output_type": "display_data", "data": {"image/png": "iVBORw0KGgo="}
         (code_cell("1", execution_count=3), "cell 2: output or execution count is not stripped"),
         (code_cell("1", metadata={"scrolled": True}), "cell 2: metadata ['scrolled']"),
         (
-            code_cell("1", metadata={"tags": ["keep_output"]}),
+            code_cell("1", metadata={"tags": ["keep_output"]}, execution_count=1),
             "cell 2: keeps its output but does not check it",
         ),
         (
-            code_cell("# NBVAL_CHECK_OUTPUT\n1", metadata={"tags": ["keep_output"]}, outputs=PICTURE),
+            code_cell(CHECKED, metadata={"tags": ["keep_output"]}),
+            "cell 2: keeps its output without an execution count",
+        ),
+        (
+            code_cell(CHECKED, metadata={"tags": ["keep_output"]}, outputs=PICTURE, execution_count=1),
             "cell 2: keeps an output that is not text",
         ),
     ],
