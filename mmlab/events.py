@@ -97,8 +97,10 @@ EVENT_KEYS = {
     "matching_accuracy": EventKey("eval", "ratio 0-1", "share of pairs rightly called matching or not"),
     "image_to_text_r1": EventKey("eval", "ratio 0-1", "images whose best-ranked text is theirs"),
     "image_to_text_r5": EventKey("eval", "ratio 0-1", "images with a text of theirs among the best five"),
+    "image_to_text_r10": EventKey("eval", "ratio 0-1", "images with a text of theirs among the best ten"),
     "text_to_image_r1": EventKey("eval", "ratio 0-1", "texts whose best-ranked image is theirs"),
     "text_to_image_r5": EventKey("eval", "ratio 0-1", "texts with their image among the best five"),
+    "text_to_image_r10": EventKey("eval", "ratio 0-1", "texts with their image among the best ten"),
     "chance_r1": EventKey("eval", "ratio 0-1", "R@1 of a random ranking over the same candidates"),
     # time
     "step_s": EventKey(
@@ -139,6 +141,7 @@ EVENT_KEYS = {
 }
 USER_PREFIX = "user_"  # keys that begin so are the user's own and need no row in the table
 
+EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one a rank
 _FIELDS = ("kind", "step", "rank", "time_s")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -245,11 +248,6 @@ def read_events(path: str | Path, offset: int = 0) -> tuple[list[RunEvent], int]
     return events, offset
 
 
-def event_files(folder: str | Path) -> list[Path]:
-    """Every rank's event file of every run below a folder, sorted."""
-    return sorted(Path(folder).rglob("events-rank*.jsonl"))
-
-
 def read_runs(folder: str | Path) -> pd.DataFrame:
     """All events of all runs below a folder, one row each, in order of run and time.
 
@@ -263,7 +261,7 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
 
     folder = Path(folder)
     rows = []
-    for path in event_files(folder):
+    for path in sorted(folder.rglob(EVENT_FILES)):
         run = path.parent.relative_to(folder).as_posix() if path.parent != folder else folder.resolve().name
         events, _ = read_events(path)
         rows += [
@@ -272,7 +270,7 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
         ]
     if not rows:
         raise DataError(
-            f"{folder}: no events in any events-rank*.jsonl below it; give the folder of a run, or one above"
+            f"{folder}: no events in any {EVENT_FILES} below it; give the folder of a run, or one above"
         )
     table = pd.DataFrame(rows).sort_values(["run", "time_s"], kind="stable", ignore_index=True)
     table["elapsed_s"] = table["time_s"] - table.groupby("run")["time_s"].transform("min")

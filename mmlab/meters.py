@@ -2,9 +2,9 @@
 
 `DeviceMeter` asks the best source there is and names it: for a GPU NVML, then torch's allocator; for a CPU, or when
 both fail, this process's resident memory and CPU time. A source that fails (no driver, no permission, a GPU that
-disappears) is replaced by the next one for that reading, and the reading keeps the reason. A process's figures are never
-called a GPU's. `LiveBytes` counts the bytes of live tensors exactly, on any device: so a step's peak can be measured on a
-CPU, where no allocator keeps statistics.
+disappears) is replaced by the next one for that reading, and the reading keeps the reason. A process's figures are
+never called a GPU's. `LiveBytes` counts the bytes of live tensors exactly, on any device: so a step's peak can be
+measured on a CPU, where no allocator keeps statistics.
 
 Costs: a reading takes 0.05 ms on a CPU, about 1 ms with NVML: take it in the monitor's thread, never in the training
 loop. `LiveBytes` adds about 12 us to each operation and never synchronises.
@@ -197,8 +197,8 @@ class LiveBytes(TorchDispatchMode):
     """Count the bytes of live tensors, exactly: each storage once, from when it is first seen until it is freed.
 
     A storage is first seen when an operation inside the context takes or returns it, or earlier by `add`. It works
-    through forward, backward and the optimizer, and notices what is freed after the context has ended. Tensors without a
-    storage (sparse ones) and scratch memory inside one operation are not counted.
+    through forward, backward and the optimizer, and notices what is freed after the context has ended. Tensors without
+    a storage (sparse ones) and scratch memory inside one operation are not counted.
 
     >>> a = torch.zeros(100)
     >>> with LiveBytes() as live:
