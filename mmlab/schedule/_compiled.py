@@ -1,0 +1,16 @@
+"""numba's `njit` with its machine code kept on disk, so that only the first run on a machine compiles (seconds)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile; where neither the package's folder nor the user's cache folder can be written, compile anew each run."""
+    try:
+        return numba.njit(function, cache=True, nogil=True)
+    except RuntimeError:  # "cannot cache function: no locator available"
+        return numba.njit(function, nogil=True)
