@@ -58,7 +58,8 @@ class BatchShape(NamedTuple):
 class CostModel(Protocol):
     """What a batch of a given padded shape costs; pure, picklable, thread-safe."""
 
-    unit: str  # "padded tokens", "seconds", "bytes"
+    @property
+    def unit(self) -> str: ...  # "padded tokens", "seconds", "bytes"
 
     def __call__(self, shape: BatchShape) -> float: ...
 
@@ -91,7 +92,9 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The same batch with every tensor on `device`."""
         moved = {
-            name: None if (tensor := getattr(self, name)) is None else tensor.to(device, non_blocking=non_blocking)
+            name: None
+            if (tensor := getattr(self, name)) is None
+            else tensor.to(device, non_blocking=non_blocking)
             for name in _BATCH_TENSORS
         }
         return replace(self, **moved)
@@ -99,7 +102,8 @@ class Batch:
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; torch's DataLoader calls this."""
         pinned = {
-            name: None if (tensor := getattr(self, name)) is None else tensor.pin_memory() for name in _BATCH_TENSORS
+            name: None if (tensor := getattr(self, name)) is None else tensor.pin_memory()
+            for name in _BATCH_TENSORS
         }
         return replace(self, **pinned)
 
@@ -148,5 +152,8 @@ class SampleSizes:
         """The rows asked for, in that order."""
         rows = np.asarray(rows)
         return SampleSizes(
-            num_tokens=self.num_tokens[rows], height=self.height[rows], width=self.width[rows], group=self.group[rows]
+            num_tokens=self.num_tokens[rows],
+            height=self.height[rows],
+            width=self.width[rows],
+            group=self.group[rows],
         )
