@@ -35,8 +35,7 @@ def recalls(
         at: the k of recall at k.
 
     Returns:
-        `image_to_text_r1`, `text_to_image_r1`, `chance_image_to_text_r1`, `chance_text_to_image_r1` and so on for
-        each k.
+        `image_to_text_r1`, `text_to_image_r1` and so on for each k, and `chance_r1`, 1 / G in both directions.
     """
     _, group_of_text = groups.unique(return_inverse=True)  # (N,) 0..G-1
     num_texts, num_images = len(groups), int(group_of_text.max()) + 1
@@ -48,17 +47,10 @@ def recalls(
     group_of_image = torch.arange(num_images, device=groups.device)
     to_text = torch.cat(list(_ranks(images, group_of_image, texts, group_of_text)))
     to_image = torch.cat(list(_ranks(texts, group_of_text, images, group_of_image)))
-    captions = group_of_text.bincount().tolist()
-    found: dict[str, float] = {}
+    found = {"chance_r1": 1 / num_images}
     for k in at:
         found[f"image_to_text_r{k}"] = float((to_text < k).double().mean())
         found[f"text_to_image_r{k}"] = float((to_image < k).double().mean())
-        missed = [
-            math.comb(num_texts - own, k) / math.comb(num_texts, k) if k <= num_texts else 0.0
-            for own in captions
-        ]
-        found[f"chance_image_to_text_r{k}"] = 1 - sum(missed) / num_images
-        found[f"chance_text_to_image_r{k}"] = min(1.0, k / num_images)
     return found
 
 

@@ -47,6 +47,7 @@ class FusionTrainer:
             objectives; any other is wrapped in `LossModel`.
         objectives: names in `mmlab.losses.OBJECTIVES`, or objects by name; their means are added. Unused with a
             `LossModel`.
+        num_negatives: of the contrastive loss; see `mmlab.losses.Contrastive`.
         precision: "fp32", "bf16" or "fp16".
         device: "cpu", "cuda:0"; None takes a GPU if there is one.
         lr: highest learning rate, reached after `warmup_ratio` of the steps, then a cosine down to zero.
@@ -66,6 +67,7 @@ class FusionTrainer:
         model: nn.Module,
         *,
         objectives: Iterable[str] | Mapping[str, Objective] = ("contrastive",),
+        num_negatives: int | None = None,
         precision: str | Precision = "fp32",
         device: torch.device | str | None = None,
         lr: float = 1e-4,
@@ -82,7 +84,7 @@ class FusionTrainer:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         takes_batch = "batch" in inspect.signature(model.forward).parameters
         self.model = (model if takes_batch else LossModel(model)).to(self.device)
-        self.objectives = _objectives(self.model, objectives)
+        self.objectives = _objectives(self.model, objectives, num_negatives)
         self.precision = Precision.parse(precision, self.device)
         self.parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.precision.check(self.parameters)
@@ -173,45 +175,38 @@ class FusionTrainer:
     def fit(
         self, loader: Iterable[Batch], *, num_epochs: int = 1, eval_loader: Iterable[Batch] | None = None
     ) -> list[StepValues]:
-        """Train until `num_epochs` epochs are complete, counting those before a resume; batches already seen are
-        skipped.
+        """Train for `num_epochs` epochs; after a resume in mid-epoch the first of them is the rest of that epoch.
 
         At each epoch's start `loader.set_epoch(epoch)` is called where it exists. `stop()`, or an interrupt from the
         keyboard, ends the loop after the step in hand, with the trainer's state intact; the interrupt is then raised
-        again.
+        again. torch's generators are left as they were found.
 
         Args:
-            loader: gives the batches of one epoch each time it is iterated.
+            loader: gives the batches of one epoch each time it is iterated; it needs a length where `total_steps` is
+                not given.
             eval_loader: evaluated after every epoch.
 
         Returns:
             The values of every step, in order.
-
-        Raises:
-            OptionError: `num_epochs` epochs are already complete.
         """
-        if num_epochs <= self.epoch:
-            raise OptionError(
-                f"{self.epoch} epochs are already complete; give num_epochs of at least {self.epoch + 1}"
-            )
-        if not self._fixed_schedule:
-            self.total_steps = num_epochs * math.ceil(len(loader) / self.accumulation_steps)  # type: ignore[arg-type]
         self._stopping.clear()
         history: list[StepValues] = []
-        started, status = time.perf_counter(), "failed"
-        self.emit("start", **self.description(), num_epochs=num_epochs)
-        try:
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                while self.epoch < num_epochs and not self._stopping.is_set():
-                    history += self._run_epoch(loader)
-                    if self.epoch_batches == 0 and eval_loader is not None:
-                        self.emit("eval", **self.evaluate(eval_loader))
-            status = "stopped" if self._stopping.is_set() else "done"
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        finally:
-            self.emit("end", status=status, num_steps=self.step, run_s=time.perf_counter() - started)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            if not self._fixed_schedule:
+                num_batches = num_epochs * len(loader) - self.epoch_batches  # type: ignore[arg-type]
+                self.total_steps = self.step + math.ceil(num_batches / self.accumulation_steps)
+            last_epoch = self.epoch + num_epochs
+            while self.epoch < last_epoch and not self._stopping.is_set():
+                for batches, data_wait_s in self._windows(loader):
+                    with _interrupt_after():
+                        history.append(self.train_step(batches, data_wait_s=data_wait_s))
+                        self._emit_event("step", history[-1])
+                    if self._stopping.is_set():
+                        return history
+                self._emit_event("epoch", {"epoch": self.epoch, "num_steps": self.step})
+                self.epoch, self.epoch_batches = self.epoch + 1, 0
+                if eval_loader is not None:
+                    self._emit_event("eval", self.evaluate(eval_loader))
         return history
 
     def stop(self) -> None:
@@ -223,7 +218,7 @@ class FusionTrainer:
         """Measure on held-out samples; nothing here depends on how they were batched.
 
         Args:
-            num_candidates: size of the candidate sets behind `per_sample_loss`.
+            num_candidates: size of the candidate sets behind `loss`.
 
         Returns:
             The values of an `eval` event: `per_sample_loss` and recall at k both ways with their chance levels over
@@ -259,7 +254,7 @@ class FusionTrainer:
                 raise DataError(f"none of the {num_samples} held-out samples has both an image and a text")
             embeddings = torch.cat(images), torch.cat(texts), torch.cat(groups)
             measured = recalls(*embeddings)
-            measured["per_sample_loss"] = candidate_loss(*embeddings, scale, num_candidates=num_candidates)
+            measured["loss"] = candidate_loss(*embeddings, scale, num_candidates=num_candidates)
         else:
             measured = {"loss": total / count}
         return {
@@ -296,10 +291,6 @@ class FusionTrainer:
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
 
-    def emit(self, kind: str, **values: Any) -> None:
-        """Hand an event to whoever listens."""
-        self._emit(RunEvent(kind, self.step, 0, time.time(), values))
-
     def description(self) -> StepValues:
         """What a `start` event says of the trainer."""
         return {
@@ -312,20 +303,8 @@ class FusionTrainer:
             "num_parameters": sum(weight.numel() for weight in self.parameters),
         }
 
-    def _run_epoch(self, loader: Iterable[Batch]) -> list[StepValues]:
-        """The rest of the current epoch, or as much of it as runs before a stop."""
-        history: list[StepValues] = []
-        for batches, data_wait_s in self._windows(loader):
-            with _interrupt_after():
-                values = self.train_step(batches, data_wait_s=data_wait_s)
-                history.append(values)
-                self.emit("step", **values)
-            if self._stopping.is_set():
-                return history
-        self.emit("epoch", epoch=self.epoch, num_steps=self.step, num_batches=self.epoch_batches)
-        self.epoch += 1
-        self.epoch_batches = 0
-        return history
+    def _emit_event(self, kind: str, values: StepValues) -> None:
+        self._emit(RunEvent(kind, self.step, 0, time.time(), values))
 
     def _windows(self, loader: Iterable[Batch]) -> Iterator[tuple[list[Batch], float]]:
         """Windows of micro-batches, the last one shorter where need be, each with the time spent waiting for it."""
@@ -386,15 +365,18 @@ def padding(batches: Sequence[Batch]) -> StepValues:
     }
 
 
-def _objectives(model: nn.Module, asked: Iterable[str] | Mapping[str, Objective]) -> dict[str, Objective]:
+def _objectives(
+    model: nn.Module, asked: Iterable[str] | Mapping[str, Objective], num_negatives: int | None
+) -> dict[str, Objective]:
     if isinstance(model, LossModel):
         return {"own": OwnLoss(model)}
     if isinstance(asked, Mapping):
         return dict(asked)
-    for name in asked:
-        if name not in OBJECTIVES:
-            raise unknown_name("objective", name, OBJECTIVES)
-    return {name: OBJECTIVES[name]() for name in asked}
+    unknown = next((name for name in asked if name not in OBJECTIVES), None)
+    if unknown is not None:
+        raise unknown_name("objective", unknown, OBJECTIVES)
+    options = {"contrastive": {"num_negatives": num_negatives}}
+    return {name: OBJECTIVES[name](**options.get(name, {})) for name in asked}
 
 
 @contextmanager
