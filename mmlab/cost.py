@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmlab.errors import OptionError
+from mmlab.types import BatchShape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mmlab.types import BatchShape
+    from mmlab.types import CostModel
 
 PATCH = 16  # pixels; the grid in which image waste is counted
 
@@ -96,3 +97,23 @@ class PaddedTokens:
     def as_polynomial(self) -> MaxPolynomial:
         """The same cost as coefficients: B*T + B*P."""
         return MaxPolynomial(np.ones((1, 2)), np.array([[1, 1, 0], [1, 0, 1]]), self.unit, self.patch)
+
+
+def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.float64]:
+    """The cost of many batches at once.
+
+    Args:
+        cost: any cost model; the two above take one array operation, others one call a shape.
+        shapes: (n, 4) batch size, tokens, height and width, as in `BatchShape`.
+
+    Returns:
+        (n,) costs.
+    """
+    polynomial = cost.as_polynomial() if isinstance(cost, PaddedTokens) else cost
+    if not isinstance(polynomial, MaxPolynomial):
+        return np.array([cost(BatchShape(*map(int, shape))) for shape in shapes], dtype=np.float64)
+    count, text, height, width = shapes.astype(np.float64).T
+    patch = polynomial.patch
+    point = np.stack((count, text, np.ceil(height / patch) * np.ceil(width / patch)), axis=1)
+    terms = np.prod(point[:, None] ** polynomial.exponents, axis=2)
+    return (terms @ polynomial.coefficients.T).max(axis=1)

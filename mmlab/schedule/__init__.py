@@ -13,6 +13,7 @@ from mmlab.schedule.base import BatchScheduler
 from mmlab.schedule.classic import Bucket, Random, Sorted
 from mmlab.schedule.dense import Budget
 from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.preview import Preview, preview, read_lengths
 from mmlab.schedule.report import PlanReport
 
 SCHEDULERS: dict[str, type[BatchScheduler]] = {
@@ -47,5 +48,8 @@ __all__ = [
     "BatchPlan",
     "BatchScheduler",
     "PlanReport",
+    "Preview",
     "make_scheduler",
+    "preview",
+    "read_lengths",
 ]

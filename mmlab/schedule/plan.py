@@ -34,6 +34,11 @@ class Block(NamedTuple):
         """(b,) where each batch begins in `order`."""
         return np.concatenate((np.zeros(1, np.int64), self.ends[:-1]))[: len(self.ends)]
 
+    @property
+    def batch_of_sample(self) -> NDArray[np.int64]:
+        """(n,) number of the batch that each place in `order` belongs to."""
+        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
+
     def pick(self, batches: NDArray[np.integer]) -> Block:
         """The batches asked for, in that order."""
         starts, counts = self.starts[batches], (self.ends - self.starts)[batches]

@@ -1,4 +1,4 @@
-"""What a plan costs, computed from sizes alone: waste, balance, collisions, coverage. O(N), nothing decoded."""
+"""What a plan costs, computed from sizes alone: waste, balance, collisions, coverage. Nothing is decoded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.cost import PATCH, PaddedTokens
+from mmlab.cost import PATCH, PaddedTokens, batch_costs
+from mmlab.schedule.metrics import cells, collision_ratio, straggler, waste, work
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.schedule.plan import BatchPlan
 
 
@@ -31,7 +30,7 @@ class PlanReport:
     peak_cost: float
     peak_over_budget: float  # peak cost / budget; nan without a budget
     num_over_budget: int  # batches above it
-    straggler: float  # 1 - mean / max cost over the batches of one step, all ranks
+    straggler: float  # 1 - mean / max work (see `metrics.work`) over the batches of one step, one a rank
     collision_ratio: float  # share of samples with another sample of the same image in their batch
     coverage: float  # share of the samples that are in the plan
     num_duplicates: int
@@ -57,59 +56,31 @@ def report_plan(plan: BatchPlan, *, budget: float | None = None, num_ranks: int 
     budget = plan.budget if budget is None else budget
     cost = PaddedTokens() if plan.cost is None else plan.cost
     patch = getattr(cost, "patch", PATCH)
-    shapes = plan.shape_columns
-    counts = shapes[:, 0]
+    counts, text, height, width = plan.shape_columns.T
+    image = cells(height, patch) * cells(width, patch)
     real_text = int(sizes.num_tokens[order].sum(dtype=np.int64))
-    real_image = int((_cells(sizes.height[order], patch) * _cells(sizes.width[order], patch)).sum())
-    padded_text = int((counts * shapes[:, 1]).sum())
-    padded_image = int((counts * _cells(shapes[:, 2], patch) * _cells(shapes[:, 3], patch)).sum())
-    costs = np.array([cost(shape) for shape in plan.shapes], dtype=np.float64)
-    num_distinct = len(np.unique(order))
+    real_image = int((cells(sizes.height, patch) * cells(sizes.width, patch))[order].sum())
+    padded_text, padded_image = int((counts * text).sum()), int((counts * image).sum())
+    costs = batch_costs(cost, plan.shape_columns)
+    num_distinct = int((np.bincount(order, minlength=1) > 0).sum()) if len(order) else 0
     return PlanReport(
         num_samples=len(sizes),
         num_batches=len(ends),
         mean_batch_size=len(order) / max(1, len(ends)),
         max_batch_size=int(counts.max(initial=0)),
-        text_waste=_waste(real_text, padded_text),
-        image_waste=_waste(real_image, padded_image),
-        combined_waste=_waste(real_text + real_image, padded_text + padded_image),
+        text_waste=waste(real_text, padded_text),
+        image_waste=waste(real_image, padded_image),
+        combined_waste=waste(real_text + real_image, padded_text + padded_image),
         cost_unit=cost.unit,
         mean_cost=float(costs.mean()) if len(costs) else 0.0,
         peak_cost=float(costs.max(initial=0.0)),
         peak_over_budget=float(costs.max(initial=0.0) / budget) if budget else float("nan"),
         num_over_budget=int((costs > budget).sum()) if budget else 0,
-        straggler=straggler(costs, num_ranks),
-        collision_ratio=collision_ratio(order, ends, sizes.group),
+        straggler=straggler(counts * (work(text) + work(image)), num_ranks),
+        collision_ratio=collision_ratio(plan.columns, sizes.group),
         coverage=num_distinct / len(sizes) if len(sizes) else 1.0,
         num_duplicates=len(order) - num_distinct,
     )
-
-
-def straggler(costs: NDArray[np.float64], num_ranks: int) -> float:
-    """1 - mean / max cost over each `num_ranks` consecutive batches, weighted by time: the idle share."""
-    num_whole = len(costs) // num_ranks * num_ranks
-    steps = costs[:num_whole].reshape(-1, num_ranks)
-    waited_for = steps.max(axis=1).sum() * num_ranks
-    return float(1 - steps.sum() / waited_for) if waited_for else 0.0
-
-
-def collision_ratio(order: NDArray[np.int64], ends: NDArray[np.int64], group: NDArray[np.int64]) -> float:
-    """Share of samples that share their batch with another sample of the same image (negative groups never do)."""
-    batch = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-    image = group[order]
-    batch, image = batch[image >= 0], image[image >= 0]
-    by_image = np.lexsort((image, batch))
-    same = (np.diff(batch[by_image]) == 0) & (np.diff(image[by_image]) == 0)
-    collides = np.concatenate((same, [False])) | np.concatenate(([False], same)) if len(image) else same
-    return float(collides.sum() / max(1, len(order)))
-
-
-def _cells(side: NDArray[np.integer], patch: int) -> NDArray[np.int64]:
-    return -(-side.astype(np.int64) // patch)
-
-
-def _waste(real: int, padded: int) -> float:
-    return 1 - real / padded if padded else 0.0
 
 
 def _show(value: float | str) -> str:

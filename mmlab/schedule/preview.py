@@ -1,0 +1,203 @@
+"""Schedulers side by side before any training: plan some epochs with each, measure the plans. Reads sizes only."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmlab.cost import PATCH, PaddedTokens
+from mmlab.errors import DataError, unknown_name
+from mmlab.schedule.base import BatchScheduler, FixedSize, require_at_least, sizes_of
+from mmlab.schedule.metrics import cells, randomness, work
+from mmlab.types import SampleSizes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mmlab.records import Records
+    from mmlab.schedule.report import PlanReport
+    from mmlab.types import Record
+
+FIGURES = (
+    "num_batches",
+    "text_waste",
+    "image_waste",
+    "combined_waste",
+    "peak_over_budget",
+    "straggler",
+    "randomness",
+    "collision_ratio",
+    "coverage",
+    "num_duplicates",
+    "plan_cpu_s",
+)
+_COMBINE = {
+    "num_batches": np.median,
+    "peak_over_budget": np.max,
+    "num_duplicates": np.max,
+    "coverage": np.min,
+}
+_DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """One row a scheduler. All ratios are fractions; `randomness` is None where only one epoch was planned."""
+
+    figures: dict[str, dict[str, float | None]]  # scheduler -> `FIGURES`
+    budget: float  # padded tokens a batch
+
+    def as_dict(self) -> dict[str, dict[str, float | None]]:
+        """Scheduler -> figure -> number, ready for JSON."""
+        return self.figures
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row a scheduler, one column a figure."""
+        import pandas as pd
+
+        return pd.DataFrame.from_dict(self.figures, orient="index", columns=list(FIGURES))
+
+    def __str__(self) -> str:
+        shown = self.table.copy()
+        for name in (
+            "text_waste",
+            "image_waste",
+            "combined_waste",
+            "straggler",
+            "collision_ratio",
+            "coverage",
+        ):
+            shown[name] = [f"{100 * value:.2f} %" for value in shown[name]]
+        shown["num_batches"] = [f"{value:.0f}" for value in shown["num_batches"]]
+        return f"budget: {self.budget:.0f} padded tokens a batch\n{shown.to_string(float_format='{:.3f}'.format)}"
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(border=0, float_format="{:.4f}".format)
+
+
+def preview(
+    samples: Records | SampleSizes | Sequence[Record],
+    schedulers: Iterable[str],
+    *,
+    budget: float | None = None,
+    patch: int = PATCH,
+    ranks: int = 8,
+    epochs: int = 2,
+    seed: int = 0,
+) -> Preview:
+    """Plan `epochs` epochs with each scheduler and measure the plans.
+
+    Schedulers of a fixed batch size take as many average samples as the budget holds.
+
+    Args:
+        samples: what to plan; sizes as the model will see them.
+        schedulers: names in `SCHEDULERS`.
+        budget: padded tokens that a batch may cost; None takes 32 average samples.
+        patch: side of an image patch in pixels.
+        ranks: ranks that step together, for `straggler`, and for which plans are made even.
+        epochs: how many to plan; figures are means over them, peaks are the highest.
+
+    Raises:
+        OptionError: an unknown name, a number out of range, or a budget below the dearest sample.
+    """
+    from mmlab.schedule import SCHEDULERS
+
+    for name, value in (("ranks", ranks), ("epochs", epochs), ("patch", patch)):
+        require_at_least(name, value, 1)
+    sizes = sizes_of(samples)
+    cost = PaddedTokens(patch)
+    patches = cells(sizes.height, patch) * cells(sizes.width, patch)
+    sample_work = work(sizes.num_tokens) + work(patches)
+    mean = float((sizes.num_tokens + patches).mean()) if len(sizes) else 1.0
+    if budget is None:
+        budget = max(_DEFAULT_BATCH_SIZE * mean, float((sizes.num_tokens + patches).max(initial=0)))
+    figures = {}
+    for name in schedulers:
+        if name not in SCHEDULERS:
+            raise unknown_name("scheduler", name, SCHEDULERS)
+        kind = SCHEDULERS[name]
+        options: dict[str, Any] = {"seed": seed, "world_size": ranks}
+        if issubclass(kind, FixedSize):
+            options["batch_size"] = max(1, round(budget / max(1.0, mean)))
+        else:
+            options |= {"budget": budget, "cost": cost}
+        figures[name] = _measure(kind(**options), sizes, sample_work, budget, ranks, epochs)
+    return Preview(figures, budget)
+
+
+def _measure(
+    scheduler: BatchScheduler,
+    sizes: SampleSizes,
+    sample_work: np.ndarray,
+    budget: float,
+    ranks: int,
+    epochs: int,
+) -> dict[str, float | None]:
+    len(scheduler.plan(sizes.take(np.arange(min(len(sizes), ranks)))))  # compile outside the clock
+    start_s = time.process_time()
+    plans = [scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)]
+    columns = [plan.columns for plan in plans]
+    plan_cpu_s = (time.process_time() - start_s) / epochs
+    reports: list[PlanReport] = [plan.report(budget=budget, num_ranks=ranks) for plan in plans]
+    scores = [randomness(*pair, sample_work, ranks) for pair in pairwise(columns)]
+    figures: dict[str, float | None] = {}
+    for name in FIGURES:
+        if name == "randomness":
+            figures[name] = float(np.mean(scores)) if scores else None
+        elif name == "plan_cpu_s":
+            figures[name] = plan_cpu_s
+        else:
+            combine = _COMBINE.get(name, np.mean)
+            figures[name] = combine([getattr(report, name) for report in reports]).item()
+    return figures
+
+
+def read_lengths(path: str | Path) -> SampleSizes:
+    """Read sizes from a CSV with the columns height, width, num_tokens and, optionally, image_id.
+
+    Rows of one `image_id` share an image; without that column every row has its own.
+
+    Raises:
+        DataError: a missing file or column, an empty file, or a value that is not a whole number >= 0, with its row.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(f"no file {path}") from None
+    rows = list(csv.reader(text.splitlines()))
+    header = [name.strip() for name in rows[0]] if rows else []
+    missing = [name for name in ("height", "width", "num_tokens") if name not in header]
+    if missing:
+        raise DataError(
+            f"{path}: no column {', '.join(missing)}; found {', '.join(header) or 'an empty file'}; "
+            "expected height,width,num_tokens[,image_id]"
+        )
+    columns = {name: _whole_numbers(path, rows, header, name) for name in ("height", "width", "num_tokens")}
+    if "image_id" in header:
+        place = header.index("image_id")
+        images = [row[place] if place < len(row) else "" for row in rows[1:]]
+        columns["group"] = np.unique(images, return_inverse=True)[1]
+    else:
+        columns["group"] = np.arange(len(rows) - 1)
+    return SampleSizes(**columns)
+
+
+def _whole_numbers(path: str | Path, rows: list[list[str]], header: list[str], name: str) -> np.ndarray:
+    place = header.index(name)
+    values = []
+    for number, row in enumerate(rows[1:], start=2):
+        text = row[place].strip() if place < len(row) else ""
+        if not text.isdigit():
+            raise DataError(
+                f"{path}: line {number}, column {name}: expected a whole number >= 0, found {text!r}"
+            )
+        values.append(int(text))
+    return np.array(values, dtype=np.int64)
