@@ -1,7 +1,8 @@
 """What happened in a run, as lines in a file: the boundary between training and everything that looks at it.
 
 A run is a folder; each rank appends to its own `events-rank<rank>.jsonl`, one JSON object a line. The trainer and the
-device monitor write, views read: in the same process, in another one, or long after the run.
+device monitor write, views read: in the same process, in another one, or long after the run. Every key stands in one
+table, `mmlab.event_keys.EVENT_KEYS`.
 
 Costs: about 25 us and 400 bytes a step event: one unbuffered `write` to the operating system, no `fsync`. So a killed
 process loses nothing and leaves at most one torn last line; a power cut may lose the last seconds.
@@ -21,125 +22,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.event_keys import EVENT_KEYS, EVENT_KINDS, USER_PREFIX
 
 if TYPE_CHECKING:
     import pandas as pd
 
-EVENT_KINDS = {
-    "start": "the run begins, or goes on from a checkpoint: its whole configuration",
-    "step": "one optimizer step",
-    "eval": "one evaluation on held-out samples",
-    "device": "one reading of the device, by the monitor's thread at a fixed interval",
-    "epoch": "an epoch is complete",
-    "checkpoint": "a checkpoint is on disk",
-    "warning": "something that a person should see; the run goes on",
-    "end": "the run ends, whichever way",
-}
-
-
-class EventKey(NamedTuple):
-    """One row of the key table."""
-
-    kinds: str  # kinds of event that carry the key, separated by spaces
-    unit: str
-    meaning: str
-
-
-EVENT_KEYS = {
-    # the run
-    "run_name": EventKey("start", "text", "name of the run, or of the comparison's arm"),
-    "scheduler": EventKey("start", "text", "name of the batch scheduler"),
-    "model": EventKey("start", "text", "name or preset of the model"),
-    "objective": EventKey("start", "text", "training objective"),
-    "precision": EventKey("start", "text", "fp32, tf32, bf16 or fp16"),
-    "device": EventKey("start device", "text", "torch device: cpu, cuda:0"),
-    "device_name": EventKey("start", "text", "the device's own name"),
-    "world_size": EventKey("start", "count", "number of ranks"),
-    "seed": EventKey("start", "integer", "seed of the run"),
-    "batch_size": EventKey("start", "samples", "batch size asked for, where the scheduler has one"),
-    "budget": EventKey("start", "cost units", "budget asked for, where the scheduler has one"),
-    "num_workers": EventKey("start", "count", "data-loading worker processes"),
-    "accumulation_steps": EventKey("start", "batches", "batches in one optimizer step"),
-    "num_epochs": EventKey("start", "epochs", "epochs planned"),
-    "num_steps": EventKey("start epoch end", "steps", "optimizer steps planned (start) or done (epoch, end)"),
-    "num_parameters": EventKey("start", "count", "trainable parameters"),
-    "config": EventKey("start", "object", "every option of the run, nested"),
-    "versions": EventKey("start", "object", "versions of Python and of the libraries used"),
-    # the batch and its plan
-    "epoch": EventKey("step eval epoch checkpoint", "epochs", "epoch, counted from 0"),
-    "num_samples": EventKey("step eval epoch", "samples", "samples in the step, the evaluation or the epoch"),
-    "num_batches": EventKey("step epoch", "batches", "batches in the step or the epoch"),
-    "num_tokens": EventKey("step", "tokens", "T: padded text length, the longest of the step's batches"),
-    "height": EventKey("step", "pixels", "H: padded image height, the largest of the step's batches"),
-    "width": EventKey("step", "pixels", "W: padded image width, the largest of the step's batches"),
-    "text_waste": EventKey("step epoch", "ratio 0-1", "share of text positions that is padding"),
-    "image_waste": EventKey("step epoch", "ratio 0-1", "share of pixels that is padding"),
-    "combined_waste": EventKey("step epoch", "ratio 0-1", "share of text and image tokens that is padding"),
-    "predicted_cost": EventKey("step", "cost units", "the plan's cost of the step"),
-    "predicted_s": EventKey("step", "s", "the plan's duration of the step"),
-    "predicted_bytes": EventKey("step", "bytes", "the plan's peak memory of the step"),
-    # learning
-    "loss": EventKey("step eval epoch", "number", "loss that is minimised; mean over the samples"),
-    "contrastive_loss": EventKey("step eval epoch", "number", "image-text contrastive part of the loss"),
-    "matching_loss": EventKey("step eval epoch", "number", "image-text matching part of the loss"),
-    "per_sample_loss": EventKey(
-        "step eval epoch", "number", "loss that does not depend on the batch size, for comparing schedulers"
-    ),
-    "lr": EventKey("step", "number", "learning rate of the first parameter group"),
-    "grad_norm": EventKey("step", "number", "L2 norm of the gradient before clipping"),
-    "loss_scale": EventKey("step", "number", "gradient scaler's factor; 1 without a scaler"),
-    "skipped": EventKey("step", "true or false", "the scaler skipped this update because of an overflow"),
-    "matching_accuracy": EventKey("eval", "ratio 0-1", "share of pairs rightly called matching or not"),
-    "image_to_text_r1": EventKey("eval", "ratio 0-1", "images whose best-ranked text is theirs"),
-    "image_to_text_r5": EventKey("eval", "ratio 0-1", "images with a text of theirs among the best five"),
-    "image_to_text_r10": EventKey("eval", "ratio 0-1", "images with a text of theirs among the best ten"),
-    "text_to_image_r1": EventKey("eval", "ratio 0-1", "texts whose best-ranked image is theirs"),
-    "text_to_image_r5": EventKey("eval", "ratio 0-1", "texts with their image among the best five"),
-    "text_to_image_r10": EventKey("eval", "ratio 0-1", "texts with their image among the best ten"),
-    "chance_r1": EventKey("eval", "ratio 0-1", "R@1 of a random ranking over the same candidates"),
-    # time
-    "step_s": EventKey(
-        "step", "s", "from the end of the previous step to the end of this one, device synchronised"
-    ),
-    "data_wait_s": EventKey("step", "s", "part of `step_s` spent waiting for the loader"),
-    "samples_per_s": EventKey("step eval epoch", "samples/s", "samples over time"),
-    "eval_s": EventKey("eval", "s", "duration of the evaluation"),
-    "epoch_s": EventKey("epoch", "s", "duration of the epoch"),
-    "checkpoint_s": EventKey("checkpoint", "s", "time to write the checkpoint"),
-    "run_s": EventKey("end", "s", "from start to end of the run"),
-    # memory and device
-    "peak_bytes": EventKey(
-        "step eval", "bytes", "peak memory within the step, as counted by `memory_source`"
-    ),
-    "allocated_bytes": EventKey("step device", "bytes", "held by live tensors, as torch's allocator counts"),
-    "reserved_bytes": EventKey("step device", "bytes", "taken from the device by torch's allocator"),
-    "memory_bytes": EventKey("device", "bytes", "memory in use, as counted by `memory_source`"),
-    "memory_total_bytes": EventKey("device", "bytes", "memory there is, of the same source"),
-    "memory_source": EventKey(
-        "step eval device",
-        "text",
-        "what counted the memory: NVML, torch allocator, live tensors, process RSS",
-    ),
-    "utilization_ratio": EventKey(
-        "device", "ratio 0-1", "busy share since the reading before, by `utilization_source`"
-    ),
-    "utilization_source": EventKey("device", "text", "what measured the use: NVML or process CPU"),
-    "reading_s": EventKey("device", "s", "time that the reading took"),
-    "monitor_cpu_s": EventKey("device", "s", "CPU time used by the monitor's thread since its start"),
-    # messages and files
-    "message": EventKey("warning end", "text", "what happened, for a person"),
-    "source": EventKey("warning", "text", "part of mmlab that warns"),
-    "traceback": EventKey("warning end", "text", "traceback of the error behind it"),
-    "status": EventKey("end", "text", "done, stopped or failed"),
-    "path": EventKey("checkpoint", "text", "file written, relative to the run's folder"),
-    "checkpoint_bytes": EventKey("checkpoint", "bytes", "size of the checkpoint"),
-}
-USER_PREFIX = "user_"  # keys that begin so are the user's own and need no row in the table
+__all__ = ["EVENT_FILES", "EVENT_KEYS", "EVENT_KINDS", "RunEvent", "RunLog", "read_events", "read_runs"]
 
 EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one a rank
 _FIELDS = ("kind", "step", "rank", "time_s")
@@ -155,9 +48,7 @@ class RunEvent:
     """
 
     kind: str  # a key of EVENT_KINDS
-    step: (
-        int  # optimizer steps done when it happened; -1 where the writer does not know, as in device readings
-    )
+    step: int  # optimizer steps done when it happened; -1 where the writer does not know (device)
     rank: int
     time_s: float  # seconds since 1970, UTC
     values: Mapping[str, Any]  # keys of EVENT_KEYS
@@ -279,22 +170,14 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
     return table[first + known + [key for key in table if key not in {*first, *known}]]
 
 
-def keys_table() -> str:
-    """The tables of kinds and keys in Markdown, as they stand in docs/events.md."""
-    lines = ["| kind | when |", "|---|---|"]
-    lines += [f"| `{kind}` | {when} |" for kind, when in EVENT_KINDS.items()]
-    lines += ["", "| key | in | unit | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{name}` | {', '.join(key.kinds.split())} | {key.unit} | {key.meaning} |"
-        for name, key in EVENT_KEYS.items()
-    ]
-    return "\n".join(lines)
-
-
 def _encode(event: RunEvent) -> bytes:
     if event.kind not in EVENT_KINDS:
         raise unknown_name("kind of event", event.kind, EVENT_KINDS)
     for key in event.values:
+        if key in _FIELDS:
+            raise OptionError(
+                f"event key {key!r} is taken: 'kind', 'step', 'rank' and 'time_s' are fields of the event"
+            )
         if key not in EVENT_KEYS and not key.startswith(USER_PREFIX):
             error = unknown_name("event key", key, EVENT_KEYS)
             raise OptionError(f"{error}. Begin keys of your own with {USER_PREFIX!r}.")

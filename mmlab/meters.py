@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,30 +169,6 @@ def reset_peak_bytes(device: str | torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(_cuda(device))
 
 
-class Peak(NamedTuple):
-    """A peak of memory and what counted it."""
-
-    num_bytes: int
-    source: str  # "torch allocator", "live tensors"
-
-
-def measure_peak(step: Callable[[], object], device: str | torch.device, held: Iterable[Held] = ()) -> Peak:
-    """Peak bytes of live tensors while `step()` runs: by torch's allocator on CUDA, else by `LiveBytes`.
-
-    Args:
-        held: what is in memory before the step (modules, optimizers, tensors). CUDA's allocator knows it by itself, and
-            whatever else the process holds on that device.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        reset_peak_bytes(device)
-        step()
-        return Peak(peak_bytes(device), "torch allocator")
-    with LiveBytes().add(*held) as live:
-        step()
-    return Peak(live.peak_bytes, "live tensors")
-
-
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of live tensors, exactly: each storage once, from when it is first seen until it is freed.
 
@@ -268,15 +244,18 @@ def total_memory_bytes() -> int:
     return total_bytes
 
 
-def _process_memory() -> tuple[int, int]:
+def process_rss_bytes() -> int:
+    """Resident memory of this process; not of its worker processes."""
     statm = Path("/proc/self/statm")
-    if statm.exists():
-        rss_bytes = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    else:
-        import psutil
+    if statm.exists():  # Linux; needs no psutil, which a bare GPU machine may lack
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil
 
-        rss_bytes = psutil.Process().memory_info().rss
-    return rss_bytes, total_memory_bytes()
+    return psutil.Process().memory_info().rss
+
+
+def _process_memory() -> tuple[int, int]:
+    return process_rss_bytes(), total_memory_bytes()
 
 
 def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -> tuple[Any, str]:

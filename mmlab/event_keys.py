@@ -1,0 +1,135 @@
+"""The one table of every kind of event and every key that an event may carry, with units.
+
+A new key is one line here: `RunLog` refuses keys that are not in the table, so no view has to guess a unit.
+`python -m mmlab.event_keys` prints the tables of docs/events.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+EVENT_KINDS = {
+    "start": "the run begins, or goes on from a checkpoint: its whole configuration",
+    "step": "one optimizer step",
+    "eval": "one evaluation on held-out samples",
+    "device": "one reading of the device, by the monitor's thread at a fixed interval",
+    "epoch": "an epoch is complete",
+    "checkpoint": "a checkpoint is on disk",
+    "warning": "something that a person should see; the run goes on",
+    "end": "the run ends, whichever way",
+}
+
+
+class EventKey(NamedTuple):
+    """One row of the key table."""
+
+    kinds: str  # kinds of event that carry the key, separated by spaces
+    unit: str
+    meaning: str
+
+
+EVENT_KEYS = {
+    # the run
+    "run_name": EventKey("start", "text", "name of the run, or of the comparison's arm"),
+    "scheduler": EventKey("start", "text", "name of the batch scheduler"),
+    "model": EventKey("start", "text", "name or preset of the model"),
+    "objective": EventKey("start", "text", "training objective"),
+    "precision": EventKey("start", "text", "fp32, tf32, bf16 or fp16"),
+    "device": EventKey("start device", "text", "torch device: cpu, cuda:0"),
+    "device_name": EventKey("start", "text", "the device's own name"),
+    "world_size": EventKey("start", "count", "number of ranks"),
+    "seed": EventKey("start", "integer", "seed of the run"),
+    "batch_size": EventKey("start", "samples", "batch size asked for, where the scheduler has one"),
+    "budget": EventKey("start", "cost units", "budget asked for, where the scheduler has one"),
+    "num_workers": EventKey("start", "count", "data-loading worker processes"),
+    "accumulation_steps": EventKey("start", "batches", "batches in one optimizer step"),
+    "num_epochs": EventKey("start", "epochs", "epochs planned"),
+    "num_steps": EventKey("start epoch end", "steps", "optimizer steps planned (start) or done (epoch, end)"),
+    "num_parameters": EventKey("start", "count", "trainable parameters"),
+    "config": EventKey("start", "object", "every option of the run, nested"),
+    "versions": EventKey("start", "object", "versions of Python and of the libraries used"),
+    # the batch and its plan
+    "epoch": EventKey("step eval epoch checkpoint", "epochs", "epoch, counted from 0"),
+    "num_samples": EventKey("step eval epoch", "samples", "samples in the step, the evaluation or the epoch"),
+    "num_batches": EventKey("step epoch", "batches", "batches in the step or the epoch"),
+    "num_tokens": EventKey("step", "tokens", "T: padded text length, the longest of the step's batches"),
+    "height": EventKey("step", "pixels", "H: padded image height, the largest of the step's batches"),
+    "width": EventKey("step", "pixels", "W: padded image width, the largest of the step's batches"),
+    "text_waste": EventKey("step epoch", "ratio 0-1", "share of text positions that is padding"),
+    "image_waste": EventKey("step epoch", "ratio 0-1", "share of pixels that is padding"),
+    "combined_waste": EventKey("step epoch", "ratio 0-1", "share of text and image tokens that is padding"),
+    "predicted_cost": EventKey("step", "cost units", "the plan's cost of the step"),
+    "predicted_s": EventKey("step", "s", "the plan's duration of the step"),
+    "predicted_bytes": EventKey("step", "bytes", "the plan's peak memory of the step"),
+    # learning
+    "loss": EventKey("step eval epoch", "number", "loss that is minimised; mean over the samples"),
+    "contrastive_loss": EventKey("step eval epoch", "number", "image-text contrastive part of the loss"),
+    "matching_loss": EventKey("step eval epoch", "number", "image-text matching part of the loss"),
+    "per_sample_loss": EventKey(
+        "step eval epoch", "number", "loss that does not depend on the batch size, for comparing schedulers"
+    ),
+    "lr": EventKey("step", "number", "learning rate of the first parameter group"),
+    "grad_norm": EventKey("step", "number", "L2 norm of the gradient before clipping"),
+    "loss_scale": EventKey("step", "number", "gradient scaler's factor; 1 without a scaler"),
+    "skipped": EventKey("step", "true or false", "the scaler skipped this update because of an overflow"),
+    "image_to_text_r1": EventKey("eval", "ratio 0-1", "images with a text of theirs among the best 1"),
+    "image_to_text_r5": EventKey("eval", "ratio 0-1", "images with a text of theirs among the best 5"),
+    "image_to_text_r10": EventKey("eval", "ratio 0-1", "images with a text of theirs among the best 10"),
+    "text_to_image_r1": EventKey("eval", "ratio 0-1", "texts with their image among the best 1"),
+    "text_to_image_r5": EventKey("eval", "ratio 0-1", "texts with their image among the best 5"),
+    "text_to_image_r10": EventKey("eval", "ratio 0-1", "texts with their image among the best 10"),
+    "chance_r1": EventKey("eval", "ratio 0-1", "R@1 that a random ranking would reach"),
+    # time
+    "step_s": EventKey(
+        "step", "s", "from the end of the previous step to the end of this one, device synchronised"
+    ),
+    "data_wait_s": EventKey("step", "s", "part of `step_s` spent waiting for the loader"),
+    "samples_per_s": EventKey("step eval epoch", "samples/s", "samples over time"),
+    "eval_s": EventKey("eval", "s", "duration of the evaluation"),
+    "epoch_s": EventKey("epoch", "s", "duration of the epoch"),
+    "checkpoint_s": EventKey("checkpoint", "s", "time to write the checkpoint"),
+    "run_s": EventKey("end", "s", "from start to end of the run"),
+    # memory and device
+    "peak_bytes": EventKey(
+        "step eval", "bytes", "peak memory within the step, as counted by `memory_source`"
+    ),
+    "allocated_bytes": EventKey("step device", "bytes", "held by live tensors, as torch's allocator counts"),
+    "reserved_bytes": EventKey("step device", "bytes", "taken from the device by torch's allocator"),
+    "memory_bytes": EventKey("device", "bytes", "memory in use, as counted by `memory_source`"),
+    "memory_total_bytes": EventKey("device", "bytes", "memory there is, of the same source"),
+    "memory_source": EventKey(
+        "step eval device",
+        "text",
+        "what counted: NVML, torch allocator, live tensors, process RSS",
+    ),
+    "utilization_ratio": EventKey(
+        "device", "ratio 0-1", "busy share since the reading before, by `utilization_source`"
+    ),
+    "utilization_source": EventKey("device", "text", "what measured the use: NVML or process CPU"),
+    "reading_s": EventKey("device", "s", "time that the reading took"),
+    "monitor_cpu_s": EventKey("device", "s", "CPU time used by the monitor's thread since its start"),
+    # messages and files
+    "message": EventKey("warning end", "text", "what happened, for a person"),
+    "source": EventKey("warning", "text", "part of mmlab that warns"),
+    "traceback": EventKey("warning end", "text", "traceback of the error behind it"),
+    "status": EventKey("end", "text", "done, stopped or failed"),
+    "path": EventKey("checkpoint", "text", "file written, relative to the run's folder"),
+    "checkpoint_bytes": EventKey("checkpoint", "bytes", "size of the checkpoint"),
+}
+USER_PREFIX = "user_"  # keys that begin so are the user's own and need no row in the table
+
+
+def keys_table() -> str:
+    """The tables of kinds and keys in Markdown."""
+    lines = ["| kind | when |", "|---|---|"]
+    lines += [f"| `{kind}` | {when} |" for kind, when in EVENT_KINDS.items()]
+    lines += ["", "| key | in | unit | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{name}` | {', '.join(key.kinds.split())} | {key.unit} | {key.meaning} |"
+        for name, key in EVENT_KEYS.items()
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(keys_table())
