@@ -1,7 +1,8 @@
 """The command line: `mmlab COMMAND ...`.
 
-Exit codes: 0 done, 1 failed, 2 bad input or usage with one clear line on stderr. With `--json` stdout holds one JSON document and nothing
-else; progress bars and notes go to stderr. Each command imports what it needs, so `mmlab --help` is instant.
+Exit codes: 0 done, 1 failed, 2 bad input or usage with one clear line on stderr. With `--json` stdout holds
+one JSON document and nothing else; progress bars and notes go to stderr. Each command imports what it needs,
+so `mmlab --help` is instant.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mmlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(parent: Any, name: str, run: Callable[[argparse.Namespace], tuple[Any, str]], summary: str) -> Any:
+    def add(
+        parent: Any, name: str, run: Callable[[argparse.Namespace], tuple[Any, str]], summary: str
+    ) -> Any:
         command = parent.add_parser(
             name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
@@ -62,11 +65,21 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, failed=lambda document: False)
         return command
 
-    compare = add(commands, "compare", _compare, "Train the same model under several batch schedulers, side by side.")
-    compare.add_argument("--data", required=True, metavar="PATH", help="image-text pairs in any format that mmlab reads")
-    compare.add_argument("--schedulers", default=DEFAULT_SCHEDULERS, metavar="A,B,C", help="names, separated by commas")
-    compare.add_argument("--budget", type=float, help="padded tokens a batch may cost (default: a mean fixed batch)")
-    compare.add_argument("--batch-size", type=int, default=32, help="samples a batch, for schedulers with a fixed size")
+    compare = add(
+        commands, "compare", _compare, "Train the same model under several batch schedulers, side by side."
+    )
+    compare.add_argument(
+        "--data", required=True, metavar="PATH", help="image-text pairs in any format that mmlab reads"
+    )
+    compare.add_argument(
+        "--schedulers", default=DEFAULT_SCHEDULERS, metavar="A,B,C", help="names, separated by commas"
+    )
+    compare.add_argument(
+        "--budget", type=float, help="padded tokens a batch may cost (default: a mean fixed batch)"
+    )
+    compare.add_argument(
+        "--batch-size", type=int, default=32, help="samples a batch, for schedulers with a fixed size"
+    )
     compare.add_argument("--epochs", type=int, default=3, help="epochs; each is one repetition of the timing")
     compare.add_argument("--limit", type=int, help="use only the first N pairs")
     compare.add_argument("--image", default="aspect:128", help="square:SIDE or aspect:SIDE[:MULTIPLE]")
@@ -75,39 +88,66 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     compare.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
     compare.add_argument("--seed", type=int, default=0, help="seed of weights, plans and the held-out split")
-    compare.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-DATE-TIME)")
+    compare.add_argument(
+        "--out", metavar="DIR", help="folder for the results (default: runs/compare-DATE-TIME)"
+    )
     compare.set_defaults(failed=lambda document: document["interrupted"])
 
-    plan = add(commands, "plan", _plan, "Show what each scheduler's batches would waste, before any training.")
+    plan = add(
+        commands, "plan", _plan, "Show what each scheduler's batches would waste, before any training."
+    )
     source = plan.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="PATH", help="image-text pairs in any format that mmlab reads")
-    source.add_argument("--lengths", metavar="CSV", help="columns height,width,num_tokens and optionally image_id")
-    plan.add_argument("--schedulers", default="random,sorted,bucket,length_grouped,aspect_bucket,budget,packed")
-    plan.add_argument("--budget", type=float, help="padded tokens a batch may cost (default: 32 mean samples)")
-    plan.add_argument("--max-side", type=int, default=384, help="images keep their aspect within this side squared")
+    source.add_argument(
+        "--lengths", metavar="CSV", help="columns height,width,num_tokens and optionally image_id"
+    )
+    plan.add_argument(
+        "--schedulers", default="random,sorted,bucket,length_grouped,aspect_bucket,budget,packed"
+    )
+    plan.add_argument(
+        "--budget", type=float, help="padded tokens a batch may cost (default: 32 mean samples)"
+    )
+    plan.add_argument(
+        "--max-side", type=int, default=384, help="images keep their aspect within this side squared"
+    )
     plan.add_argument("--patch", type=int, default=16, help="side of an image patch in pixels")
-    plan.add_argument("--ranks", type=int, default=8, help="ranks that step together, for the straggler figure")
+    plan.add_argument(
+        "--ranks", type=int, default=8, help="ranks that step together, for the straggler figure"
+    )
     plan.add_argument("--epochs", type=int, default=2, help="epochs to plan; randomness needs two")
     plan.add_argument("--seed", type=int, default=0)
 
-    data = commands.add_parser("data", help="Make or look at a data set.", description="Make or look at a data set.")
+    data = commands.add_parser(
+        "data", help="Make or look at a data set.", description="Make or look at a data set."
+    )
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
-    make = add(actions, "make", _make, "Write a seeded data set of learnable scenes and captions, in COCO format.")
+    make = add(
+        actions, "make", _make, "Write a seeded data set of learnable scenes and captions, in COCO format."
+    )
     make.add_argument("out", metavar="DIR", help="folder to write; must not exist or be empty")
     make.add_argument("--num-images", type=int, default=200)
     make.add_argument("--captions-per-image", type=int, default=5)
     make.add_argument("--max-side", type=int, default=640, help="longest side in pixels")
-    make.add_argument("--alt-text-ratio", type=float, default=0.0, help="share of long, alt-text like captions")
+    make.add_argument(
+        "--alt-text-ratio", type=float, default=0.0, help="share of long, alt-text like captions"
+    )
     make.add_argument("--val-fraction", type=float, default=0.1, help="share of images in the split 'val'")
     make.add_argument("--seed", type=int, default=0)
-    inspect = add(actions, "inspect", _inspect, "Show sizes, aspects, lengths, and the padding each scheduler would cause.")
+    inspect = add(
+        actions,
+        "inspect",
+        _inspect,
+        "Show sizes, aspects, lengths, and the padding each scheduler would cause.",
+    )
     inspect.add_argument("path", metavar="PATH")
     inspect.add_argument("--image", default="aspect:224", help="square:SIDE or aspect:SIDE[:MULTIPLE]")
     inspect.add_argument("--tokenizer", default="builtin", help="builtin, or a Hugging Face name or path")
     inspect.add_argument("--plot", metavar="FILE", help="also draw it, as PNG, SVG or PDF")
     inspect.add_argument("--skip-bad-rows", action="store_true", help="list bad rows and go on without them")
 
-    doctor = add(commands, "doctor", _doctor, "Say what this machine has, how fast it reads, and what is missing.")
+    doctor = add(
+        commands, "doctor", _doctor, "Say what this machine has, how fast it reads, and what is missing."
+    )
     doctor.add_argument("--data", metavar="PATH", help="measure the disk that holds this")
     doctor.set_defaults(failed=lambda document: not document["ok"])
     return parser
@@ -131,7 +171,10 @@ def _compare(options: argparse.Namespace) -> tuple[Any, str]:
         seed=options.seed,
         out=options.out or _dated_folder(),
     )
-    written = "\n".join(f"  {comparison.folder}/{name}" for name in ("comparison.json", "table.csv", "figure.png", "report.html"))
+    written = "\n".join(
+        f"  {comparison.folder}/{name}"
+        for name in ("comparison.json", "table.csv", "figure.png", "report.html")
+    )
     return comparison.as_dict(), f"{comparison}\nWritten:\n{written}"
 
 
@@ -178,7 +221,9 @@ def _inspect(options: argparse.Namespace) -> tuple[Any, str]:
     from mmlab.overview import overview
 
     policy = parse_image_policy(options.image)
-    records = _measured_records(options.path, options.tokenizer, errors="report" if options.skip_bad_rows else "raise")
+    records = _measured_records(
+        options.path, options.tokenizer, errors="report" if options.skip_bad_rows else "raise"
+    )
     result = overview(records, policy)
     if options.plot:
         result.save_figure(options.plot)

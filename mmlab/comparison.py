@@ -1,7 +1,8 @@
-"""What a comparison found: one row a scheduler, every repetition kept, and the table, figure and page drawn from it.
+"""What a comparison found: one row a scheduler, every repetition kept, and the table, figure and page drawn
+from it.
 
-A `Comparison` is data: `run_comparison` (in `mmlab.experiment`) makes one, `load_comparison` reads one back from its folder, and
-everything shown here is derived from the two. Drawing needs matplotlib and no display.
+A `Comparison` is data: `run_comparison` (in `mmlab.experiment`) makes one, `load_comparison` reads one back
+from its folder, and everything shown here is derived from the two. Drawing needs matplotlib and no display.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class ArmResult:
     planned_combined_waste: float  # the same, predicted from metadata before training
     peak_over_budget: float  # costliest batch / budget
     batches_over_budget: int
-    shape_mismatches: int  # measured batch shapes that differ from the planned ones; 0 when the plan was right
+    shape_mismatches: (
+        int  # measured batch shapes that differ from the planned ones; 0 when the plan was right
+    )
     peak_bytes: int
     peak_source: str
     final_loss: float  # on the held-out pairs, a mean over samples in candidate sets of one fixed size
@@ -68,7 +71,10 @@ class Comparison:
         """One row a scheduler, figures as measured, indexed by its name."""
         import pandas as pd
 
-        rows = [{key: value for key, value in asdict(arm).items() if key not in ("epochs", "options")} for arm in self.arms]
+        rows = [
+            {key: value for key, value in asdict(arm).items() if key not in ("epochs", "options")}
+            for arm in self.arms
+        ]
         return pd.DataFrame(rows).set_index("scheduler")
 
     @property
@@ -112,13 +118,13 @@ class Comparison:
         config = self.config
         sources = sorted({arm.peak_source for arm in self.arms})
         notes = [
-            f"{config['num_train']} training and {config['num_held_out']} held-out pairs, {config['epochs']} epochs, same initial "
-            f"weights and samples for every scheduler; epochs of the schedulers alternate, the first {config['warmup_steps']} "
-            "steps of each are not timed.",
+            f"{config['num_train']} training and {config['num_held_out']} held-out pairs, {config['epochs']} "
+            "epochs; same initial weights and same samples for every scheduler. Epochs of the schedulers "
+            f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
             f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}.",
             f"Peak memory is {' and '.join(sources)}.",
-            "Held-out loss is a mean over samples ranked against a fixed number of candidates, so the batch size does not move it; "
-            "the number of optimizer steps differs between schedulers.",
+            "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
+            "batch size does not move it; the number of optimizer steps differs between schedulers.",
         ]
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
@@ -183,7 +189,9 @@ def load_comparison(folder: str | Path) -> Comparison:
         arms = [ArmResult(**arm) for arm in saved.pop("arms")]
         return Comparison(config=saved, arms=arms, interrupted=saved.pop("interrupted"), folder=path.parent)
     except FileNotFoundError:
-        raise DataError(f"no comparison in {folder}: expected {path}, which `mmlab compare --out {folder}` writes") from None
+        raise DataError(
+            f"no comparison in {folder}: expected {path}, which `mmlab compare --out {folder}` writes"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a comparison that this version of mmlab wrote: {error}") from error
 
@@ -198,16 +206,35 @@ def _draw_waste(axes: Axes, arms: list[ArmResult]) -> None:
     kinds = ("text_waste", "image_waste", "combined_waste")
     for offset, (kind, colour) in enumerate(zip(kinds, ("#56B4E9", "#E69F00", "#444444"), strict=True)):
         positions = [index + 0.27 * (offset - 1) for index in range(len(arms))]
-        axes.bar(positions, [100 * getattr(arm, kind) for arm in arms], 0.25, color=colour, label=kind.split("_")[0])
+        axes.bar(
+            positions,
+            [100 * getattr(arm, kind) for arm in arms],
+            0.25,
+            color=colour,
+            label=kind.split("_")[0],
+        )
     planned = [100 * arm.planned_combined_waste for arm in arms]
-    axes.plot([index + 0.27 for index in range(len(arms))], planned, "D", color="#D55E00", ms=5, label="combined, as planned")
+    axes.plot(
+        [index + 0.27 for index in range(len(arms))],
+        planned,
+        "D",
+        color="#D55E00",
+        ms=5,
+        label="combined, as planned",
+    )
     axes.set(title="Padding waste, %", ylabel="% of padded elements")
     axes.legend(frameon=False, fontsize=8)
     _name_bars(axes, arms)
 
 
 def _draw_throughput(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
-    axes.bar(range(len(arms)), [arm.samples_per_s for arm in arms], 0.6, color=[colours[arm.scheduler] for arm in arms], alpha=0.75)
+    axes.bar(
+        range(len(arms)),
+        [arm.samples_per_s for arm in arms],
+        0.6,
+        color=[colours[arm.scheduler] for arm in arms],
+        alpha=0.75,
+    )
     for index, arm in enumerate(arms):
         speeds = [epoch["samples_per_s"] for epoch in arm.epochs]
         axes.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
@@ -218,7 +245,8 @@ def _draw_throughput(axes: Axes, arms: list[ArmResult], colours: dict[str, str])
 def _draw_time(axes: Axes, arms: list[ArmResult]) -> None:
     step = [1000 * arm.step_s * arm.num_batches / arm.num_samples for arm in arms]
     wait = [
-        time * arm.data_wait_ratio / max(1e-9, 1 - arm.data_wait_ratio) for time, arm in zip(step, arms, strict=True)
+        time * arm.data_wait_ratio / max(1e-9, 1 - arm.data_wait_ratio)
+        for time, arm in zip(step, arms, strict=True)
     ]
     axes.bar(range(len(arms)), step, 0.6, color="#0072B2", label="training step")
     axes.bar(range(len(arms)), wait, 0.6, bottom=step, color="#E69F00", label="waiting for data")
@@ -228,7 +256,12 @@ def _draw_time(axes: Axes, arms: list[ArmResult]) -> None:
 
 
 def _draw_memory(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
-    axes.bar(range(len(arms)), [arm.peak_bytes / 2**20 for arm in arms], 0.6, color=[colours[arm.scheduler] for arm in arms])
+    axes.bar(
+        range(len(arms)),
+        [arm.peak_bytes / 2**20 for arm in arms],
+        0.6,
+        color=[colours[arm.scheduler] for arm in arms],
+    )
     axes.set(title=f"Peak memory ({arms[0].peak_source})" if arms else "Peak memory", ylabel="MiB")
     _name_bars(axes, arms)
 
@@ -265,7 +298,8 @@ def _name_bars(axes: Axes, arms: list[ArmResult]) -> None:
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>mmlab comparison: {{ comparison.config.data }}</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
+body { color: #222; background: #fff }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
 img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
@@ -274,7 +308,8 @@ img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: au
 <p>{{ comparison.config.data }} · {{ comparison.config.device }} · {{ comparison.config.date }}</p>
 {{ table | safe }}
 <ul>{% for note in comparison.notes() %}<li>{{ note }}</li>{% endfor %}</ul>
-<img alt="Padding waste, throughput, time, memory, batch cost and loss of each scheduler" src="data:image/png;base64,{{ picture }}">
+<img alt="Padding waste, throughput, time, memory, batch cost and loss of each scheduler"
+     src="data:image/png;base64,{{ picture }}">
 <details><summary>Configuration</summary><pre>{{ config }}</pre></details>
 </html>
 """

@@ -1,7 +1,8 @@
 """The dataset: one record in, one decoded image and its tokens out.
 
-Texts are tokenised once, when the dataset is made, into one flat integer column (4 bytes a token), which every forked worker
-shares; images are read and decoded on access. Nothing is padded here: that is the batch's affair (`mmlab.loader`).
+Texts are tokenised once, when the dataset is made, into one flat integer column (4 bytes a token), which
+every forked worker shares; images are read and decoded on access. Nothing is padded here: that is the batch's
+affair (`mmlab.loader`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class MultimodalDataset(Dataset[Sample]):
     Args:
         records: what `read_records` gave, or a list of image paths together with `texts`.
         texts: one text an image, when `records` is a list of paths.
-        tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"` trains one on these texts.
+        tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"` trains one on
+            these texts.
         image_policy: size of the images, `square(224)` as in the articles unless given.
         max_tokens: longer texts are cut to this many tokens; `num_truncated` counts them.
 
@@ -77,7 +79,9 @@ class MultimodalDataset(Dataset[Sample]):
         lengths = np.minimum(lengths, max_tokens)
         self.records = records.with_num_tokens(lengths)
         self._offsets = np.concatenate(([0], np.cumsum(lengths)))
-        self._token_ids = np.fromiter((token for ids in encoded for token in ids), np.int32, self._offsets[-1])
+        self._token_ids = np.fromiter(
+            (token for ids in encoded for token in ids), np.int32, self._offsets[-1]
+        )
 
     @property
     def sizes(self) -> SampleSizes:

@@ -1,7 +1,8 @@
 """The loader: a plan decides which samples form a batch, workers decode them, collation pads them together.
 
-Here dataset and schedule meet. The engine is torch's DataLoader with worker processes, pinned memory, prefetching and
-persistent workers; order comes from the plan alone, so it does not depend on the number of workers.
+Here dataset and schedule meet. The engine is torch's DataLoader with worker processes, pinned memory,
+prefetching and persistent workers; order comes from the plan alone, so it does not depend on the number of
+workers.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from mmlab.types import Batch
 def collate(samples: Sequence[Sample], *, pad_token_id: int = 0) -> Batch:
     """Pad samples to the largest height, width and text among them.
 
-    Images sit in the top left corner; padding is zero in `pixel_values`, `pad_token_id` in `input_ids` and False in the
-    masks. A batch without any image (or text) still gets one fully masked patch (or token), so that no tensor is empty.
+    Images sit in the top left corner; padding is zero in `pixel_values`, `pad_token_id` in `input_ids` and
+    False in the masks. A batch without any image (or text) still gets one fully masked patch (or token), so
+    that no tensor is empty.
 
     Returns:
         Batch of B samples, `pixel_values` (B, 3, H, W) uint8, `input_ids` (B, T) int64.
     """
-    height = max((sample["image"].shape[1] for sample in samples if sample["image"] is not None), default=PATCH)
-    width = max((sample["image"].shape[2] for sample in samples if sample["image"] is not None), default=PATCH)
+    height = max(
+        (sample["image"].shape[1] for sample in samples if sample["image"] is not None), default=PATCH
+    )
+    width = max(
+        (sample["image"].shape[2] for sample in samples if sample["image"] is not None), default=PATCH
+    )
     num_tokens = max(1, *(len(sample["input_ids"]) for sample in samples))
     pixel_values = torch.zeros(len(samples), 3, height, width, dtype=torch.uint8)
     pixel_mask = torch.zeros(len(samples), height, width, dtype=torch.bool)

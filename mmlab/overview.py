@@ -1,4 +1,5 @@
-"""A data set at a glance: image sizes, aspects, text lengths, and the padding that each scheduler would cause.
+"""A data set at a glance: image sizes, aspects, text lengths, and the padding that each scheduler would
+cause.
 
 Reads metadata only; planning a hundred thousand pairs takes about a second.
 """
@@ -40,7 +41,12 @@ class Overview:
         images = self.records.height > 0
         height, width = self.records.height[images], self.records.width[images]
         tokens = self.records.num_tokens[self.records.num_tokens > 0]
-        columns = {"height": height, "width": width, "aspect": width / np.maximum(height, 1), "num_tokens": tokens}
+        columns = {
+            "height": height,
+            "width": width,
+            "aspect": width / np.maximum(height, 1),
+            "num_tokens": tokens,
+        }
         return {name: column for name, column in columns.items() if len(column)}
 
     @property
@@ -59,7 +65,9 @@ class Overview:
         """Padding waste of each scheduler in per cent."""
         import pandas as pd
 
-        table = pd.DataFrame.from_dict(self.waste, orient="index")[["num_batches", "text_waste", "image_waste", "combined_waste"]]
+        table = pd.DataFrame.from_dict(self.waste, orient="index")[
+            ["num_batches", "text_waste", "image_waste", "combined_waste"]
+        ]
         shares = table.columns[1:]
         table[shares] = (100 * table[shares]).round(1)
         return table.rename(columns={name: name.replace("_", " ") + " %" for name in shares})
@@ -94,8 +102,16 @@ class Overview:
             lengths.hist(columns["num_tokens"], bins=40, color="#E69F00")
         lengths.set(title="Text lengths", xlabel="tokens", ylabel="records")
         table = self.waste_table
-        for offset, (name, colour) in enumerate(zip(table.columns[1:], ("#56B4E9", "#E69F00", "#444444"), strict=True)):
-            waste.bar(np.arange(len(table)) + 0.27 * (offset - 1), table[name], 0.25, label=name.removesuffix(" waste %"), color=colour)
+        for offset, (name, colour) in enumerate(
+            zip(table.columns[1:], ("#56B4E9", "#E69F00", "#444444"), strict=True)
+        ):
+            waste.bar(
+                np.arange(len(table)) + 0.27 * (offset - 1),
+                table[name],
+                0.25,
+                label=name.removesuffix(" waste %"),
+                color=colour,
+            )
         waste.set_xticks(range(len(table)), table.index)
         waste.set(title=f"Padding waste, {self.policy}", ylabel="%")
         waste.legend(frameon=False, fontsize=8)
@@ -110,7 +126,9 @@ class Overview:
         figure = self.figure()
         known = figure.canvas.get_supported_filetypes()
         if Path(path).suffix.removeprefix(".").lower() not in known:
-            raise OptionError(f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}")
+            raise OptionError(
+                f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
+            )
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
 
@@ -118,7 +136,11 @@ class Overview:
         records = self.records
         head = f"{records.source}: {len(records)} records of {len(np.unique(records.group))} images"
         splits = ", ".join(f"{name} {count}" for name, count in _counts(records.splits).items())
-        bad = [f"left out {len(records.bad_rows)} bad rows:", *map(str, records.bad_rows)] if records.bad_rows else []
+        bad = (
+            [f"left out {len(records.bad_rows)} bad rows:", *map(str, records.bad_rows)]
+            if records.bad_rows
+            else []
+        )
         return "\n".join(
             [
                 head + (f" ({splits})" if splits else ""),

@@ -1,0 +1,148 @@
+"""A comparison in a process of its own, so that the notebook's kernel stays free while it runs.
+
+`start_compare` returns at once. The child writes the run's events to files and nothing else is shared: the
+parent follows those files, a crash of one does not touch the other, and the measured times are not disturbed
+by the notebook's own Python. Starting costs the import of torch in the child, a few seconds.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.comparison import Comparison, load_comparison
+from mmlab.errors import DataError, MmlabError, OptionError, RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_USER_ERROR = 2  # exit code of the child after a DataError or OptionError
+
+
+class BackgroundRun:
+    """A handle on a running comparison. Safe to use from any thread.
+
+    Attributes:
+        folder: where the comparison writes; views may follow `folder / "runs"`.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, log: Any) -> None:
+        self.folder = folder
+        self._process = process
+        self._log = log
+        self._stopped = False
+
+    @property
+    def state(self) -> str:
+        """`running`, `done`, `stopped` or `failed`."""
+        code = self._process.poll()
+        if code is None:
+            return "running"
+        if self._stopped:
+            return "stopped"
+        return "done" if code == 0 else "failed"
+
+    @property
+    def log(self) -> str:
+        """What the child wrote to its terminal so far: progress, and the traceback of a failure."""
+        self._log.flush()
+        return Path(self._log.name).read_text(errors="replace")
+
+    def steps(self) -> pd.DataFrame:
+        """Every training step so far, one row each, with the scheduler in the column `run`; empty before the first."""
+        from mmlab.events import read_runs
+
+        runs = self.folder / "runs"
+        events = read_runs(runs) if runs.is_dir() else None
+        if events is None or events.empty:
+            import pandas as pd
+
+            return pd.DataFrame()
+        return events[events["kind"] == "step"].dropna(axis="columns", how="all")
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Ask for a clean stop after the current step, and wait; kill after `timeout_s`. Harmless if it has ended."""
+        if self._process.poll() is not None:
+            return
+        self._stopped = True
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def wait(self) -> Comparison:
+        """Wait for the end. An interrupt of the waiting cell stops the run cleanly.
+
+        Raises:
+            DataError, OptionError: what the user gave cannot be used.
+            RunError: the run failed, or was stopped before every scheduler had finished an epoch.
+        """
+        try:
+            code = self._process.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            code = self._process.returncode
+        if code == _USER_ERROR:
+            kind, _, message = self.log.strip().splitlines()[-1].partition(": ")
+            raise (DataError if kind == "DataError" else OptionError)(message)
+        if code != 0 and self.state != "stopped":
+            raise RunError(f"the comparison failed with exit code {code}:\n{self.log[-4000:]}")
+        try:
+            return load_comparison(self.folder)
+        except DataError as error:
+            raise RunError(
+                "the run was stopped before every scheduler had finished an epoch; nothing to compare"
+            ) from error
+
+
+def start_compare(
+    data: Any, schedulers: Any = ("random", "sorted", "bucket", "budget"), *, out: str | Path, **options: Any
+) -> BackgroundRun:
+    """Start `mmlab.compare(data, schedulers, out=out, **options)` in a fresh interpreter and return at once.
+
+    Raises:
+        OptionError: something that cannot be sent to another process.
+    """
+    try:
+        job = pickle.dumps((data, schedulers, {**options, "out": str(out)}))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise OptionError(
+            f"cannot send these arguments to another process ({error}); give paths and names"
+        ) from error
+    log = tempfile.NamedTemporaryFile(prefix="mmlab-", suffix=".log")  # noqa: SIM115 (lives as long as the run)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmlab.background"], stdin=subprocess.PIPE, stdout=log, stderr=log
+    )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(job)
+    return BackgroundRun(process, Path(out), log)
+
+
+def _child() -> int:
+    from mmlab.experiment import compare
+
+    data, schedulers, options = pickle.load(sys.stdin.buffer)
+    try:
+        compare(data, schedulers, **options)
+    except KeyboardInterrupt:
+        return 1
+    except (DataError, OptionError) as error:
+        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
+        return _USER_ERROR
+    except (MmlabError, Exception):
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_child())
