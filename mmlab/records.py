@@ -67,6 +67,7 @@ class Records(Sequence[Record]):
     num_tokens: NDArray[np.int32]  # (N,)
     group: NDArray[np.int64]  # (N,)
     labels: NDArray[np.int64] | None = None  # (N,), None when the data set has no labels
+    label_names: tuple[str, ...] = ()  # the class that each label stands for, where the data set names them
     splits: list[str | None] | None = None
     store: ImageStore = field(default_factory=FileStore)
     bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
@@ -75,7 +76,7 @@ class Records(Sequence[Record]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, row):  # type: ignore[no-untyped-def,override]
+    def __getitem__(self, row):
         if isinstance(row, slice):
             return self.select(range(*row.indices(len(self))))
         return Record(
@@ -117,7 +118,9 @@ class Records(Sequence[Record]):
         """
         known = sorted({split for split in self.splits or () if split})
         if name not in known:
-            raise DataError(f"no split {name!r} in {self.source or 'these records'}; known: {', '.join(known) or 'none'}")
+            raise DataError(
+                f"no split {name!r} in {self.source or 'these records'}; known: {', '.join(known) or 'none'}"
+            )
         assert self.splits is not None
         return self.select([row for row, split in enumerate(self.splits) if split == name])
 
@@ -131,7 +134,9 @@ class Records(Sequence[Record]):
             raise OptionError(f"fraction must lie between 0 and 1, found {fraction}")
         groups = np.unique(self.group)
         if len(groups) < 2:
-            raise DataError(f"cannot hold out images: found {len(groups)} distinct image, at least 2 are needed")
+            raise DataError(
+                f"cannot hold out images: found {len(groups)} distinct image, at least 2 are needed"
+            )
         num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
         chosen = np.random.default_rng(seed).choice(groups, size=num_held_out, replace=False)
         held_out = np.isin(self.group, chosen)
@@ -143,7 +148,9 @@ class Records(Sequence[Record]):
 
     def sizes(self, policy: ImagePolicy | None = None) -> SampleSizes:
         """The planner's columns, with image sizes after `policy` (as stored when None)."""
-        stored = SampleSizes(num_tokens=self.num_tokens, height=self.height, width=self.width, group=self.group)
+        stored = SampleSizes(
+            num_tokens=self.num_tokens, height=self.height, width=self.width, group=self.group
+        )
         return stored if policy is None else stored.resized(policy)
 
     def read_image(self, row: int) -> bytes:

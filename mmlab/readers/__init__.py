@@ -1,0 +1,101 @@
+"""Reading image-text pairs from what users have: `read_records(source)`, the format chosen by content.
+
+`docs/data_formats.md` has the one table of formats. Each format's module only finds rows; all checks, the image sizes
+and the `Records` come from `rows`. Loads no torch, decodes no pixel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.readers.files import read_data_file, read_folder
+from mmlab.readers.rows import Row, Table, to_records
+from mmlab.records import Records
+from mmlab.text import measure_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["read_records"]
+
+
+def read_records(
+    source: Any,
+    texts: Sequence[str | None] | None = None,
+    *,
+    images: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    errors: str = "raise",
+    allow_missing_modality: bool = False,
+    progress: bool = True,
+) -> Records:
+    """Read the metadata of image-text pairs from any of the formats in `docs/data_formats.md`.
+
+    Args:
+        source: a file, a folder, a list of tar shards or a glob for them, a `datasets.Dataset`, or image paths.
+        texts: the texts of a list of image paths, one each.
+        images: the folder of the images, where they are not beside the data file.
+        tokenizer: measures text lengths; without it they are estimated (`mmlab.text.estimate_num_tokens`).
+        split: keep one split; rows of others are not checked.
+        limit: keep the first so many records.
+        errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
+        allow_missing_modality: keep records that have a text only or an image only.
+        progress: show a bar while image headers are read, if stderr is a terminal.
+
+    Raises:
+        DataError: an unknown format, bad rows (all of them in the error's `.bad_rows`), no such split.
+        OptionError: an option out of range.
+    """
+    if errors not in ("raise", "report"):
+        raise unknown_name("errors=", errors, ("raise", "report"))
+    if limit is not None and limit < 1:
+        raise OptionError(f"limit must be at least 1 record, found {limit}")
+    folder = None if images is None else Path(images).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise OptionError(f"images={images}: not a folder")
+    records = to_records(
+        _table(source, texts, folder, allow_missing_modality),
+        source=_name(source),
+        split=split,
+        errors=errors,
+        progress=progress,
+        allow_missing_modality=allow_missing_modality,
+    )
+    if limit is not None:
+        records = records[:limit]
+    return records if tokenizer is None else measure_tokens(records, tokenizer)
+
+
+def _table(
+    source: Any, texts: Sequence[str | None] | None, images: Path | None, allow_missing_modality: bool
+) -> Table:
+    if texts is not None:
+        return _from_lists(source, texts, images)
+    if not isinstance(source, str | os.PathLike):
+        raise DataError(f"cannot read records from {type(source).__name__}")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return read_folder(path, images, allow_missing_modality)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    return read_data_file(path, images, allow_missing_modality)
+
+
+def _from_lists(image_paths: Sequence[Any], texts: Sequence[str | None], images: Path | None) -> Table:
+    if len(image_paths) != len(texts):
+        raise DataError(f"as many texts as image paths are needed, found {len(texts)} and {len(image_paths)}")
+    rows = [
+        Row(f"item {number}", None if image is None else os.fspath(image), text)
+        for number, (image, text) in enumerate(zip(image_paths, texts, strict=True))
+    ]
+    return Table(rows=rows, root=images)
+
+
+def _name(source: Any) -> str:
+    return str(source) if isinstance(source, str | os.PathLike) else type(source).__name__

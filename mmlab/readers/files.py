@@ -1,0 +1,129 @@
+"""Which format a file has, what a folder holds, and where the images of a data file are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mmlab.errors import DataError
+from mmlab.readers.coco import read_coco, why_not_coco
+from mmlab.readers.flickr import read_flickr, why_not_flickr
+from mmlab.readers.manifest import read_manifest, why_not_manifest
+from mmlab.readers.rows import Row, Table
+
+_DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
+_SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+_IMAGE_FOLDERS = (
+    ["", "images", "Images"]
+    + [
+        f"{above}{split}{year}"
+        for above in ("", "images/")
+        for year in (2017, 2014)
+        for split in ("val", "train", "test")
+    ]
+    + ["flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "Flickr8k_Dataset"]
+)
+
+
+class FileFormat(NamedTuple):
+    """One kind of data file; the flag of both functions is `allow_missing_modality`."""
+
+    why_not: Callable[[Path, bool], str]  # why a file is not of this kind, empty if it is
+    read: Callable[[Path, bool], list[Row]]
+
+
+FILE_FORMATS = {
+    "COCO captions": FileFormat(lambda path, _: why_not_coco(path), lambda path, _: read_coco(path)),
+    "Flickr token file": FileFormat(lambda path, _: why_not_flickr(path), lambda path, _: read_flickr(path)),
+    "manifest": FileFormat(why_not_manifest, read_manifest),
+}
+
+
+def recognise(path: Path, allow_missing_modality: bool) -> tuple[FileFormat | None, str]:
+    """The format of a data file or, in words, why each one does not fit."""
+    reasons = []
+    for name, file_format in FILE_FORMATS.items():
+        reason = (
+            file_format.why_not(path, allow_missing_modality) if path.stat().st_size else "the file is empty"
+        )
+        if not reason:
+            return file_format, ""
+        reasons.append(f"\n  {path.name}, as {name}: {reason}")
+    return None, "".join(reasons)
+
+
+def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of one data file, and the folder of its images."""
+    file_format, tried = recognise(path, allow_missing_modality)
+    if file_format is None:
+        raise DataError(
+            f"{path}: not a format that mmlab reads (docs/data_formats.md lists them). Tried:{tried}"
+        )
+    rows = file_format.read(path, allow_missing_modality)
+    return Table(rows=rows, root=images or find_images(path.parent, rows))
+
+
+def find_images(folder: Path, rows: Sequence[Row]) -> Path:
+    """Of the usual image folders in and, for `annotations/`, beside `folder`, the one with most of the first images."""
+    names = list(dict.fromkeys(row.image for row in rows if row.image))[:50]
+    above = [folder, folder.parent] if folder.name == "annotations" else [folder]
+    candidates = [found for place in above for name in _IMAGE_FOLDERS if (found := place / name).is_dir()]
+    return max(candidates, key=lambda place: sum(os.path.exists(place / name) for name in names))
+
+
+def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | None]:
+    """The data files of a folder, each with its split.
+
+    A Hugging Face imagefolder has a metadata file in the folder, or one in each split's sub-folder; any other folder
+    one data file at its top or in `annotations/`, or one for each split with the split in its name.
+
+    Raises:
+        DataError: none, or several of which none can be preferred.
+    """
+    found: dict[Path, str | None] = {}
+    for place in [folder, *sorted(sub for sub in folder.iterdir() if sub.is_dir())]:
+        name = next((name for name in _METADATA if (place / name).is_file()), None)
+        if name is not None:
+            is_split = place != folder and _SPLIT_NAME.search(place.name.lower())
+            found[place / name] = place.name if is_split else None
+    if found:
+        return found
+    tried = ""
+    for place in (folder, folder / "annotations"):
+        for path in sorted(place.glob("*")):
+            if path.suffix.lower() not in _DATA_SUFFIXES or path.name.startswith("."):
+                continue
+            file_format, reasons = recognise(path, allow_missing_modality)
+            tried += reasons
+            if file_format is not None:
+                match = _SPLIT_NAME.search(path.stem.lower())
+                found[path] = match[1] if match else None
+    if not found:
+        raise DataError(
+            f"{folder}: no image-text data found. Looked for tar shards, a saved datasets.Dataset, "
+            f"{', '.join(_METADATA)} here and in sub-folders, and a data file ({' '.join(_DATA_SUFFIXES)}) here and in "
+            f"annotations/.{tried}"
+        )
+    if len(found) > 1 and len(set(found.values()) - {None}) < len(found):
+        raise DataError(
+            f"{folder}: several data files, pass one of them: {', '.join(path.name for path in found)}"
+        )
+    return found if len(found) > 1 else dict.fromkeys(found)
+
+
+def read_folder(folder: Path, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of all data files of a folder; image names become relative to the folder (to `images` if given)."""
+    rows: list[Row] = []
+    for path, split in data_files(folder, allow_missing_modality).items():
+        part = read_data_file(path, images, allow_missing_modality)
+        above = os.path.relpath(part.root or folder, folder) if images is None else "."
+        for row in part.rows:
+            row.split = row.split or split
+            if row.image is not None and above != ".":
+                row.image = os.path.join(above, row.image)
+        rows += part.rows
+    return Table(rows=rows, root=images or folder)

@@ -1,0 +1,252 @@
+"""Manifests: one row a pair, in CSV, TSV, JSON Lines, a JSON list or Parquet.
+
+Columns are found by name (`SYNONYMS`), whatever their order and case. Text files are read whole; row numbers are line
+numbers as an editor shows them, also after a quoted field that spans several lines.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mmlab.errors import DataError
+from mmlab.readers.rows import Row
+
+SYNONYMS = {  # column -> names it may have, preferred first; compared in lower case with _ for space and -
+    "image": "image image_path img img_path image_file image_filename image_name file_name filename "
+    "file_path filepath file path",
+    "text": "text caption captions texts sentence sentences description alt_text comment",
+    "id": "id key uid sample_id",
+    "label": "label class category target",
+    "split": "split subset",
+    "group": "group group_id image_id",
+}
+_HEAD_BYTES = 1 << 16
+_DELIMITERS = ",\t|;"
+
+
+def match_columns(found: Iterable[object]) -> dict[str, str]:
+    """Which of the columns found holds the image, the text and so on.
+
+    >>> match_columns(["File Name", "caption", "width"])
+    {'image': 'File Name', 'text': 'caption'}
+    """
+    by_name: dict[str, str] = {}
+    for column in map(str, found):
+        by_name.setdefault(column.strip().lower().replace(" ", "_").replace("-", "_"), column)
+    matched = {}
+    for column, names in SYNONYMS.items():
+        for name in names.split():
+            if name in by_name:
+                matched[column] = by_name[name]
+                break
+    return matched
+
+
+def require_columns(found: Iterable[object], what: str, allow_missing_modality: bool) -> dict[str, str]:
+    """`match_columns`, with image and text required (one of them under `allow_missing_modality`).
+
+    Raises:
+        DataError: naming the columns that were found and the names that would do.
+    """
+    found_names = [str(column) for column in found]
+    matched = match_columns(found_names)
+    missing = [column for column in ("image", "text") if column not in matched]
+    if len(missing) > (1 if allow_missing_modality else 0):
+        names = "; ".join(f"{column}: {', '.join(SYNONYMS[column].split())}" for column in missing)
+        raise DataError(
+            f"{what}: no {' and no '.join(missing)} column among {', '.join(found_names) or 'no columns'}. "
+            f"Rename one to any of these ({names})"
+        )
+    return matched
+
+
+def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
+    """Why the file is not a manifest; empty if it is. Looks at its beginning only."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head[:4] == b"PAR1":
+        import pyarrow.parquet
+
+        columns = pyarrow.parquet.read_schema(path).names
+    elif b"\0" in head:
+        return "is not text"
+    else:
+        text = head.decode("utf-8-sig", errors="ignore").lstrip()
+        if text[:1] == "[":
+            return ""
+        if text[:1] == "{":
+            entries = [entry for _, entry in _json_lines(text) if isinstance(entry, dict)]
+            if not entries:
+                return "begins with { but its first line is not a JSON object"
+            columns = list({name: None for entry in entries for name in entry})
+        else:
+            header = text.partition("\n")[0].rstrip("\r")
+            columns = next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
+    try:
+        require_columns(columns, "a table", allow_missing_modality)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
+    """The rows of a manifest file.
+
+    Raises:
+        DataError: not UTF-8, a broken table, no image or no text column.
+    """
+    entries = list(_entries(path, allow_missing_modality))
+    names: dict[str, None] = {}
+    for _, entry in entries:
+        if isinstance(entry, dict):
+            names |= dict.fromkeys(entry)
+    columns = require_columns(names, str(path), allow_missing_modality)
+    return [row for where, entry in entries for row in _rows(where, entry, columns)]
+
+
+def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    with open(path, "rb") as file:
+        if file.read(4) == b"PAR1":
+            return _parquet(path, allow_missing_modality)
+    text = decode_text(path)
+    first = text.lstrip()[:1]
+    return (
+        _json_list(text, path)
+        if first == "["
+        else _json_lines(text)
+        if first == "{"
+        else _delimited(text, path)
+    )
+
+
+def _rows(where: str, entry: dict[str, Any] | str, columns: dict[str, str]) -> Iterator[Row]:
+    """One row for each caption of an entry; a string in the entry's place says what is wrong with it."""
+    if isinstance(entry, str):
+        yield Row(where, None, None, problem=entry)
+        return
+    values = {column: entry.get(name) for column, name in columns.items()}
+    image, texts, row_id = values.get("image"), values.get("text"), values.get("id")
+    problem = ""
+    if image is not None and not isinstance(image, str):
+        image, problem = None, f"{columns['image']} must be a path, found {type(image).__name__}"
+    if "id" in columns and row_id is None:
+        problem = problem or f"no {columns['id']}"
+    many = isinstance(texts, list)
+    for number, text in enumerate(texts if many and texts else [None] if many else [texts]):
+        yield Row(
+            where,
+            image,
+            text,
+            id=None if row_id is None else f"{row_id}#{number}" if many else str(row_id),
+            label=values.get("label"),
+            split=None if values.get("split") is None else str(values["split"]),
+            group=values.get("group"),
+            problem=problem,
+        )
+
+
+def decode_text(path: Path) -> str:
+    """A text file's content, a byte order mark removed.
+
+    Raises:
+        DataError: not UTF-8, with the line.
+    """
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+
+
+def sniff_delimiter(header: str) -> str:
+    """The delimiter that cuts the header line into the most columns that have known names."""
+    return max(
+        _DELIMITERS, key=lambda mark: len(match_columns(next(csv.reader([header], delimiter=mark), [])))
+    )
+
+
+def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    delimiter = sniff_delimiter(text.partition("\n")[0].rstrip("\r"))
+    lines = csv.reader(
+        io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=delimiter == "|"
+    )
+    try:
+        header = next(lines, [])
+        start = lines.line_num + 1
+        for values in lines:
+            where, start = f"line {start}", lines.line_num + 1
+            if not values:  # a blank line
+                continue
+            if len(values) != len(header):
+                yield where, f"expected {len(header)} fields as in the header, found {len(values)}"
+            else:
+                yield (
+                    where,
+                    {
+                        name: value if value.strip() else None
+                        for name, value in zip(header, values, strict=True)
+                    },
+                )
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field"
+        ) from error
+
+
+def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            yield f"line {number}", f"not JSON: {error}"
+        else:
+            yield (
+                f"line {number}",
+                entry if isinstance(entry, dict) else f"expected an object, found {line.strip():.40}",
+            )
+
+
+def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    for number, entry in enumerate(entries):
+        yield (
+            f"item {number}",
+            entry if isinstance(entry, dict) else f"expected an object, found {entry!r:.40}",
+        )
+
+
+def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = require_columns(file.schema_arrow.names, str(path), allow_missing_modality)
+        if (image := columns.get("image")) and not _holds_strings(
+            kind := file.schema_arrow.field(image).type
+        ):
+            raise DataError(
+                f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
+                "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
+            )
+        table: pa.Table = file.read(columns=list(columns.values()))
+    for number, entry in enumerate(table.to_pylist()):
+        yield f"row {number}", entry
+
+
+def _holds_strings(kind: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
