@@ -13,20 +13,19 @@ Does not: count memory or CPU time of worker processes, nor (`LiveBytes`) scratc
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlab.errors import OptionError
+from mmlab.machine import num_usable_cores, process_rss_bytes, total_memory_bytes
 
 Held = torch.Tensor | torch.nn.Module | torch.optim.Optimizer
 
@@ -228,30 +227,6 @@ class LiveBytes(TorchDispatchMode):
         with self._lock:
             self.current_bytes -= self._sizes.pop(key)
             del self._refs[key]
-
-
-def num_usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def total_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or its control group's limit where that is lower."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        total_bytes = min(total_bytes, int(text))
-    return total_bytes
-
-
-def process_rss_bytes() -> int:
-    """Resident memory of this process; not of its worker processes."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # Linux; needs no psutil, which a bare GPU machine may lack
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import psutil
-
-    return psutil.Process().memory_info().rss
 
 
 def _process_memory() -> tuple[int, int]:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError
-from mmlab.meters import DeviceMeter, LiveBytes, peak_bytes, process_rss_bytes, read_device
+from mmlab.machine import process_rss_bytes
+from mmlab.meters import DeviceMeter, LiveBytes, peak_bytes, read_device
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

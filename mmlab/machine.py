@@ -1,0 +1,61 @@
+"""Facts about this machine and this process that need neither torch nor any library beyond the standard one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from mmlab import __version__
+
+_STATM = Path("/proc/self/statm")
+_CPUINFO = Path("/proc/cpuinfo")
+_MEMORY_LIMITS = (  # of a container: control groups of version 2 and 1
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "tokenizers", "numpy", "pandas", "pillow", "numba")
+
+
+def num_usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its container's limit where that is lower."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in _MEMORY_LIMITS if path.exists()]
+    return min([total_bytes, *(int(limit) for limit in limits if limit != "max")])
+
+
+def process_rss_bytes() -> int:
+    """Resident memory of this process; not of its worker processes."""
+    if _STATM.exists():  # Linux
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def cpu_name() -> str:
+    """The processor's own name, as far as the system tells it."""
+    if _CPUINFO.exists() and (
+        found := re.search(r"^model name\s*: (.+)$", _CPUINFO.read_text(), re.MULTILINE)
+    ):
+        return found[1]
+    return platform.processor() or platform.machine()
+
+
+def versions(names: Iterable[str] = SHOWN_LIBRARIES) -> dict[str, str | None]:
+    """Versions of Python, mmlab and the libraries named; None for those that are not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "mmlab": __version__}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
