@@ -7,6 +7,7 @@ by the notebook's own Python. Starting costs the import of torch in the child, a
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import subprocess
@@ -14,13 +15,10 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmlab.comparison import Comparison, load_comparison
 from mmlab.errors import DataError, MmlabError, OptionError, RunError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _USER_ERROR = 2  # exit code of the child after a DataError or OptionError
 
@@ -54,17 +52,10 @@ class BackgroundRun:
         self._log.flush()
         return Path(self._log.name).read_text(errors="replace")
 
-    def steps(self) -> pd.DataFrame:
-        """Every training step so far, one row each, with the scheduler in the column `run`; empty before the first."""
-        from mmlab.events import read_runs
-
-        runs = self.folder / "runs"
-        events = read_runs(runs) if runs.is_dir() else None
-        if events is None or events.empty:
-            import pandas as pd
-
-            return pd.DataFrame()
-        return events[events["kind"] == "step"].dropna(axis="columns", how="all")
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, or less if the run ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ask for a clean stop after the current step, and wait; kill after `timeout_s`. Harmless if it has ended."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: distinct under every common colour blindness.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,11 @@ class Comparison:
             }
         )
 
+    @property
+    def title(self) -> str:
+        """The data's name, short enough for a heading."""
+        return "/".join(Path(self.config["data"]).parts[-2:])
+
     def notes(self) -> list[str]:
         """How to read the figures: what was held equal, and what was not."""
         config = self.config
@@ -135,9 +140,9 @@ class Comparison:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(13, 7.2), layout="constrained")
-        figure.suptitle(f"{self.config['data']}: what each batch scheduler costs", fontsize=13)
+        figure.suptitle(f"What each batch scheduler costs on {self.title}", fontsize=13)
         names = [arm.scheduler for arm in self.arms]
-        colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+        colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
         axes = figure.subplots(2, 3)
         steps = self.steps
         _draw_waste(axes[0, 0], self.arms)
@@ -243,11 +248,8 @@ def _draw_throughput(axes: Axes, arms: list[ArmResult], colours: dict[str, str])
 
 
 def _draw_time(axes: Axes, arms: list[ArmResult]) -> None:
-    step = [1000 * arm.step_s * arm.num_batches / arm.num_samples for arm in arms]
-    wait = [
-        time * arm.data_wait_ratio / max(1e-9, 1 - arm.data_wait_ratio)
-        for time, arm in zip(step, arms, strict=True)
-    ]
+    wait = [1000 * arm.data_wait_ratio / arm.samples_per_s for arm in arms]
+    step = [1000 / arm.samples_per_s - waited for arm, waited in zip(arms, wait, strict=True)]
     axes.bar(range(len(arms)), step, 0.6, color="#0072B2", label="training step")
     axes.bar(range(len(arms)), wait, 0.6, bottom=step, color="#E69F00", label="waiting for data")
     axes.set(title="Time per sample", ylabel="ms")
@@ -281,12 +283,14 @@ def _draw_batch_costs(
 
 
 def _draw_loss(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for arm, style in zip(arms, ("-", "--", "-.", ":") * len(arms), strict=False):
         losses = [epoch["held_out_loss"] for epoch in arm.epochs]
         epochs = range(1, len(losses) + 1)
         axes.plot(epochs, losses, style, marker="o", ms=4, color=colours[arm.scheduler], label=arm.scheduler)
     axes.set(title="Held-out loss", xlabel="epoch")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=8)
 
 

@@ -186,7 +186,9 @@ def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
 
 def mean_cost(sizes: SampleSizes) -> float:
     """Mean padded tokens of one sample on its own: text tokens + image patches."""
-    shapes = np.column_stack([np.ones(len(sizes), dtype=np.int64), sizes.num_tokens, sizes.height, sizes.width])
+    shapes = np.column_stack(
+        [np.ones(len(sizes), dtype=np.int64), sizes.num_tokens, sizes.height, sizes.width]
+    )
     return float(batch_costs(_COST, shapes).mean())
 
 
@@ -288,7 +290,7 @@ class _Arm:
         plan = self._loader.plan
         self._steps, self._planned = [], list(plan.shapes)
         with DeviceMonitor(self._write, device=self._bench.config["device"]):
-            self._trainer.fit(self._loader, num_epochs=epoch + 1)
+            self._trainer.fit(self._loader, num_epochs=1)
         costs = [_COST(shape) for shape in self._planned]
         self._costs += costs
         self.costliest = max(self.costliest, (max(costs), list(plan)[int(np.argmax(costs))]))
@@ -307,7 +309,7 @@ class _Arm:
         last = epochs[-1]
         return ArmResult(
             scheduler=self.name,
-            options=dataclasses.asdict(self.scheduler) if dataclasses.is_dataclass(self.scheduler) else {},
+            options={key: repr(value) for key, value in vars(self.scheduler).items()},
             num_samples=len(self._bench.train_set),
             num_batches=int(epochs[0]["num_batches"]),
             peak_over_budget=self.costliest[0] / budget,
@@ -337,7 +339,7 @@ class _Arm:
             "train_loss": float(
                 np.average([s["loss"] for s in self._steps], weights=[s["num_samples"] for s in self._steps])
             ),
-            "held_out_loss": held_out["per_sample_loss"],
+            "held_out_loss": held_out["loss"],
             "image_to_text_r1": held_out["image_to_text_r1"],
             "text_to_image_r1": held_out["text_to_image_r1"],
             "chance_r1": held_out["chance_r1"],
@@ -408,9 +410,14 @@ def _planners(
     twice = {name for name in schedulers if list(schedulers).count(name) > 1}
     if twice:
         raise OptionError(f"scheduler {sorted(twice)[0]!r} is named twice; name each once")
-    return {
-        name: make_scheduler(name, batch_size=batch_size, budget=budget, seed=seed) for name in schedulers
-    }
+    shared = {"batch_size": batch_size, "budget": budget, "seed": seed}
+    return {name: make_scheduler(name, **_taken_by(name, shared)) for name in schedulers}
+
+
+def _taken_by(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those options that the scheduler of this name has."""
+    known = SCHEDULERS[name].__dataclass_fields__ if name in SCHEDULERS else {}
+    return {key: value for key, value in options.items() if key in known}
 
 
 def _fresh_folder(folder: Path) -> Path:
@@ -428,8 +435,8 @@ def _fresh_folder(folder: Path) -> Path:
 
 def _warm_page_cache(records: Records, progress: bool) -> None:
     """Read every image file once."""
-    rows = np.unique(records.group, return_index=True)[1]
-    rows = [int(row) for row in rows if records.image_paths[row] is not None]
+    one_per_image = np.unique(records.group, return_index=True)[1]
+    rows = [int(row) for row in one_per_image if records.image_paths[row] is not None]
     with ThreadPoolExecutor(8) as pool:
         for _ in tqdm(
             pool.map(records.read_image, rows), total=len(rows), desc="reading files", disable=not progress

@@ -1,10 +1,12 @@
 """Image policies: what size an image has when the model sees it, and how it gets there.
 
-A policy answers from the stored size alone, so that planning knows every padded shape before a pixel is decoded:
+A policy answers from the stored size alone, so that planning knows every padded shape before a pixel is
+decoded:
 
-* `square(224)`: resize the short side, crop the centre to 224 x 224 (the articles' way; no image padding, but the borders go).
-* `aspect(max_area, multiple=16)`: keep the proportions inside an area in pixels, sides rounded to a multiple (of the
-  patch), never enlarged.
+* `square(224)`: resize the short side, crop the centre to 224 x 224 (the articles' way; no image padding, but
+  the borders go).
+* `aspect(max_area, multiple=16)`: keep the proportions inside an area in pixels, sides rounded to a multiple
+  (of the patch), never enlarged.
 
 Decoding is here too (`decode`): any format that Pillow reads, EXIF orientation applied, converted to RGB.
 """
@@ -75,7 +77,8 @@ class Square:
 
 @dataclass(frozen=True, slots=True)
 class Aspect:
-    """Keep the proportions within `max_area` pixels; sides are multiples of `multiple`; small images are not enlarged.
+    """Keep the proportions within `max_area` pixels; sides are multiples of `multiple`; small images are not
+    enlarged.
 
     Raises:
         OptionError: an area that cannot hold one `multiple` x `multiple` cell.
@@ -99,7 +102,7 @@ class Aspect:
     def target_sizes(
         self, height: NDArray[np.int32], width: NDArray[np.int32]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Scaled to the area, each side rounded to the nearest multiple, at least one, the long side cut to fit the area."""
+        """Scaled to the area, each side rounded to a multiple (at least one), the long side cut to fit the area."""
         stored_h, stored_w = np.asarray(height, dtype=np.float64), np.asarray(width, dtype=np.float64)
         scale = np.minimum(1.0, np.sqrt(self.max_area / np.maximum(stored_h * stored_w, 1.0)))
         cells = self.max_area // self.multiple**2
@@ -110,7 +113,9 @@ class Aspect:
         cols = np.where(~tall, np.minimum(cols, np.maximum(1, cells // rows)), cols)
         there = stored_h > 0
         unit = np.int32(self.multiple)
-        return np.where(there, rows * unit, 0).astype(np.int32), np.where(there, cols * unit, 0).astype(np.int32)
+        return np.where(there, rows * unit, 0).astype(np.int32), np.where(there, cols * unit, 0).astype(
+            np.int32
+        )
 
     def apply(self, pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
         """One antialiased resize to the target size."""
@@ -121,7 +126,8 @@ square, aspect = Square, Aspect  # the names by which users and the command line
 
 
 def parse_image_policy(text: str) -> ImagePolicy:
-    """Read a policy from its short form: `square:SIDE` or `aspect:SIDE[:MULTIPLE]`, with max_area = SIDE x SIDE.
+    """Read a policy from its short form: `square:SIDE` or `aspect:SIDE[:MULTIPLE]`, with max_area = SIDE x
+    SIDE.
 
     >>> parse_image_policy("aspect:128")
     Aspect(max_area=16384, multiple=16)
@@ -131,7 +137,9 @@ def parse_image_policy(text: str) -> ImagePolicy:
     """
     match = re.fullmatch(r"(square|aspect):(\d+)(?::(\d+))?", text.strip())
     if match is None or (match[1] == "square" and match[3]):
-        raise OptionError(f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE], for example aspect:224")
+        raise OptionError(
+            f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE], for example aspect:224"
+        )
     if match[1] == "square":
         return Square(int(match[2]))
     return Aspect(int(match[2]) ** 2, int(match[3] or PATCH))
@@ -140,8 +148,8 @@ def parse_image_policy(text: str) -> ImagePolicy:
 def decode(encoded: bytes, policy: ImagePolicy) -> NDArray[np.uint8]:
     """Decode an image, put it upright, convert it to RGB, and bring it to the policy's size.
 
-    Large JPEGs are decoded at a reduced DCT scale where that still leaves at least twice the target's size per side
-    (Pillow's `draft`), then resized with antialiasing.
+    Large JPEGs are decoded at a reduced DCT scale where that still leaves at least twice the target's size
+    per side (Pillow's `draft`), then resized with antialiasing.
 
     Returns:
         (h, w, 3) uint8
@@ -153,7 +161,9 @@ def decode(encoded: bytes, policy: ImagePolicy) -> NDArray[np.uint8]:
 
     with Image.open(io.BytesIO(encoded)) as image:
         height, width = displayed_size(image)
-        target_h, target_w = (int(side[0]) for side in policy.target_sizes(np.array([height]), np.array([width])))
+        target_h, target_w = (
+            int(side[0]) for side in policy.target_sizes(np.array([height]), np.array([width]))
+        )
         upright = image.size == (width, height)
         image.draft("RGB", (2 * target_w, 2 * target_h) if upright else (2 * target_h, 2 * target_w))
         pixels = np.asarray(to_rgb(ImageOps.exif_transpose(image)))
@@ -166,7 +176,7 @@ def displayed_size(image: Image.Image) -> tuple[int, int]:
     return (width, height) if image.getexif().get(_EXIF_ORIENTATION, 1) >= 5 else (height, width)
 
 
-def to_rgb(image):  # type: ignore[no-untyped-def]
+def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any Pillow mode to RGB; transparency is laid over white; 16-bit greys keep their range."""
     from PIL import Image
 

@@ -33,10 +33,10 @@ class Overview:
 
     records: Records
     policy: ImagePolicy
-    waste: dict[str, dict[str, float]]  # scheduler -> figures of `mmlab.schedule.preview`
+    waste: dict[str, dict[str, float | None]]  # scheduler -> figures of `mmlab.schedule.preview`
 
     @property
-    def columns(self) -> dict[str, NDArray[np.floating]]:
+    def columns(self) -> dict[str, NDArray[Any]]:
         """The distributions shown: sides in pixels, aspect (width / height), tokens; samples without them left out."""
         images = self.records.height > 0
         height, width = self.records.height[images], self.records.width[images]

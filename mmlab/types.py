@@ -5,8 +5,8 @@ Costs nothing to import: torch is needed for type checking only. A `Record` hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Record:
     """Metadata of one image-text pair.
 
-    A missing modality is `None` with size zero: text-only records have `image_path=None` and `height == width == 0`,
-    image-only records have `text=None` and `num_tokens == 0`.
+    A missing modality is `None` with size zero: text-only records have `image_path=None` and `height == width
+    == 0`, image-only records have `text=None` and `num_tokens == 0`.
     """
 
     id: str
@@ -68,8 +68,8 @@ class CostModel(Protocol):
 class Batch:
     """One padded batch, on one device.
 
-    B samples, T tokens, C channels, H x W pixels. Masks are 1 (True) where there is data. `pixel_values` stay `uint8` until
-    the model normalises them.
+    B samples, T tokens, C channels, H x W pixels. Masks are 1 (True) where there is data. `pixel_values` stay
+    `uint8` until the model normalises them.
     """
 
     pixel_values: torch.Tensor  # (B, C, H, W) uint8
@@ -91,24 +91,18 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The same batch with every tensor on `device`."""
-        moved = {
-            name: None
-            if (tensor := getattr(self, name)) is None
-            else tensor.to(device, non_blocking=non_blocking)
-            for name in _BATCH_TENSORS
-        }
-        return replace(self, **moved)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; torch's DataLoader calls this."""
-        pinned = {
-            name: None if (tensor := getattr(self, name)) is None else tensor.pin_memory()
-            for name in _BATCH_TENSORS
-        }
-        return replace(self, **pinned)
+        return self._map(lambda tensor: tensor.pin_memory())
 
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        import torch
 
-_BATCH_TENSORS = ("pixel_values", "pixel_mask", "input_ids", "attention_mask", "labels", "groups")
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        tensors = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
