@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _EXIF_ORIENTATION = 0x0112
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF orientation -> PIL.Image.Transpose
+_QUARTER_TURNS = (2, 4, 5, 6)  # of PIL.Image.Transpose: these swap the sides
 PATCH = 16  # pixels; the grid in which image waste is counted
 
 
@@ -157,23 +159,38 @@ def decode(encoded: bytes, policy: ImagePolicy) -> NDArray[np.uint8]:
     Raises:
         OSError, ValueError: the bytes are not an image that Pillow can read.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with Image.open(io.BytesIO(encoded)) as image:
         height, width = displayed_size(image)
         target_h, target_w = (
             int(side[0]) for side in policy.target_sizes(np.array([height]), np.array([width]))
         )
-        upright = image.size == (width, height)
-        image.draft("RGB", (2 * target_w, 2 * target_h) if upright else (2 * target_h, 2 * target_w))
-        pixels = np.asarray(to_rgb(ImageOps.exif_transpose(image)))
+        turn = _turn(image)
+        lies = turn in _QUARTER_TURNS
+        image.draft("RGB", (2 * target_h, 2 * target_w) if lies else (2 * target_w, 2 * target_h))
+        pixels = np.asarray(to_rgb(image if turn is None else image.transpose(turn)))
     return policy.apply(pixels, target_h, target_w)
 
 
 def displayed_size(image: Image.Image) -> tuple[int, int]:
     """Height and width as displayed: EXIF orientations 5 to 8 swap the stored sides. Reads the header only."""
     width, height = image.size
-    return (width, height) if image.getexif().get(_EXIF_ORIENTATION, 1) >= 5 else (height, width)
+    return (width, height) if _turn(image) in _QUARTER_TURNS else (height, width)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What puts an unloaded image upright, by the EXIF (or XMP) orientation in its header; None where nothing must be done.
+
+    Pillow turns TIFF files itself. Its PNG reader would decode the image to look for EXIF behind the pixels, hence the
+    base class's method: planning and decoding both heed only what stands before them.
+    """
+    from PIL import Image
+
+    if image.format == "TIFF":
+        return None
+    orientation = Image.Image.getexif(image).get(_EXIF_ORIENTATION)
+    return Image.Transpose(_TURNS[orientation]) if orientation in _TURNS else None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

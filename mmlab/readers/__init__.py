@@ -6,6 +6,7 @@ and the `Records` come from `rows`. Loads no torch, decodes no pixel.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import DataError, OptionError, unknown_name
 from mmlab.readers.files import read_data_file, read_folder
+from mmlab.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
 from mmlab.readers.rows import Row, Table, to_records
+from mmlab.readers.tar import read_shards
+from mmlab.readers.tar_index import is_tar
 from mmlab.records import Records
 from mmlab.text import measure_tokens
 
@@ -77,14 +81,28 @@ def _table(
 ) -> Table:
     if texts is not None:
         return _from_lists(source, texts, images)
+    if is_dataset(source):
+        return read_dataset(source, images, allow_missing_modality)
+    if isinstance(source, list | tuple) and source:
+        return read_shards([Path(path) for path in source])
     if not isinstance(source, str | os.PathLike):
-        raise DataError(f"cannot read records from {type(source).__name__}")
+        raise DataError(
+            f"cannot read records from {type(source).__name__}: pass a path, a datasets.Dataset or two lists"
+        )
     path = Path(source).expanduser()
     if path.is_dir():
-        return read_folder(path, images, allow_missing_modality)
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
-    return read_data_file(path, images, allow_missing_modality)
+        if is_saved_dataset(path):
+            return read_saved_dataset(path, images, allow_missing_modality)
+        shards = sorted([*path.glob("*.tar"), *path.glob("*/*.tar")])
+        return read_shards(shards) if shards else read_folder(path, images, allow_missing_modality)
+    if path.is_file():
+        if is_tar(path) or ".tar" in path.suffixes:
+            return read_shards([path])
+        return read_data_file(path, images, allow_missing_modality)
+    shards = [Path(found) for found in sorted(glob.glob(str(path))) if os.path.isfile(found)]
+    if not shards:
+        raise DataError(f"{path}: no such file or folder, and no file matches it as a pattern")
+    return read_shards(shards)
 
 
 def _from_lists(image_paths: Sequence[Any], texts: Sequence[str | None], images: Path | None) -> Table:

@@ -75,6 +75,16 @@ def find_images(folder: Path, rows: Sequence[Row]) -> Path:
     return max(candidates, key=lambda place: sum(os.path.exists(place / name) for name in names))
 
 
+def split_in(name: str) -> str | None:
+    """The split that a file or folder name tells.
+
+    >>> split_in("captions_val2017"), split_in("validate_me")
+    ('val', None)
+    """
+    match = _SPLIT_NAME.search(name.lower())
+    return match[1] if match else None
+
+
 def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | None]:
     """The data files of a folder, each with its split.
 
@@ -88,8 +98,7 @@ def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | N
     for place in [folder, *sorted(sub for sub in folder.iterdir() if sub.is_dir())]:
         name = next((name for name in _METADATA if (place / name).is_file()), None)
         if name is not None:
-            is_split = place != folder and _SPLIT_NAME.search(place.name.lower())
-            found[place / name] = place.name if is_split else None
+            found[place / name] = None if place == folder else split_in(place.name)
     if found:
         return found
     tried = ""
@@ -100,8 +109,7 @@ def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | N
             file_format, reasons = recognise(path, allow_missing_modality)
             tried += reasons
             if file_format is not None:
-                match = _SPLIT_NAME.search(path.stem.lower())
-                found[path] = match[1] if match else None
+                found[path] = split_in(path.stem)
     if not found:
         raise DataError(
             f"{folder}: no image-text data found. Looked for tar shards, a saved datasets.Dataset, "

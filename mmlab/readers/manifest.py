@@ -106,7 +106,7 @@ def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
         if isinstance(entry, dict):
             names |= dict.fromkeys(entry)
     columns = require_columns(names, str(path), allow_missing_modality)
-    return [row for where, entry in entries for row in _rows(where, entry, columns)]
+    return [row for where, entry in entries for row in rows_of_entry(where, entry, columns)]
 
 
 def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
@@ -124,7 +124,7 @@ def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
     )
 
 
-def _rows(where: str, entry: dict[str, Any] | str, columns: dict[str, str]) -> Iterator[Row]:
+def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, str]) -> Iterator[Row]:
     """One row for each caption of an entry; a string in the entry's place says what is wrong with it."""
     if isinstance(entry, str):
         yield Row(where, None, None, problem=entry)

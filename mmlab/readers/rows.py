@@ -57,6 +57,7 @@ class Table:
     store: ImageStore = field(default_factory=FileStore)
     stamp: Callable[[str], Stamp | None] | None = None
     open_image: Callable[[str], BinaryIO] = _open_file
+    label_names: tuple[str, ...] = ()  # of labels that are integers already
 
 
 def to_records(
@@ -103,7 +104,7 @@ def to_records(
         num_tokens=np.array([estimate_num_tokens(text) for text in texts], dtype=np.int32),
         group=_number_groups([(rows[index], images.get(index)) for index in good]),
         labels=None if labels is None else np.array([labels[index] for index in good], dtype=np.int64),
-        label_names=label_names,
+        label_names=label_names or table.label_names,
         splits=[rows[index].split for index in good] if any(row.split for row in rows) else None,
         store=table.store,
         bad_rows=bad_rows,

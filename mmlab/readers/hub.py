@@ -1,0 +1,138 @@
+"""Hugging Face `datasets`: a `Dataset`, a `DatasetDict`, or a folder that one was saved to.
+
+The image feature is read with decoding off, so that sizes come from the encoded bytes' headers. Costs one pass over the
+image column the first time; nothing is remembered, since the rows have no files of their own. Does not read streams.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.errors import DataError
+from mmlab.readers.manifest import require_columns, rows_of_entry
+from mmlab.readers.rows import Row, Table
+
+_BATCH_SIZE = 1000  # rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+class DatasetStore:
+    """Images inside datasets; the key is `SPLIT/ROW`. Keeps the image column only."""
+
+    def __init__(self, columns: Mapping[str, tuple[Dataset, str]]) -> None:
+        self._columns = dict(columns)  # split -> a dataset that does not decode, its image column
+
+    def read(self, image_path: str) -> bytes:
+        """The encoded bytes of the row's image, from the table or from the file that the row names.
+
+        Raises:
+            OSError: that file cannot be read.
+        """
+        split, _, row = image_path.rpartition("/")
+        dataset, column = self._columns[split]
+        value = dataset[int(row)][column]
+        if isinstance(value, bytes):
+            return value
+        return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
+
+
+def is_dataset(source: object) -> bool:
+    """Whether the object comes from `datasets`, which is not imported to find out."""
+    return type(source).__module__.partition(".")[0] == "datasets"
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
+    saved = ("dataset_dict.json",), ("state.json", "dataset_info.json")
+    return any(all((folder / name).is_file() for name in names) for names in saved)
+
+
+def read_saved_dataset(folder: Path, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of a saved dataset."""
+    from datasets import load_from_disk
+
+    return read_dataset(load_from_disk(str(folder)), images, allow_missing_modality)
+
+
+def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of a dataset, or of every split of a dictionary of them.
+
+    Raises:
+        DataError: a stream, no image or no text column, a column of another kind.
+    """
+    from datasets import ClassLabel, Dataset
+
+    parts = source if isinstance(source, Mapping) else {"": source}
+    image_columns: dict[str, tuple[Dataset, str]] = {}
+    label_names: tuple[str, ...] = ()
+    rows: list[Row] = []
+    for split, dataset in parts.items():
+        what = f"dataset {split}".strip()
+        if not isinstance(dataset, Dataset):
+            kind = type(dataset).__name__
+            raise DataError(f"{what} is a {kind}: load it without streaming=True, a plan needs its length")
+        columns = require_columns(dataset.column_names, what, allow_missing_modality)
+        if isinstance(feature := dataset.features.get(columns.get("label")), ClassLabel):
+            label_names = tuple(feature.names)
+        dataset = dataset.with_format(None)
+        inside = _images_inside(dataset, columns, what)
+        others = [name for column, name in columns.items() if column != "image" or inside is None]
+        values = dataset.select_columns(others).to_dict()
+        if inside is not None:
+            image_columns[split] = inside, columns["image"]
+            values[columns["image"]] = _keys(inside, split)
+            if columns.setdefault("id", "") == "":
+                values[""] = [f"{split}/{number}" if split else number for number in range(len(dataset))]
+        for number, entry in enumerate(zip(*values.values(), strict=True)):
+            where = f"{split} row {number}".lstrip()
+            for row in rows_of_entry(where, dict(zip(values, entry, strict=True)), columns):
+                row.split = row.split or split or None
+                rows.append(row)
+    if not image_columns:
+        return Table(rows=rows, root=images, label_names=label_names)
+    store = DatasetStore(image_columns)
+    return Table(
+        rows=rows,
+        store=store,
+        stamp=lambda key: None,
+        open_image=lambda key: io.BytesIO(store.read(key)),
+        label_names=label_names,
+    )
+
+
+def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> Dataset | None:
+    """The image column alone, not decoding; None where there is none, or where it holds the paths of files.
+
+    Raises:
+        DataError: a column of another kind.
+    """
+    from datasets import Image
+
+    if "image" not in columns:
+        return None
+    column = dataset.select_columns(columns["image"])
+    feature = dataset.features[columns["image"]]
+    if isinstance(feature, Image):
+        return column.cast_column(columns["image"], Image(decode=False))
+    if getattr(feature, "dtype", "") in ("string", "large_string"):
+        return None
+    if getattr(feature, "dtype", "") in ("binary", "large_binary") or set(feature) == {"bytes", "path"}:
+        return column
+    raise DataError(
+        f"{what}: column {columns['image']} holds {feature}, expected images, encoded bytes or paths"
+    )
+
+
+def _keys(inside: Dataset, split: str) -> list[str | None]:
+    """The store's key of each row, None where the row has no image; the images stay where they are."""
+    absent = (
+        flag
+        for batch in inside.with_format("arrow").iter(_BATCH_SIZE)
+        for flag in batch.column(0).is_null().to_pylist()
+    )
+    return [None if flag else f"{split}/{number}" for number, flag in enumerate(absent)]
