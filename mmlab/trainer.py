@@ -23,7 +23,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 
@@ -31,6 +30,7 @@ from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.events import RunEvent
 from mmlab.images import PATCH
 from mmlab.losses import OBJECTIVES, Objective, OwnLoss, pairs
+from mmlab.machine import process_rss_bytes
 from mmlab.model import LossModel
 from mmlab.precision import Precision, StepResult
 from mmlab.retrieval import candidate_loss, recalls
@@ -335,7 +335,7 @@ class FusionTrainer:
         if self.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self.device)
             return {"peak_bytes": peak_bytes, "memory_source": "torch allocator"}
-        return {"peak_bytes": psutil.Process().memory_info().rss, "memory_source": "process RSS"}
+        return {"peak_bytes": process_rss_bytes(), "memory_source": "process RSS"}
 
 
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps")
