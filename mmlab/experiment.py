@@ -14,13 +14,11 @@ Notebooks, dashboard and command line all go through `compare`. What makes a com
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +34,7 @@ from mmlab.events import RunEvent, RunLog
 from mmlab.images import parse_image_policy
 from mmlab.loader import PlannedLoader, collate, default_num_workers
 from mmlab.losses import Contrastive
+from mmlab.machine import cpu_name, num_usable_cores, versions
 from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.model import build_model
 from mmlab.monitor import DeviceMonitor
@@ -142,9 +141,7 @@ def compare(
         "num_workers": workers,
         "device": chosen_device,
         "machine": describe_machine(chosen_device),
-        "versions": {
-            name: version(name) for name in ("mmlab", "torch", "torchvision", "transformers", "numpy")
-        },
+        "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     folder = None if out is None else _fresh_folder(Path(out))
@@ -212,8 +209,8 @@ def describe_machine(device: str) -> dict[str, Any]:
     """What a reader must know of the machine to place its figures."""
     return {
         "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": cpu_name(),
+        "cores": num_usable_cores(),
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",
     }
 
