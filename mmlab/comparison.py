@@ -110,6 +110,8 @@ class Comparison:
                 "data wait %": (100 * table["data_wait_ratio"]).round(1),
                 "peak MiB": (table["peak_bytes"] / 2**20).round(1),
                 "held-out loss": table["final_loss"].round(3),
+                "R@1 image>text %": (100 * table["image_to_text_r1"]).round(1),
+                "R@1 text>image %": (100 * table["text_to_image_r1"]).round(1),
             }
         )
 
@@ -128,6 +130,7 @@ class Comparison:
             f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
             f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}.",
             f"Peak memory is {' and '.join(sources)}.",
+            f"R@1 ranks all held-out pairs; chance is {100 * max(arm.chance_r1 for arm in self.arms):.1f} %.",
             "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
             "batch size does not move it; the number of optimizer steps differs between schedulers.",
         ]

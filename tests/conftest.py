@@ -1,0 +1,44 @@
+"""Real files that many tests share, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmlab.records import Records
+
+COCO_SAMPLE = Path(__file__).parents[2] / "shared" / "data" / "coco-sample" / "captions.json"
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small generated data set: 24 images of at most 96 pixels, three captions each, six images in the split val."""
+    from mmlab.synthetic import make_dataset
+
+    out = tmp_path_factory.mktemp("data") / "scenes"
+    return make_dataset(
+        out,
+        num_images=24,
+        captions_per_image=3,
+        max_side=96,
+        val_fraction=0.25,
+        num_workers=1,
+        progress=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def records(scenes: Path) -> Records:
+    """The records of `scenes`."""
+    from mmlab.readers import read_records
+
+    return read_records(scenes, progress=False)
+
+
+@pytest.fixture(scope="session")
+def coco_sample() -> Path:
+    """Fifty real photographs with their captions, which are not part of the repository."""
+    if not COCO_SAMPLE.exists():
+        pytest.skip(f"needs real photographs in {COCO_SAMPLE.parent.name}, which are not there")
+    return COCO_SAMPLE

@@ -1,0 +1,178 @@
+"""A comparison is fair and says what it measured: same start, same samples, everything kept, errors that help."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmlab.background import start_compare
+from mmlab.comparison import Comparison, load_comparison
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.events import read_runs
+from mmlab.experiment import compare, hold_out, resolve_device
+from mmlab.records import Records
+from mmlab.schedule import make_scheduler
+
+SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def comparison(records: Records, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    out = tmp_path_factory.mktemp("runs") / "first"
+    return compare(records, ("random", "budget"), out=out, **SMALL)
+
+
+def test_every_arm_sees_every_sample_once_an_epoch(comparison: Comparison) -> None:
+    steps = comparison.steps
+    seen = steps.groupby(["run", "epoch"])["num_samples"].sum()
+    assert set(seen.index.get_level_values("run")) == {"random", "budget"}
+    assert (seen == comparison.config["num_train"]).all()
+    assert len(seen) == 2 * SMALL["epochs"]
+
+
+def test_the_plan_was_right_and_the_budget_held(comparison: Comparison) -> None:
+    by_name = {arm.scheduler: arm for arm in comparison.arms}
+    for arm in comparison.arms:
+        assert arm.shape_mismatches == 0
+        assert arm.combined_waste == pytest.approx(arm.planned_combined_waste, abs=1e-9)
+        assert len(arm.epochs) == SMALL["epochs"]
+        assert 0 <= arm.data_wait_ratio < 1
+    assert by_name["budget"].batches_over_budget == 0
+    assert by_name["budget"].peak_over_budget <= 1
+    assert by_name["random"].peak_over_budget > 1
+    assert by_name["budget"].combined_waste < by_name["random"].combined_waste
+    assert by_name["budget"].peak_bytes < by_name["random"].peak_bytes
+
+
+def test_arms_start_from_the_same_weights(records: Records, tmp_path: Path) -> None:
+    planners = {"one": make_scheduler("random", batch_size=8), "two": make_scheduler("random", batch_size=8)}
+    twins = compare(records, planners, out=tmp_path / "twins", **{**SMALL, "epochs": 1})
+    losses = twins.steps.pivot(index="step", columns="run", values="loss")
+    np.testing.assert_array_equal(losses["one"], losses["two"])
+    assert twins.arms[0].final_loss == twins.arms[1].final_loss
+
+
+def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> None:
+    assert comparison.folder is not None
+    again = load_comparison(comparison.folder)
+    assert again.as_dict() == comparison.as_dict()
+    saved = json.loads((comparison.folder / "comparison.json").read_text())
+    needed = "scheduler num_samples num_batches samples_per_s step_s data_wait_ratio text_waste image_waste"
+    needed += " combined_waste peak_bytes peak_source final_loss"
+    for arm in saved["arms"]:
+        assert set(needed.split()) <= set(arm)
+    assert (comparison.folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    page = (comparison.folder / "report.html").read_text()
+    assert "data:image/png;base64" in page
+    assert "http" not in page.split("<details>")[0].replace("http-equiv", "")
+    assert "random" in (comparison.folder / "table.csv").read_text()
+    assert "combined waste" in comparison._repr_html_()
+
+
+def test_each_run_has_a_start_device_readings_and_an_end(comparison: Comparison) -> None:
+    assert comparison.folder is not None
+    events = read_runs(comparison.folder / "runs")
+    for _, run in events.groupby("run"):
+        kinds = run["kind"].tolist()
+        assert kinds[0] == "start"
+        assert kinds[-1] == "end"
+        assert kinds.count("start") == kinds.count("end") == 1
+        assert "device" in kinds
+
+
+def test_an_earlier_comparison_is_moved_aside(records: Records, tmp_path: Path) -> None:
+    options = {**SMALL, "epochs": 1}
+    compare(records, ("random",), out=tmp_path, **options)
+    first = (tmp_path / "comparison.json").read_text()
+    compare(records, ("sorted",), out=tmp_path, **options)
+    assert (tmp_path / "previous-1" / "comparison.json").read_text() == first
+    assert [arm.scheduler for arm in load_comparison(tmp_path).arms] == ["sorted"]
+
+
+def test_held_out_images_are_never_trained_on(records: Records) -> None:
+    train, held_out = hold_out(records)
+    assert len(train) + len(held_out) == len(records)
+    assert not set(train.group.tolist()) & set(held_out.group.tolist())
+    assert set(held_out.splits or ()) == {"val"}
+    unmarked = records.select(range(len(records)))
+    train, held_out = unmarked.split("train").hold_out(0.2)
+    assert not set(train.group.tolist()) & set(held_out.group.tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, found 0"),
+        ({"batch_size": 0}, "batch size must be at least 1, found 0"),
+        ({"limit": 1}, "limit must be at least 2 pairs"),
+        ({"budget": 3}, "budget"),
+        ({"image": "round:3"}, "image policy 'round:3'"),
+        ({"device": "cuda:77"}, "device 'cuda:77' cannot be used here"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"model": "gigantic"}, "gigantic"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(records: Records, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        compare(records, ("random", "budget"), **{**SMALL, **options})
+
+
+def test_schedulers_must_be_known_and_named_once(records: Records) -> None:
+    with pytest.raises(OptionError, match="unknown scheduler 'rndom'; did you mean 'random'"):
+        compare(records, ("rndom",), **SMALL)
+    with pytest.raises(OptionError, match="'random' is named twice"):
+        compare(records, ("random", "random"), **SMALL)
+    with pytest.raises(OptionError, match="no schedulers"):
+        compare(records, (), **SMALL)
+
+
+def test_auto_device_is_usable() -> None:
+    assert resolve_device("auto") in ("cpu", "cuda")
+    assert resolve_device("cpu") == "cpu"
+
+
+def test_runs_in_the_background_and_stops_when_asked(scenes: Path, tmp_path: Path) -> None:
+    run = start_compare(scenes, ("random", "sorted"), out=tmp_path / "run", **{**SMALL, "epochs": 200})
+    runs = tmp_path / "run" / "runs"
+    while run.state == "running" and not (len(list(runs.glob("*"))) == 2 and _num_epochs(runs) >= 2):
+        run.sleep(0.2)
+    run.stop()
+    run.stop()
+    assert run.state == "stopped"
+    stopped = run.wait()
+    assert stopped.interrupted
+    assert 1 <= len(stopped.arms[0].epochs) == len(stopped.arms[1].epochs) < 200
+    assert "Interrupted" in str(stopped)
+
+
+def test_errors_of_a_background_run_are_raised_by_wait(scenes: Path, tmp_path: Path) -> None:
+    run = start_compare(scenes, ("random", "budget"), out=tmp_path / "a", **{**SMALL, "budget": 2})
+    with pytest.raises(OptionError, match="budget"):
+        run.wait()
+    assert run.state == "failed"
+    run = start_compare(tmp_path / "nowhere", out=tmp_path / "b")
+    with pytest.raises(DataError, match="nowhere"):
+        run.wait()
+    run = start_compare(scenes, out=tmp_path / "c", **SMALL)
+    run._process.send_signal(signal.SIGKILL)
+    with pytest.raises(RunError, match="exit code -9"):
+        run.wait()
+
+
+def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no comparison in"):
+        load_comparison(tmp_path)
+    (tmp_path / "comparison.json").write_text('{"arms": [{}]}')
+    with pytest.raises(DataError, match="not a comparison"):
+        load_comparison(tmp_path)
+
+
+def _num_epochs(runs: Path) -> int:
+    return sum(
+        path.read_text().count('"epoch_s"') or path.read_text().count('"kind": "epoch"')
+        for path in runs.rglob("*.jsonl")
+    )
