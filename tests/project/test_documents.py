@@ -38,6 +38,12 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(file.relative_to(ROOT)), f"{path} links to {target}: no such heading"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_tests_that_a_document_names_exist(path: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", read(path)):
+        assert f"def {name}(" in read(Path(file)) if name else (ROOT / file).is_file(), f"no {file}::{name}"
+
+
 def readme_tree() -> dict[Path, str]:
     """Path -> description, from the indented block under the README's heading "Files"."""
     block = re.search(r"^## Files\n+.*?```\w*\n(.*?)```", read(Path("README.md")), re.MULTILINE | re.DOTALL)

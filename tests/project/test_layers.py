@@ -31,11 +31,10 @@ def room_of(dotted: str) -> str:
     return mmlab._PUBLIC.get(name, name).split(".")[0]
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Every room that a module imports anywhere in its text, in functions and for type checking too."""
-    package = ".".join(path.parent.parts)
+def imported_rooms(source: str, package: str) -> set[str]:
+    """Every room that a module of `package` imports anywhere in its text, in functions and for type checking too."""
     found = set()
-    for node in ast.walk(ast.parse(read(path))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -59,8 +58,28 @@ def test_the_table_names_exactly_the_rooms_of_the_package() -> None:
 def test_imports_point_upward(path: Path) -> None:
     layers = {room: layer for room, (layer, _) in layer_table().items()}
     room = ROOMS[path]
-    downward = {name for name in imported_rooms(path) - {room} if layers[name] >= layers[room]}
+    downward = {
+        name
+        for name in imported_rooms(read(path), ".".join(path.parent.parts)) - {room}
+        if layers[name] >= layers[room]
+    }
     assert not downward, f"{path} (layer {layers[room]}) imports {downward} at or below its own layer"
+
+
+@pytest.mark.parametrize(
+    ("source", "room"),
+    [
+        ("import mmlab.events", "events"),
+        ("def f():\n    from mmlab.schedule.plan import Block", "schedule"),
+        ("if TYPE_CHECKING:\n    from mmlab import readers", "readers"),
+        ("from mmlab import BatchShape", "types"),
+        ("from ..cost import PATCH", "cost"),
+        ("from .. import cost", "cost"),
+        ("from .plan import Block", "schedule"),
+    ],
+)
+def test_every_way_to_import_is_seen(source: str, room: str) -> None:
+    assert imported_rooms(source, "mmlab.schedule") == {room}
 
 
 def in_fresh_python(code: str) -> str:
