@@ -26,6 +26,8 @@ def why_not_coco(path: Path) -> str:
 def read_coco(path: Path) -> list[Row]:
     """One row for each annotation, in file order; its number is the record's id. An image without any gives one row.
 
+    Rows have the `split` of their image, where it states one.
+
     Raises:
         DataError: not JSON, or without the two lists.
     """
@@ -37,6 +39,7 @@ def read_coco(path: Path) -> list[Row]:
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             raise DataError(f"{path}: COCO captions have a list {key!r}, found none")
     names = {image.get("id"): image.get("file_name") for image in content["images"]}
+    splits = {image.get("id"): image.get("split") for image in content["images"]}
     rows = []
     for number, annotation in enumerate(content["annotations"]):
         image_id, problem = annotation.get("image_id"), ""
@@ -48,11 +51,14 @@ def read_coco(path: Path) -> list[Row]:
                 names.get(image_id),
                 annotation.get("caption"),
                 id=str(annotation["id"]) if "id" in annotation else None,
+                split=splits.get(image_id),
                 problem=problem,
             )
         )
     captioned = {annotation.get("image_id") for annotation in content["annotations"]}
     rows += [
-        Row(f"image {image_id}", name, None) for image_id, name in names.items() if image_id not in captioned
+        Row(f"image {image_id}", name, None, split=splits[image_id])
+        for image_id, name in names.items()
+        if image_id not in captioned
     ]
     return rows

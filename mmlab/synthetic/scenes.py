@@ -1,7 +1,8 @@
 """What a made picture shows: its size, surroundings, light, and one to three groups of coloured objects.
 
-A `Scene` is a pure function of (seed, index), some microseconds long; it holds no pixels and no words. The space is large:
-10 grounds x 4 backdrops x 3 lights, times about 2,000 looks (count, size, pattern, colour, shape) for each group.
+A `Scene` is a pure function of (seed, index), made in some ten microseconds; it holds no pixels and no words. The space
+is large: 10 grounds x 4 backdrops x 3 lights, times over 3,000 looks (count, size, pattern, colour, shape) for each of
+up to three groups.
 
 Image sizes follow those of COCO val2017's 5,000 photographs: the 14 commonest sizes by their share, then a tail of
 free proportions by its deciles.
@@ -10,8 +11,12 @@ free proportions by its deciles.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+Key = TypeVar("Key")
 
 # (width, height): per mille of the images of COCO val2017 (https://cocodataset.org, Lin et al. 2014)
 COMMON_SIZES = {
@@ -57,16 +62,23 @@ GROUNDS = {
 LIGHTS = {"day": 50, "evening": 25, "dusk": 25}
 
 
+class Place(NamedTuple):
+    """Where one object stands, in pixels."""
+
+    x: float  # of its centre
+    foot: float  # y of its lowest point
+    diameter: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Objects that look the same and stand together."""
 
     count: int
     size: str
-    colour: str
+    colour: str  # no other group of the scene has it
     pattern: str
     shape: str
-    places: tuple[tuple[float, float, float], ...]  # of each object: centre x, foot y, diameter; in pixels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,35 +94,40 @@ class Scene:
     horizon: float  # share of the height that lies above it
     arrangement: str  # "row": from left to right; "depth": the first group stands in front of the others
     groups: tuple[Group, ...]
+    places: tuple[tuple[Place, ...], ...]  # for each group, one for each object
     seed: str  # of whatever else is random: texture, noise, wording
 
 
 def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
     """The scene of one image.
 
+    >>> [(group.count, group.colour, group.shape) for group in make_scene(0, 3).groups]
+    [(2, 'black', 'cube'), (1, 'green', 'heart')]
+
     Args:
         seed, index: the only sources of chance; the same pair always gives the same scene.
-        max_side: pixels; 640 keeps COCO's sizes, less shrinks them all alike.
+        max_side: pixels; 640 keeps COCO's sizes, another value scales them all alike.
     """
     name = f"mmlab scene {seed} {index}"
     rng = random.Random(name)  # a str seed is hashed with SHA-512: stable across versions and machines
     width, height = draw_size(rng, max_side)
     ground = rng.choice(tuple(GROUNDS))
     horizon = rng.uniform(0.22, 0.42)
-    num_groups = weighted(rng, NUM_GROUPS)
-    looks: list[tuple[int, str, str, str, str]] = []
-    for _ in range(num_groups):
+    groups: list[Group] = []
+    for _ in range(weighted(rng, NUM_GROUPS)):
         size = weighted(rng, SIZES)
-        count = min(weighted(rng, COUNTS), 2 if size == "large" else 4)
-        colour = rng.choice([colour for colour in COLOURS if all(colour != look[2] for look in looks)])
-        looks.append((count, size, colour, weighted(rng, PATTERNS), rng.choice(SHAPES)))
-    arrangement = "depth" if num_groups > 1 and rng.random() < (0.35 if width > height else 0.7) else "row"
-    lay_out = _lay_in_depth if arrangement == "depth" else _lay_in_row
-    places = lay_out(rng, [(look[0], look[1]) for look in looks], width, height, horizon)
-    groups = tuple(
-        Group(count=count, size=size, colour=colour, pattern=pattern, shape=shape, places=place)
-        for (count, size, colour, pattern, shape), place in zip(looks, places, strict=True)
-    )
+        group = Group(
+            count=min(weighted(rng, COUNTS), 2 if size == "large" else 4),
+            size=size,
+            colour=rng.choice(
+                [colour for colour in COLOURS if all(colour != other.colour for other in groups)]
+            ),
+            pattern=weighted(rng, PATTERNS),
+            shape=rng.choice(SHAPES),
+        )
+        groups.append(group)
+    deep = len(groups) > 1 and rng.random() < (0.35 if width > height else 0.7)
+    places = (_lay_in_depth if deep else _lay_in_row)(rng, groups, width, height)
     return Scene(
         width=width,
         height=height,
@@ -119,8 +136,12 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
         light=weighted(rng, LIGHTS),
         light_from_left=rng.random() < 0.5,
         horizon=horizon,
-        arrangement=arrangement,
-        groups=groups,
+        arrangement="depth" if deep else "row",
+        groups=tuple(groups),
+        places=tuple(
+            tuple(place._replace(foot=(horizon + place.foot * (1 - horizon)) * height) for place in group)
+            for group in places
+        ),
         seed=name,
     )
 
@@ -137,62 +158,64 @@ def draw_size(rng: random.Random, max_side: int = 640) -> tuple[int, int]:
     return max(1, round(size[0] * max_side / 640)), max(1, round(size[1] * max_side / 640))
 
 
-def weighted(rng: random.Random, weights):  # type: ignore[no-untyped-def]
+def weighted(rng: random.Random, weights: Mapping[Key, int]) -> Key:
     """One key of a dict of integer weights."""
     ticket = rng.random() * sum(weights.values())
     return next(key for key, mark in zip(weights, accumulate(weights.values()), strict=True) if ticket < mark)
 
 
-_DIAMETER = {"small": 0.15, "medium": 0.24, "large": 0.38}  # of the geometric mean side
+_DIAMETER = {"small": 0.18, "medium": 0.28, "large": 0.42}  # of the geometric mean side
 _SPACING = 0.85  # of the diameter, from one object of a group to the next
+_USABLE = 0.94  # of the width
 
 
-def _lay_in_row(rng, sizes, width, height, horizon):  # type: ignore[no-untyped-def]
-    """Groups side by side, in order from the left; all shrink together where the row would not fit."""
-    side = (width * height) ** 0.5
-    diameters = [_DIAMETER[size] * side * rng.uniform(0.92, 1.08) for _, size in sizes]
-    needs = [_extent(count, diameter) for (count, _), diameter in zip(sizes, diameters, strict=True)]
-    shrink = min(1.0, 0.94 * width / sum(needs))
+def _lay_in_row(rng: random.Random, groups: Sequence[Group], width: int, height: int) -> list[list[Place]]:
+    """Groups side by side, in order from the left; all shrink alike where the row would not fit."""
+    diameters = [_diameter(rng, group, width, height) for group in groups]
+    needs = [_extent(group, diameter) for group, diameter in zip(groups, diameters, strict=True)]
+    shrink = min(1.0, _USABLE * width / sum(needs))
     slack = width - shrink * sum(needs)
-    cuts = sorted(rng.random() for _ in sizes)
+    taken = 0.0
     places = []
-    left = 0.0
-    for number, ((count, _), diameter, need) in enumerate(zip(sizes, diameters, needs, strict=True)):
-        begin = left + cuts[number] * slack
-        foot = rng.uniform(horizon + 0.45 * (1 - horizon), 0.96) * height
-        places.append(_lay_group(rng, count, diameter * shrink, begin, foot))
-        left += need * shrink
+    cuts = sorted(rng.random() for _ in groups)
+    for group, diameter, need, cut in zip(groups, diameters, needs, cuts, strict=True):
+        foot = rng.uniform(0.45, 0.95)
+        places.append(_lay_group(rng, group, diameter * shrink, taken + cut * slack, foot, height))
+        taken += need * shrink
     return places
 
 
-def _lay_in_depth(rng, sizes, width, height, horizon):  # type: ignore[no-untyped-def]
-    """The first group near the viewer, the others farther back: smaller by perspective, higher in the picture."""
-    side = (width * height) ** 0.5
+def _lay_in_depth(rng: random.Random, groups: Sequence[Group], width: int, height: int) -> list[list[Place]]:
+    """The first group near the viewer, the others side by side farther back: a little smaller, higher up."""
     places = []
-    num_behind = len(sizes) - 1
-    for number, (count, size) in enumerate(sizes):
-        front = number == 0
-        diameter = _DIAMETER[size] * side * rng.uniform(0.92, 1.08) * (1.0 if front else 0.85)
-        low, high = (0.0, 1.0) if front else ((number - 1) / num_behind, number / num_behind)
-        need = _extent(count, diameter)
-        diameter *= min(1.0, 0.94 * (high - low) * width / need)
-        need = _extent(count, diameter)
-        begin = low * width + rng.random() * ((high - low) * width - need)
-        depth = rng.uniform(0.86, 0.97) if front else rng.uniform(0.15, 0.35)
-        places.append(_lay_group(rng, count, diameter, begin, (horizon + depth * (1 - horizon)) * height))
+    for number, group in enumerate(groups):
+        behind = number > 0
+        room = width / (len(groups) - 1) if behind else width
+        diameter = _diameter(rng, group, width, height) * (0.85 if behind else 1.0)
+        diameter *= min(1.0, _USABLE * room / _extent(group, diameter))
+        begin = max(0, number - 1) * room + rng.random() * (room - _extent(group, diameter))
+        foot = rng.uniform(0.15, 0.35) if behind else rng.uniform(0.86, 0.96)
+        places.append(_lay_group(rng, group, diameter, begin, foot, height))
     return places
 
 
-def _extent(count: int, diameter: float) -> float:
-    return diameter * (1 + _SPACING * (count - 1))
+def _diameter(rng: random.Random, group: Group, width: int, height: int) -> float:
+    return _DIAMETER[group.size] * (width * height) ** 0.5 * rng.uniform(0.92, 1.08)
 
 
-def _lay_group(rng, count, diameter, begin, foot):  # type: ignore[no-untyped-def]
-    return tuple(
-        (
-            begin + diameter * (0.5 + _SPACING * number),
-            foot - diameter * 0.25 * (number % 2) * rng.random(),
-            diameter * rng.uniform(0.95, 1.03),
+def _extent(group: Group, diameter: float) -> float:
+    return diameter * (1 + _SPACING * (group.count - 1))
+
+
+def _lay_group(
+    rng: random.Random, group: Group, diameter: float, begin: float, foot: float, height: int
+) -> list[Place]:
+    """Objects in a line from `begin`, every other one a little farther back. `foot` is 0 at the horizon, 1 in front."""
+    return [
+        Place(
+            x=begin + diameter * (0.5 + _SPACING * number),
+            foot=foot - 0.3 * diameter / height * (number % 2) * rng.random(),
+            diameter=diameter * rng.uniform(0.95, 1.03),
         )
-        for number in range(count)
-    )
+        for number in range(group.count)
+    ]

@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Plane = NDArray[np.float32]  # (h, w)
+    Plane = NDArray[np.floating]  # (h, w)
     Solid = tuple[Plane, tuple[Plane, Plane, Plane]]
 
 
@@ -50,9 +50,9 @@ def _cube(u: Plane, v: Plane) -> Solid:
     above = ~front & (v - corner_v < -(u - corner_u))
     side = ~front & ~above
     return distance, (
-        np.where(side, 0.95, np.where(front, -0.1, 0.0)),
-        np.where(above, -0.95, 0.0),
-        np.where(front, 0.95, 0.3),
+        np.where(side, 0.95, 0.0),
+        np.where(above, -0.95, np.where(front, 0.25, 0.0)),
+        np.where(front, 0.85, 0.3),
     )
 
 
@@ -64,8 +64,8 @@ def _cylinder(u: Plane, v: Plane) -> Solid:
     above = v + 1 - lid < bow
     return distance, (
         np.where(above, 0.0, across),
-        np.where(above, -0.95, 0.0),
-        np.where(above, 0.3, np.sqrt(1 - across * across)),
+        np.where(above, -0.95, 0.25),
+        np.where(above, 0.3, 0.9 * np.sqrt(1 - across * across)),
     )
 
 
@@ -95,10 +95,12 @@ def _star(u: Plane, v: Plane) -> Solid:
 
 
 def _heart(u: Plane, v: Plane) -> Solid:
-    """Two discs over the corner of a square."""
-    lobes = np.hypot(np.abs(u) - 0.48, v + 0.42) - 0.52
-    corner = np.maximum(np.abs(u) * 0.72 + (v - 0.98) * 0.69, -(v + 0.42 - 0.0))
-    return _puffed(np.minimum(lobes, np.maximum(corner, np.abs(u) - 1.0)), 0.35)
+    """Two discs melted into a corner."""
+    wide = np.abs(u)
+    lobe = np.hypot(wide - 0.44, v + 0.42) - 0.45
+    corner = np.maximum(0.72 * wide + 0.69 * (v - 0.98), -0.42 - v)
+    mix = np.clip(0.5 + (corner - lobe) / 0.5, 0, 1)
+    return _puffed(corner + (lobe - corner) * mix - 0.25 * mix * (1 - mix), 0.4)
 
 
 def _cross(u: Plane, v: Plane) -> Solid:
