@@ -294,8 +294,10 @@ class _Arm:
         self.epochs.append(self._measure(plan, self._trainer.evaluate(held_out)))
 
     def finish(self, status: str) -> None:
-        """Write the run's last event."""
+        """Write the run's last event and close its file."""
         self._write(RunEvent("end", self._trainer.step, 0, time.time(), {"status": status}))
+        if self._log is not None:
+            self._log.close()
 
     def result(self, num_epochs: int) -> ArmResult:
         """Medians over the epochs that every arm finished, and the peak memory of the costliest batch."""
@@ -366,7 +368,7 @@ def _take_turns(arms: list[_Arm], bench: _Bench, progress: bool) -> bool:
     held_out = PlannedLoader(
         bench.held_out_set, make_scheduler("sorted", batch_size=EVAL_BATCH_SIZE), num_workers=0
     )
-    interrupted = False
+    status = "failed"
     with tqdm(total=num_epochs * len(arms), unit="epoch", disable=not progress) as bar:
         try:
             for epoch in range(num_epochs):
@@ -375,11 +377,13 @@ def _take_turns(arms: list[_Arm], bench: _Bench, progress: bool) -> bool:
                     bar.set_description(f"{arm.name}, epoch {epoch + 1}/{num_epochs}")
                     arm.run_epoch(epoch, held_out)
                     bar.update()
+            status = "done"
         except KeyboardInterrupt:
-            interrupted = True
-    for arm in arms:
-        arm.finish("stopped" if interrupted else "done")
-    return interrupted
+            status = "stopped"
+        finally:
+            for arm in arms:
+                arm.finish(status)
+    return status == "stopped"
 
 
 def _epoch_waste(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
