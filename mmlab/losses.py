@@ -18,6 +18,7 @@ Costs B x B similarities; matching runs the fusion on up to 3 B pairs.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,25 +104,54 @@ class Matching:
         return F.binary_cross_entropy_with_logits(logits, target, weight=weight, reduction="sum")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnLoss:
+    """The loss that a `LossModel` computes itself, turned back from its mean into a sum."""
+
+    model: LossModel
+
+    def count(self, batch: Batch) -> int:
+        """How many samples or label tokens the model's mean is over."""
+        return int(self.model.num_terms(batch))
+
+    def __call__(self, output: Any, batch: Batch) -> Tensor:
+        """Sum over them, in the model's own unit."""
+        return _at_least_fp32(output.loss) * self.model.num_terms(batch)
+
+
 OBJECTIVES: dict[str, type] = {"contrastive": Contrastive, "matching": Matching}
 
 
-@dataclass(slots=True)
 class LossTerms:
-    """Sums and counts by objective, over any number of micro-batches or ranks.
+    """The sums of one optimizer step by objective, and the counts that they are divided by.
 
-    >>> LossTerms({"contrastive": 6.0}, {"contrastive": 3}).means()
-    {'contrastive': 2.0}
+    The counts are known before the first forward pass, so each micro-batch's gradient is already its share of the
+    whole window's mean.
+
+    >>> terms = LossTerms({"contrastive": 4})
+    >>> terms.add({"contrastive": torch.tensor(6.0)})
+    tensor(1.5000)
+    >>> terms.means()
+    {'contrastive': 1.5}
+
+    Args:
+        counts: by objective, over all micro-batches of the step.
     """
 
-    sums: dict[str, float]
-    counts: dict[str, int]
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self.counts = dict(counts)
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, sums: Mapping[str, Tensor]) -> Tensor:
+        """Take in a micro-batch's sums; its share of the step's loss comes back, ready for the backward pass."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+        return torch.stack([value / max(1, self.counts[name]) for name, value in sums.items()]).sum()
 
     def means(self) -> dict[str, float]:
-        """Mean of every objective; NaN where nothing was counted."""
+        """Mean of each objective that counted anything; waits for the device."""
         return {
-            name: total / self.counts[name] if self.counts[name] else math.nan
-            for name, total in self.sums.items()
+            name: float(total) / self.counts[name] for name, total in self._sums.items() if self.counts[name]
         }
 
 
@@ -172,18 +202,3 @@ def _draw(similarity: Tensor, allowed: Tensor) -> Tensor:
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-@dataclass(frozen=True, slots=True)
-class OwnLoss:
-    """The loss that a `LossModel` computes itself, turned back from its mean into a sum."""
-
-    model: LossModel
-
-    def count(self, batch: Batch) -> int:
-        """How many samples or label tokens the model's mean is over."""
-        return self.model.count(batch)
-
-    def __call__(self, output: Any, batch: Batch) -> Tensor:
-        """Sum over them."""
-        return _at_least_fp32(output.loss) * self.model.count(batch)

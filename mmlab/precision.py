@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
     """What one optimizer step did."""
 
     grad_norm: float  # L2, before clipping; infinite or NaN after an overflow
-    skipped: bool  # weights left as they were, because a gradient was not finite
+    skipped: bool  # weights left as they were: a gradient was not finite, or there was none
     loss_scale: float  # factor used in this step; 1 without a scaler
 
 
@@ -67,6 +67,11 @@ class Precision:
         """A `Precision` from its name; one that exists is passed through."""
         return precision if isinstance(precision, Precision) else cls(precision, device)
 
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, so that a gradient that is not finite is part of the game."""
+        return self.scaler.is_enabled()
+
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse weights that this precision cannot train.
 
@@ -94,17 +99,20 @@ class Precision:
         parameters: Iterable[nn.Parameter],
         max_grad_norm: float = math.inf,
     ) -> StepResult:
-        """Unscale once, clip once, step unless a gradient is not finite, and clear the gradients.
+        """Unscale once, clip once, step unless a gradient is not finite or there is none, and clear the gradients.
 
         Args:
             parameters: those to clip together.
             max_grad_norm: L2 limit of their gradient; infinity measures without clipping.
         """
         loss_scale = self.scaler.get_scale()
+        parameters = [weight for weight in parameters if weight.grad is not None]
+        if not parameters:
+            return StepResult(0.0, True, loss_scale)
         self.scaler.unscale_(optimizer)
         grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm))
         skipped = not math.isfinite(grad_norm)
-        if self.scaler.is_enabled():
+        if self.scales:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif not skipped:
@@ -118,5 +126,5 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a scaler's state."""
-        if self.scaler.is_enabled():
+        if self.scales:
             self.scaler.load_state_dict(state)

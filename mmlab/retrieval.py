@@ -10,19 +10,48 @@ Legend: N pairs, G distinct images, D embedding width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmlab.losses import contrastive_losses
+from mmlab.errors import DataError
+from mmlab.losses import contrastive_losses, pairs
+from mmlab.types import Batch
 
 _ROWS_PER_BLOCK = 1024
 
 
-def recalls(
-    image_embedding: Tensor, text_embedding: Tensor, groups: Tensor, *, at: tuple[int, ...] = (1, 5, 10)
-) -> dict[str, float]:
+class Embeddings(NamedTuple):
+    """Embeddings of the samples that have both modalities."""
+
+    image: Tensor  # (N, D) of length one
+    text: Tensor  # (N, D) of length one
+    groups: Tensor  # (N,) equal values share an image; -1 where unknown
+
+
+def of_pairs(batch: Batch, image_embedding: Tensor, text_embedding: Tensor) -> Embeddings:
+    """Keep the rows of a batch that are whole pairs."""
+    whole = pairs(batch)
+    groups = torch.full_like(whole, -1, dtype=torch.int64) if batch.groups is None else batch.groups
+    return Embeddings(image_embedding[whole], text_embedding[whole], groups[whole])
+
+
+def joined(parts: Sequence[Embeddings]) -> Embeddings:
+    """All batches' embeddings together; a row whose group is unknown shows an image of its own.
+
+    Raises:
+        DataError: there is not one pair.
+    """
+    if not sum(len(part.groups) for part in parts):
+        raise DataError("no held-out sample has both an image and a text, and retrieval needs pairs")
+    image, text, groups = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    alone = -1 - torch.arange(len(groups), device=groups.device)
+    return Embeddings(image, text, torch.where(groups < 0, alone, groups))
+
+
+def recalls(embeddings: Embeddings, *, at: tuple[int, ...] = (1, 5, 10)) -> dict[str, float]:
     """Recall at k in both directions over all pairs, and what a random ranking would reach.
 
     An image counts once however many captions it has: G images are ranked for each text, N texts for each image, and
@@ -30,21 +59,17 @@ def recalls(
     embeddings score zero.
 
     Args:
-        image_embedding, text_embedding: (N, D) of length one.
-        groups: (N,) equal values share an image.
         at: the k of recall at k.
 
     Returns:
         `image_to_text_r1`, `text_to_image_r1` and so on for each k, and `chance_r1`, 1 / G in both directions.
     """
-    _, group_of_text = groups.unique(return_inverse=True)  # (N,) 0..G-1
-    num_texts, num_images = len(groups), int(group_of_text.max()) + 1
-    first = torch.full((num_images,), num_texts, device=groups.device).scatter_reduce(
-        0, group_of_text, torch.arange(num_texts, device=groups.device), "amin"
-    )
-    images = image_embedding[first].float()  # (G, D)
-    texts = text_embedding.float()
-    group_of_image = torch.arange(num_images, device=groups.device)
+    _, group_of_text = embeddings.groups.unique(return_inverse=True)  # (N,) 0..G-1
+    num_texts, num_images = len(group_of_text), int(group_of_text.max()) + 1
+    rows = torch.arange(num_texts, device=group_of_text.device)
+    group_of_image = rows[:num_images]
+    first = rows.new_full((num_images,), num_texts).scatter_reduce(0, group_of_text, rows, "amin")
+    images, texts = embeddings.image[first].float(), embeddings.text.float()  # (G, D), (N, D)
     to_text = torch.cat(list(_ranks(images, group_of_image, texts, group_of_text)))
     to_image = torch.cat(list(_ranks(texts, group_of_text, images, group_of_image)))
     found = {"chance_r1": 1 / num_images}
@@ -55,13 +80,7 @@ def recalls(
 
 
 def candidate_loss(
-    image_embedding: Tensor,
-    text_embedding: Tensor,
-    groups: Tensor,
-    logit_scale: Tensor,
-    *,
-    num_candidates: int = 32,
-    seed: int = 0,
+    embeddings: Embeddings, logit_scale: Tensor, *, num_candidates: int = 32, seed: int = 0
 ) -> float:
     """Mean symmetric contrastive loss of each pair among `num_candidates` pairs drawn once from all of them.
 
@@ -72,16 +91,17 @@ def candidate_loss(
     Returns:
         nats; ln(num_candidates) by chance. NaN with fewer than two images.
     """
-    num_pairs = len(groups)
-    size = min(num_candidates, num_pairs)
-    order = torch.randperm(num_pairs, generator=torch.Generator().manual_seed(seed)).to(groups.device)
+    groups, scale = embeddings.groups, logit_scale.float()
+    size = min(num_candidates, len(groups))
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(groups.device)
     total, count = 0.0, 0
-    for start in range(0, num_pairs, size):
-        rows = order[torch.arange(start, start + size, device=order.device) % num_pairs]
+    for start in range(0, len(groups), size):
+        places = torch.arange(start, start + size, device=groups.device)
+        rows = order[places % len(groups)]
         allowed = groups[rows][:, None] != groups[rows]
-        logits = (image_embedding[rows] @ text_embedding[rows].T).float() * logit_scale.float()
-        counted = (torch.arange(start, start + size, device=order.device) < num_pairs) & allowed.any(1)
-        losses = contrastive_losses(logits, allowed, num_negatives=max(1, num_candidates - 1))
+        logits = (embeddings.image[rows] @ embeddings.text[rows].T).float() * scale
+        losses = contrastive_losses(logits, allowed, num_negatives=num_candidates - 1)
+        counted = (places < len(groups)) & allowed.any(1)
         total += float(losses[counted].double().sum())
         count += int(counted.sum())
     return total / count if count else math.nan
@@ -96,4 +116,4 @@ def _ranks(
         similarity = queries[rows] @ candidates.T
         right = query_groups[rows, None] == candidate_groups
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
-        yield ((similarity >= best) & ~right).sum(1)
+        yield (~(similarity < best) & ~right).sum(1)  # a NaN never wins

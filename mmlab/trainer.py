@@ -26,14 +26,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.errors import OptionError, RunError, unknown_name
 from mmlab.events import RunEvent
-from mmlab.images import PATCH
-from mmlab.losses import OBJECTIVES, Objective, OwnLoss, pairs
+from mmlab.losses import OBJECTIVES, LossTerms, Objective, OwnLoss
 from mmlab.machine import process_rss_bytes
 from mmlab.model import LossModel
-from mmlab.precision import Precision, StepResult
-from mmlab.retrieval import candidate_loss, recalls
+from mmlab.padding import measure_padding
+from mmlab.precision import Precision
+from mmlab.retrieval import candidate_loss, joined, of_pairs, recalls
 from mmlab.types import Batch
 
 StepValues = dict[str, Any]  # keys of mmlab.events.EVENT_KEYS
@@ -47,7 +47,6 @@ class FusionTrainer:
             objectives; any other is wrapped in `LossModel`.
         objectives: names in `mmlab.losses.OBJECTIVES`, or objects by name; their means are added. Unused with a
             `LossModel`.
-        num_negatives: of the contrastive loss; see `mmlab.losses.Contrastive`.
         precision: "fp32", "bf16" or "fp16".
         device: "cpu", "cuda:0"; None takes a GPU if there is one.
         lr: highest learning rate, reached after `warmup_ratio` of the steps, then a cosine down to zero.
@@ -67,7 +66,6 @@ class FusionTrainer:
         model: nn.Module,
         *,
         objectives: Iterable[str] | Mapping[str, Objective] = ("contrastive",),
-        num_negatives: int | None = None,
         precision: str | Precision = "fp32",
         device: torch.device | str | None = None,
         lr: float = 1e-4,
@@ -84,7 +82,7 @@ class FusionTrainer:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         takes_batch = "batch" in inspect.signature(model.forward).parameters
         self.model = (model if takes_batch else LossModel(model)).to(self.device)
-        self.objectives = _objectives(self.model, objectives, num_negatives)
+        self.objectives = _objectives(self.model, objectives)
         self.precision = Precision.parse(precision, self.device)
         self.parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.precision.check(self.parameters)
@@ -98,7 +96,7 @@ class FusionTrainer:
         self.lr, self.warmup_ratio, self.total_steps = lr, warmup_ratio, total_steps
         self.accumulation_steps, self.max_grad_norm, self.seed = accumulation_steps, max_grad_norm, seed
         self.step = self.epoch = self.epoch_batches = self.num_samples = (
-            0  # optimizer steps, epochs, batches into this one
+            0  # `epoch_batches`: done in this epoch
         )
         self._fixed_schedule = total_steps is not None
         self._emit = emit or (lambda event: None)
@@ -107,68 +105,57 @@ class FusionTrainer:
     def train_step(self, batches: Sequence[Batch], *, data_wait_s: float = 0.0) -> StepValues:
         """One optimizer step over a window of micro-batches, which may be on the CPU.
 
+        Reseeds torch's generators. A micro-batch without anything to learn from (every count zero) is left out, and a
+        window of such batches is a skipped step.
+
         Args:
-            data_wait_s: time spent waiting for them, to be reported and counted into `step_s`.
+            data_wait_s: time spent waiting for the batches, to be reported and counted into `step_s`.
 
         Returns:
-            The values of a `step` event. A window without anything to learn from (every count zero) is skipped.
+            The values of a `step` event.
 
         Raises:
             RunError: the loss, or under fp32 and bf16 the gradient, is not finite; the weights are as before the
             step.
         """
-        started = self._clock()
-        self._seed(self.step)
-        self.model.train()
-        self._reset_peak()
-        counts = {name: sum(goal.count(batch) for batch in batches) for name, goal in self.objectives.items()}
-        lr = self.learning_rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        sums: dict[str, Any] = dict.fromkeys(self.objectives, 0.0)
-        result = StepResult(0.0, True, 1.0)
-        if any(counts.values()):
-            for micro_batch in batches:
+        started = self._start_step()
+        counts = [{name: goal.count(batch) for name, goal in self.objectives.items()} for batch in batches]
+        terms = LossTerms({name: sum(count[name] for count in counts) for name in self.objectives})
+        for micro_batch, count in zip(batches, counts, strict=True):
+            if any(count.values()):
                 batch = micro_batch.to(self.device)
                 with self.precision.autocast():
                     output = self.model(batch)
-                    terms = {name: goal(output, batch) for name, goal in self.objectives.items()}
-                    loss_share = torch.stack(
-                        [term / max(1, counts[name]) for name, term in terms.items()]
-                    ).sum()
-                self.precision.backward(loss_share)
-                sums = {name: sums[name] + term.detach() for name, term in terms.items()}
-            result = self.precision.step(self.optimizer, self.parameters, self.max_grad_norm)
-        means = {name: float(sums[name]) / count for name, count in counts.items() if count}
-        loss = sum(means.values()) if means else math.nan
-        self.step += 1
-        self.epoch_batches += len(batches)
-        self.num_samples += sum(map(len, batches))
-        step_s = self._clock() - started + data_wait_s
-        if means and not (
-            math.isfinite(loss) and (math.isfinite(result.grad_norm) or self.precision.name == "fp16")
-        ):
+                    loss = terms.add({name: goal(output, batch) for name, goal in self.objectives.items()})
+                self.precision.backward(loss)
+        result = self.precision.step(self.optimizer, self.parameters, self.max_grad_norm)
+        means = terms.means()
+        if not math.isfinite(sum(means.values())) or (result.skipped and means and not self.precision.scales):
             ids = ", ".join(record_id for batch in batches for record_id in batch.record_ids)
             raise RunError(
-                f"step {self.step}: loss {loss}, gradient norm {result.grad_norm}, for the samples {ids}"
+                f"step {self.step}: loss {means}, gradient norm {result.grad_norm}, for the samples {ids}"
             )
+        self.step += 1
+        self.epoch_batches += len(batches)
+        num_samples = sum(map(len, batches))
+        self.num_samples += num_samples
+        step_s = self._clock() - started + data_wait_s
+        shapes = [batch.shape for batch in batches]
         return {
             "epoch": self.epoch,
-            "num_samples": sum(map(len, batches)),
+            "num_samples": num_samples,
             "num_batches": len(batches),
-            "num_tokens": max(batch.shape.num_tokens for batch in batches),
-            "height": max(batch.shape.height for batch in batches),
-            "width": max(batch.shape.width for batch in batches),
-            "loss": loss,
+            "num_tokens": max(shape.num_tokens for shape in shapes),
+            "height": max(shape.height for shape in shapes),
+            "width": max(shape.width for shape in shapes),
+            "loss": sum(means.values()) if means else math.nan,
             **{f"{name}_loss": mean for name, mean in means.items() if name in OBJECTIVES},
-            "lr": lr,
-            "grad_norm": result.grad_norm,
-            "loss_scale": result.loss_scale,
-            "skipped": result.skipped,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            **result._asdict(),
             "step_s": step_s,
             "data_wait_s": data_wait_s,
-            "samples_per_s": sum(map(len, batches)) / step_s,
-            **padding(batches),
+            "samples_per_s": num_samples / step_s,
+            **measure_padding(batches),
             **self._peak(),
         }
 
@@ -215,48 +202,40 @@ class FusionTrainer:
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Batch], *, num_candidates: int = 32) -> StepValues:
-        """Measure on held-out samples; nothing here depends on how they were batched.
+        """Measure on held-out samples. How they were batched matters only to a `LossModel` that computes a batch
+        loss.
 
         Args:
             num_candidates: size of the candidate sets behind `loss`.
 
         Returns:
-            The values of an `eval` event: `per_sample_loss` and recall at k both ways with their chance levels over
-            all pairs; for a `LossModel` its own `loss`.
+            The values of an `eval` event: `loss`, the contrastive loss of each pair among a fixed number of
+            candidates, and recall at k both ways over all pairs; for a `LossModel` its own `loss` alone.
 
         Raises:
-            DataError: no sample has both modalities.
+            DataError: retrieval without a single pair.
         """
         started = self._clock()
         self.model.eval()
         total, count, num_samples = 0.0, 0, 0
-        images, texts, groups, scale = [], [], [], torch.ones(())
+        parts, logit_scale = [], torch.ones(())
         for held_out in loader:
             batch = held_out.to(self.device)
             with self.precision.autocast():
                 output = self.model(batch)
             num_samples += len(batch)
             if isinstance(self.model, LossModel):
-                count += self.model.count(batch)
-                total += float(output.loss) * self.model.count(batch)
-                continue
-            whole = pairs(batch)
-            images.append(output.image_embedding[whole])
-            texts.append(output.text_embedding[whole])
-            alone = (
-                -1 - num_samples - torch.arange(len(batch), device=self.device)
-            )  # a group of its own where unknown
-            known = alone if batch.groups is None else torch.where(batch.groups < 0, alone, batch.groups)
-            groups.append(known[whole])
-            scale = output.logit_scale
-        if not isinstance(self.model, LossModel):
-            if not sum(map(len, groups)):
-                raise DataError(f"none of the {num_samples} held-out samples has both an image and a text")
-            embeddings = torch.cat(images), torch.cat(texts), torch.cat(groups)
-            measured = recalls(*embeddings)
-            measured["loss"] = candidate_loss(*embeddings, scale, num_candidates=num_candidates)
+                num_terms = int(self.model.num_terms(batch))
+                total, count = total + float(output.loss) * num_terms, count + num_terms
+            else:
+                parts.append(of_pairs(batch, output.image_embedding, output.text_embedding))
+                logit_scale = output.logit_scale
+        if isinstance(self.model, LossModel):
+            measured = {"loss": total / count if count else math.nan}
         else:
-            measured = {"loss": total / count}
+            embeddings = joined(parts)
+            measured = recalls(embeddings)
+            measured["loss"] = candidate_loss(embeddings, logit_scale, num_candidates=num_candidates)
         return {
             "epoch": self.epoch,
             "num_samples": num_samples,
@@ -317,6 +296,18 @@ class FusionTrainer:
             yield window, time.perf_counter() - started
             started = time.perf_counter()
 
+    def _start_step(self) -> float:
+        """Seed, set the learning rate and start the clock."""
+        started = self._clock()
+        self._seed(self.step)
+        self.model.train()
+        lr = self.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return started
+
     def _seed(self, moment: int) -> None:
         """Seed torch's generators for one step (from 0) or one epoch's order (below 0)."""
         key = np.random.SeedSequence([self.seed, abs(moment), moment < 0]).generate_state(1, np.uint64)
@@ -326,10 +317,6 @@ class FusionTrainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-    def _reset_peak(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
 
     def _peak(self) -> StepValues:
         if self.device.type == "cuda":
@@ -341,33 +328,7 @@ class FusionTrainer:
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps")
 
 
-def padding(batches: Sequence[Batch]) -> StepValues:
-    """Shares of a window's positions that are padding, from the batches' own masks, and its padded cost.
-
-    Returns:
-        `text_waste` over tokens, `image_waste` over pixels, `combined_waste` over tokens and 16 x 16 patches
-        together, and `predicted_cost`, the number of those positions.
-    """
-    tokens = padded_tokens = pixels = padded_pixels = patches = padded_patches = 0
-    for batch in batches:
-        tokens += int(batch.attention_mask.count_nonzero())
-        padded_tokens += batch.attention_mask.numel()
-        pixels += int(batch.pixel_mask.count_nonzero())
-        padded_pixels += batch.pixel_mask.numel()
-        patch_mask = batch.pixel_mask[:, ::PATCH, ::PATCH]
-        patches += int(patch_mask.count_nonzero())
-        padded_patches += patch_mask.numel()
-    return {
-        "text_waste": 1 - tokens / padded_tokens,
-        "image_waste": 1 - pixels / padded_pixels,
-        "combined_waste": 1 - (tokens + patches) / (padded_tokens + padded_patches),
-        "predicted_cost": padded_tokens + padded_patches,
-    }
-
-
-def _objectives(
-    model: nn.Module, asked: Iterable[str] | Mapping[str, Objective], num_negatives: int | None
-) -> dict[str, Objective]:
+def _objectives(model: nn.Module, asked: Iterable[str] | Mapping[str, Objective]) -> dict[str, Objective]:
     if isinstance(model, LossModel):
         return {"own": OwnLoss(model)}
     if isinstance(asked, Mapping):
@@ -375,8 +336,7 @@ def _objectives(
     unknown = next((name for name in asked if name not in OBJECTIVES), None)
     if unknown is not None:
         raise unknown_name("objective", unknown, OBJECTIVES)
-    options = {"contrastive": {"num_negatives": num_negatives}}
-    return {name: OBJECTIVES[name](**options.get(name, {})) for name in asked}
+    return {name: OBJECTIVES[name]() for name in asked}
 
 
 @contextmanager

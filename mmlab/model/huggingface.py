@@ -62,12 +62,12 @@ class LossModel(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
 
-    def count(self, batch: Batch) -> int:
+    def num_terms(self, batch: Batch) -> Tensor | int:
         """How many samples or label tokens the module's mean is over."""
         labels = self._labels(batch)
         if "labels" not in self.accepted or labels is None:
             return len(batch)
-        return int((labels[:, 1:] if self.shifts_labels else labels).ne(_IGNORED).sum())
+        return (labels[:, 1:] if self.shifts_labels else labels).ne(_IGNORED).sum()
 
     def forward(self, batch: Batch) -> Any:
         """The module's own output.

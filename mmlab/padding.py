@@ -1,0 +1,37 @@
+"""How much of a window of batches is padding, counted in the batches' own masks.
+
+Texts count in tokens, images in patches of 16 x 16 pixels, as planners count them. Costs a pass over the masks of the
+patches, not of the pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mmlab.images import PATCH
+
+if TYPE_CHECKING:
+    from mmlab.types import Batch
+
+
+def measure_padding(batches: Sequence[Batch]) -> dict[str, float]:
+    """The padding values of a `step` event.
+
+    Returns:
+        `text_waste`, `image_waste` and `combined_waste`, the shares of tokens, of patches and of both together that
+        are padding, and `predicted_cost`, the number of tokens and patches with padding.
+    """
+    tokens = padded_tokens = patches = padded_patches = 0
+    for batch in batches:
+        patch_mask = batch.pixel_mask[:, ::PATCH, ::PATCH]
+        tokens += int(batch.attention_mask.count_nonzero())
+        padded_tokens += batch.attention_mask.numel()
+        patches += int(patch_mask.count_nonzero())
+        padded_patches += patch_mask.numel()
+    return {
+        "text_waste": 1 - tokens / padded_tokens,
+        "image_waste": 1 - patches / padded_patches,
+        "combined_waste": 1 - (tokens + patches) / (padded_tokens + padded_patches),
+        "predicted_cost": padded_tokens + padded_patches,
+    }
