@@ -47,6 +47,7 @@ class ArmResult:
     )
     peak_bytes: int
     peak_source: str
+    num_unlearnt_samples: int  # in batches without negatives (captions of one image only), over all epochs
     final_loss: float  # on the held-out pairs, a mean over samples in candidate sets of one fixed size
     image_to_text_r1: float
     text_to_image_r1: float
@@ -134,6 +135,15 @@ class Comparison:
             "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
             "batch size does not move it; the number of optimizer steps differs between schedulers.",
         ]
+        unlearnt = [
+            f"{arm.scheduler} {arm.num_unlearnt_samples}" for arm in self.arms if arm.num_unlearnt_samples
+        ]
+        if unlearnt:
+            notes.append(
+                "Samples in batches of one image's captions only, from which a contrastive loss learns nothing: "
+                + ", ".join(unlearnt)
+                + "."
+            )
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes

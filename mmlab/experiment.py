@@ -316,6 +316,7 @@ class _Arm:
             shape_mismatches=self._shape_mismatches,
             peak_bytes=peak_bytes,
             peak_source=peak_source,
+            num_unlearnt_samples=int(sum(epoch["num_unlearnt_samples"] for epoch in epochs)),
             final_loss=last["held_out_loss"],
             image_to_text_r1=last["image_to_text_r1"],
             text_to_image_r1=last["text_to_image_r1"],
@@ -328,6 +329,15 @@ class _Arm:
         timed = self._steps[WARMUP_STEPS:] or self._steps
         total_s = sum(step["step_s"] for step in timed)
         wait_s = sum(step["data_wait_s"] for step in timed)
+        learnt = [
+            step for step in self._steps if not math.isnan(step["loss"])
+        ]  # the others have no negatives
+        if not learnt:
+            raise DataError(
+                f"no batch of {self.name!r} holds two different images, so there is nothing to tell apart; "
+                "give a larger batch size or budget, or more images"
+            )
+        losses, weights = [step["loss"] for step in learnt], [step["num_samples"] for step in learnt]
         return {
             "num_batches": len(self._steps),
             "samples_per_s": sum(step["num_samples"] for step in timed) / total_s,
@@ -335,9 +345,8 @@ class _Arm:
             "data_wait_ratio": wait_s / total_s,
             **_epoch_waste(self._steps),
             "planned_combined_waste": plan.report().combined_waste,
-            "train_loss": float(
-                np.average([s["loss"] for s in self._steps], weights=[s["num_samples"] for s in self._steps])
-            ),
+            "train_loss": float(np.average(losses, weights=weights)),
+            "num_unlearnt_samples": len(self._bench.train_set) - sum(weights),
             "held_out_loss": held_out["loss"],
             "image_to_text_r1": held_out["image_to_text_r1"],
             "text_to_image_r1": held_out["text_to_image_r1"],
