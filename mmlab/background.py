@@ -12,7 +12,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from mmlab.comparison import Comparison, load_comparison
 from mmlab.errors import DataError, MmlabError, OptionError, RunError
 
+LOG = "log.txt"
 _USER_ERROR = 2  # exit code of the child after a DataError or OptionError
 
 
@@ -30,10 +30,9 @@ class BackgroundRun:
         folder: where the comparison writes; views may follow `folder / "runs"`.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, log: Any) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.folder = folder
         self._process = process
-        self._log = log
         self._stopped = False
 
     @property
@@ -49,8 +48,7 @@ class BackgroundRun:
     @property
     def log(self) -> str:
         """What the child wrote to its terminal so far: progress, and the traceback of a failure."""
-        self._log.flush()
-        return Path(self._log.name).read_text(errors="replace")
+        return (self.folder / LOG).read_text(errors="replace")
 
     def sleep(self, seconds: float) -> None:
         """Wait so long, or less if the run ends."""
@@ -108,14 +106,15 @@ def start_compare(
         raise OptionError(
             f"cannot send these arguments to another process ({error}); give paths and names"
         ) from error
-    log = tempfile.NamedTemporaryFile(prefix="mmlab-", suffix=".log")  # noqa: SIM115 (lives as long as the run)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmlab.background"], stdin=subprocess.PIPE, stdout=log, stderr=log
-    )
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG).open("wb") as log:
+        command = [sys.executable, "-m", "mmlab.background"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
     assert process.stdin is not None
     with process.stdin:
         process.stdin.write(job)
-    return BackgroundRun(process, Path(out), log)
+    return BackgroundRun(process, folder)
 
 
 def _child() -> int:

@@ -329,9 +329,7 @@ class _Arm:
         timed = self._steps[WARMUP_STEPS:] or self._steps
         total_s = sum(step["step_s"] for step in timed)
         wait_s = sum(step["data_wait_s"] for step in timed)
-        learnt = [
-            step for step in self._steps if not math.isnan(step["loss"])
-        ]  # the others have no negatives
+        learnt = [step for step in self._steps if not math.isnan(step["loss"])]  # the rest had no negatives
         if not learnt:
             raise DataError(
                 f"no batch of {self.name!r} holds two different images, so there is nothing to tell apart; "
