@@ -14,6 +14,7 @@ Notebooks, dashboard and command line all go through `compare`. What makes a com
 from __future__ import annotations
 
 import dataclasses
+import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
