@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ __all__ = ["read_records"]
 
 def read_records(
     source: Any,
-    texts: Sequence[str | None] | None = None,
+    texts: Iterable[str | None] | None = None,
     *,
     images: str | Path | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
@@ -77,7 +77,7 @@ def read_records(
 
 
 def _table(
-    source: Any, texts: Sequence[str | None] | None, images: Path | None, allow_missing_modality: bool
+    source: Any, texts: Iterable[str | None] | None, images: Path | None, allow_missing_modality: bool
 ) -> Table:
     if texts is not None:
         return _from_lists(source, texts, images)
@@ -86,8 +86,9 @@ def _table(
     if isinstance(source, list | tuple) and source:
         return read_shards([Path(path) for path in source])
     if not isinstance(source, str | os.PathLike):
+        kind = "an empty list" if isinstance(source, list | tuple) else type(source).__name__
         raise DataError(
-            f"cannot read records from {type(source).__name__}: pass a path, a datasets.Dataset or two lists"
+            f"cannot read records from {kind}: pass a path, a datasets.Dataset, or image paths and texts"
         )
     path = Path(source).expanduser()
     if path.is_dir():
@@ -105,7 +106,8 @@ def _table(
     return read_shards(shards)
 
 
-def _from_lists(image_paths: Sequence[Any], texts: Sequence[str | None], images: Path | None) -> Table:
+def _from_lists(image_paths: Iterable[Any], texts: Iterable[str | None], images: Path | None) -> Table:
+    image_paths, texts = list(image_paths), list(texts)
     if len(image_paths) != len(texts):
         raise DataError(f"as many texts as image paths are needed, found {len(texts)} and {len(image_paths)}")
     rows = [

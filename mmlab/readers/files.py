@@ -17,13 +17,14 @@ from mmlab.readers.rows import Row, Table
 _DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
 _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+_YEARS = ("", "2017", "2014")
 _IMAGE_FOLDERS = (
     ["", "images", "Images"]
     + [
         f"{above}{split}{year}"
         for above in ("", "images/")
-        for year in (2017, 2014)
-        for split in ("val", "train", "test")
+        for split in ("train", "val", "test")
+        for year in _YEARS
     ]
     + ["flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "Flickr8k_Dataset"]
 )
@@ -64,15 +65,24 @@ def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool
             f"{path}: not a format that mmlab reads (docs/data_formats.md lists them). Tried:{tried}"
         )
     rows = file_format.read(path, allow_missing_modality)
-    return Table(rows=rows, root=images or find_images(path.parent, rows))
+    return Table(rows=rows, root=images or find_images(path, rows))
 
 
-def find_images(folder: Path, rows: Sequence[Row]) -> Path:
-    """Of the usual image folders in and, for `annotations/`, beside `folder`, the one with most of the first images."""
+def find_images(path: Path, rows: Sequence[Row]) -> Path:
+    """The folder of a data file's images: of the usual ones, that with most of the first images and, where several have
+    them, with the same split in its name. Looked for in the file's folder and, for `annotations/`, beside it.
+    """
     names = list(dict.fromkeys(row.image for row in rows if row.image))[:50]
-    above = [folder, folder.parent] if folder.name == "annotations" else [folder]
-    candidates = [found for place in above for name in _IMAGE_FOLDERS if (found := place / name).is_dir()]
-    return max(candidates, key=lambda place: sum(os.path.exists(place / name) for name in names))
+    above = [path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent]
+    places = [found for folder in above for name in _IMAGE_FOLDERS if (found := folder / name).is_dir()]
+    split = split_in(path.stem)
+    return max(
+        places,
+        key=lambda place: (
+            sum(os.path.exists(place / name) for name in names),
+            split_in(place.name) == split,
+        ),
+    )
 
 
 def split_in(name: str) -> str | None:

@@ -119,9 +119,12 @@ def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> D
     feature = dataset.features[columns["image"]]
     if isinstance(feature, Image):
         return column.cast_column(columns["image"], Image(decode=False))
-    if getattr(feature, "dtype", "") in ("string", "large_string"):
+    kind = getattr(feature, "dtype", "")
+    if kind in ("string", "large_string"):
         return None
-    if getattr(feature, "dtype", "") in ("binary", "large_binary") or set(feature) == {"bytes", "path"}:
+    if kind in ("binary", "large_binary") or (
+        isinstance(feature, dict) and feature.keys() == {"bytes", "path"}
+    ):
         return column
     raise DataError(
         f"{what}: column {columns['image']} holds {feature}, expected images, encoded bytes or paths"

@@ -101,6 +101,8 @@ def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
         DataError: not UTF-8, a broken table, no image or no text column.
     """
     entries = list(_entries(path, allow_missing_modality))
+    if not entries:
+        return []
     names: dict[str, None] = {}
     for _, entry in entries:
         if isinstance(entry, dict):

@@ -56,15 +56,19 @@ def read_shards(shards: Sequence[Path]) -> Table:
         DataError: a file that is not a tar archive.
     """
     for shard in shards:
+        if not shard.is_file():
+            raise DataError(f"{shard}: no such file")
         if not is_tar(shard):
             with open(shard, "rb") as file:
                 command = _COMPRESSED.get(file.read(2))
-            remedy = (
-                f"it is compressed, which allows no random access: {command} it"
-                if command
-                else "no tar header found"
+            raise DataError(
+                f"{shard}: not a tar shard: "
+                + (
+                    f"compressed files allow no random access: {command} it"
+                    if command
+                    else "it has no tar header (image files go with their texts: read_records(image_paths, texts))"
+                )
             )
-            raise DataError(f"{shard}: not a tar shard: {remedy}")
     root = Path(os.path.commonpath([os.path.realpath(shard.parent) for shard in shards]))
 
     @cache
@@ -94,7 +98,7 @@ def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
             if stem and not stem.startswith("__"):  # hidden files and webdataset's own notes are no samples
                 parts = samples.setdefault(folder + slash + stem, {})
                 if suffix.lower() in parts:
-                    damage = f"two members are named {member.name}"
+                    damage = damage or f"two members are named {member.name}"
                 parts[suffix.lower()] = member
     except DataError as error:
         damage = f"the archive {error}"
