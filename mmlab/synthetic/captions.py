@@ -86,54 +86,54 @@ _TAGS = (
 
 
 def write_captions(scene: Scene, num_captions: int = 5, alt_text_ratio: float = 0.0) -> list[str]:
-    """Captions of one scene; more captions leave the earlier ones as they are.
+    """Captions of one scene; the first ones of a longer list are those of a shorter.
 
     Args:
         alt_text_ratio: the chance, for each caption, of alt-text instead of a sentence.
     """
-    rng = random.Random(scene.seed + " captions")
-    captions: list[str] = []
-    for _ in range(num_captions):
-        writer = _alt_text if rng.random() < alt_text_ratio else _sentence
-        captions.append(writer(scene, random.Random(f"{scene.seed} caption {len(captions)}")))
+    captions = []
+    for number in range(num_captions):
+        rng = random.Random(f"{scene.seed} caption {number}")
+        captions.append((_alt_text if rng.random() < alt_text_ratio else _sentence)(scene, rng))
     return captions
 
 
 def num_words(text: str) -> int:
-    """Words and punctuation marks."""
+    """Words and punctuation marks.
+
+    >>> num_words("Two red balls, on sand.")
+    7
+    """
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
 def _sentence(scene: Scene, rng: random.Random) -> str:
-    target = weighted(rng, CAPTION_LENGTHS) - 2  # without special tokens
-    order = list(range(len(scene.groups)))
-    rng.shuffle(order)
-    subject = scene.groups[order[0]]
-    ground = rng.choice(_GROUNDS[scene.ground])
-    parts = {"subject": _plain_name(subject), "ground": ground}
-    if len(order) > 1 and (rng.random() < 0.75 or target < 8):
-        parts["other"] = f"{_relation(scene, order[0], order[1], rng)} {_plain_name(scene.groups[order[1]])}"
-        if _length(parts) > target:
+    """A core of two parts, then whatever else still fits into a length drawn beforehand."""
+    target = weighted(rng, CAPTION_LENGTHS) - 2  # without the special tokens
+    order = rng.sample(range(len(scene.groups)), len(scene.groups))
+    groups = [scene.groups[number] for number in order]
+    parts = {"subject": _plain_name(groups[0]), "ground": rng.choice(_GROUNDS[scene.ground])}
+    richer = {
+        "subject": _full_name(groups[0], rng),
+        "light": rng.choice(_LIGHTS[scene.light]),
+        "backdrop": rng.choice(_BACKDROPS[scene.backdrop]),
+        "posture": rng.choice(_POSTURES),
+        "opening": rng.choice(_OPENINGS),
+    }
+    if len(groups) > 1 and rng.random() < 0.75:
+        relation = _relation(scene, order[0], order[1], rng)
+        parts["other"] = f"{relation} {_plain_name(groups[1])}"
+        richer["other"] = f"{relation} {_full_name(groups[1], rng)}"
+        if len(groups) > 2:
+            richer["third"] = f"and {_full_name(groups[2], rng)}"
+        if num_words(_join(parts)) > target:
             del parts["ground" if rng.random() < 0.3 else "other"]
-    full = _full_name(subject, rng)
-    additions = [
-        ("subject", full),
-        ("light", rng.choice(_LIGHTS[scene.light])),
-        ("backdrop", rng.choice(_BACKDROPS[scene.backdrop])),
-        ("posture", rng.choice(_POSTURES)),
-        ("opening", rng.choice(_OPENINGS)),
-    ]
-    if "other" in parts:
-        relation = parts["other"].removesuffix(_plain_name(scene.groups[order[1]])).strip()
-        additions.append(("other", f"{relation} {_full_name(scene.groups[order[1]], rng)}"))
-        if len(order) > 2:
-            additions.append(("third", f"and {_full_name(scene.groups[order[2]], rng)}"))
-    rng.shuffle(additions)
-    for name, words in additions:
-        if _length({**parts, name: words}) <= target:
-            parts[name] = words
-    text = _join(parts, rng)
-    for extra in _extras(scene, rng) if target > 16 else ():
+    for name in rng.sample(list(richer), len(richer)):
+        longer = {**parts, name: richer[name]}
+        if num_words(_join(longer)) <= target:
+            parts = longer
+    text = _join(parts)
+    for extra in _extras(scene, rng):
         if num_words(text) + num_words(extra) <= target:
             text += " " + extra
     return text
@@ -142,13 +142,8 @@ def _sentence(scene: Scene, rng: random.Random) -> str:
 _ORDER = ("opening", "subject", "posture", "other", "third", "ground", "backdrop", "light")
 
 
-def _length(parts: dict[str, str]) -> int:
-    return sum(num_words(words) for words in parts.values()) + 1  # the full stop
-
-
-def _join(parts: dict[str, str], rng: random.Random) -> str:
-    words = [parts[name] for name in _ORDER if name in parts]
-    text = " ".join(words)
+def _join(parts: dict[str, str]) -> str:
+    text = " ".join(parts[name] for name in _ORDER if name in parts)
     return text[0].upper() + text[1:] + "."
 
 

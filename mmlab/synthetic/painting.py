@@ -54,27 +54,21 @@ def paint(scene: Scene) -> NDArray[np.uint8]:
     """The picture of a scene, (height, width, 3) uint8."""
     rng = random.Random(scene.seed + " paint")
     picture = _paint_surroundings(scene, rng)
-    far_to_near = sorted(
-        (
-            (place, group)
-            for group, places in zip(scene.groups, scene.places, strict=True)
-            for place in places
-        ),
-        key=lambda item: item[0].foot,
-    )
-    for place, _ in far_to_near:
+    objects = [(place, number) for number, places in enumerate(scene.places) for place in places]
+    objects.sort(key=lambda item: item[0].foot)  # far ones first
+    for place, _ in objects:
         _cast_shadow(picture, scene, place)
-    for place, group in far_to_near:
-        _paint_object(picture, scene, group, place, rng)
+    for place, number in objects:
+        _paint_object(picture, scene, scene.groups[number], place, rng)
     level = _light_level(scene, rng)
     grain = _NOISE * (1.5 if scene.light == "dusk" else 1.0)
     brightness = grain * _crop(noise(0.0, salt=1), scene.height, scene.width, rng)
     hue = 0.6 * grain * _crop(noise(0.15, salt=2), scene.height, scene.width, rng)
     finished = np.empty((scene.height, scene.width, 3), dtype=np.uint8)
-    for channel, (cast, shift) in enumerate(zip(_LIGHTS[scene.light], (hue, 0.0, -hue), strict=True)):
+    for channel, (cast, sign) in enumerate(zip(_LIGHTS[scene.light], (1, 0, -1), strict=True)):
         plane = picture[channel] * (255 * cast)
         plane *= level
-        plane += 255 * (brightness + shift) + 0.5
+        plane += 255 * (brightness + sign * hue) + 0.5
         finished[..., channel] = np.clip(plane, 0, 255, out=plane)
     return finished
 
@@ -83,12 +77,11 @@ def _paint_surroundings(scene: Scene, rng: random.Random) -> Picture:
     """Backdrop above the horizon, ground in perspective below; they blend over a few rows."""
     height, width = scene.height, scene.width
     horizon = round(scene.horizon * height)
-    below = np.arange(1, height - horizon + 1, dtype=np.float32) / (
-        height - horizon
-    )  # 0 at the horizon, 1 in front
+    rows = height - horizon
+    below = np.arange(1, rows + 1, dtype=np.float32) / rows  # 0 at the horizon, 1 in front
     distance = 1.15 / (below + 0.15)  # so that one texel is about one pixel in front
     across = np.arange(-(width // 2), width - width // 2, dtype=np.float32) * distance[:, None]
-    along = (height - horizon) * 1.1 * distance
+    along = rows * 1.1 * distance
     texel_x = (across.astype(np.int32) + rng.randrange(TILE)) & (TILE - 1)
     texel_y = (along.astype(np.int32) + rng.randrange(TILE)) & (TILE - 1)
     texel = texel_y[:, None] * TILE + texel_x
@@ -128,9 +121,8 @@ def _cast_shadow(picture: Picture, scene: Scene, place: Place) -> None:
     dy = (np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] - centre_y) / half_h
     dx = (np.arange(cols.start, cols.stop, dtype=np.float32) - centre_x) / half_w
     contact = np.exp(-12 * ((dx + away * 0.32) ** 2 + dy * dy))
-    picture[:, rows, cols] *= 1 - np.minimum(
-        0.45 * np.maximum(1 - dx * dx - dy * dy, 0) + 0.35 * contact, 0.75
-    )
+    dark = 0.45 * np.maximum(1 - dx * dx - dy * dy, 0) + 0.35 * contact
+    picture[:, rows, cols] *= 1 - np.minimum(dark, 0.75)
 
 
 def _paint_object(picture: Picture, scene: Scene, group: Group, place: Place, rng: random.Random) -> None:

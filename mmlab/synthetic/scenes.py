@@ -1,6 +1,6 @@
 """What a made picture shows: its size, surroundings, light, and one to three groups of coloured objects.
 
-A `Scene` is a pure function of (seed, index), made in some ten microseconds; it holds no pixels and no words. The space
+A `Scene` is a pure function of (seed, index), made in 0.1 ms; it holds no pixels and no words. The space
 is large: 10 grounds x 4 backdrops x 3 lights, times over 3,000 looks (count, size, pattern, colour, shape) for each of
 up to three groups.
 
