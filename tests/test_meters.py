@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from itertools import accumulate
 
 import pytest
 import torch
@@ -183,3 +184,31 @@ def test_a_resized_storage_is_counted_at_its_new_size() -> None:
     with LiveBytes().add(out) as live:
         torch.add(torch.ones(100), 1, out=out)
         assert live.current_bytes == 400
+
+
+def test_a_whole_step_agrees_with_what_the_allocator_recorded() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(8, 32, 64)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    held_bytes = LiveBytes().add(model, optimizer, inputs).current_bytes
+    with LiveBytes().add(model, optimizer, inputs) as live:
+        step()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    assert profile.profiler is not None
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    recorded = list(
+        accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    )
+    assert live.peak_bytes == pytest.approx(held_bytes + max(recorded), rel=0.001)
+    assert live.current_bytes - held_bytes == recorded[-1] == 0
