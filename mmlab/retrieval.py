@@ -29,26 +29,30 @@ class Embeddings(NamedTuple):
     image: Tensor  # (N, D) of length one
     text: Tensor  # (N, D) of length one
     groups: Tensor  # (N,) equal values share an image; -1 where unknown
+    record_ids: list[str]
 
 
 def of_pairs(batch: Batch, image_embedding: Tensor, text_embedding: Tensor) -> Embeddings:
     """Keep the rows of a batch that are whole pairs."""
     whole = pairs(batch)
     groups = torch.full_like(whole, -1, dtype=torch.int64) if batch.groups is None else batch.groups
-    return Embeddings(image_embedding[whole], text_embedding[whole], groups[whole])
+    record_ids = [record_id for record_id, keep in zip(batch.record_ids, whole.tolist(), strict=True) if keep]
+    return Embeddings(image_embedding[whole], text_embedding[whole], groups[whole], record_ids)
 
 
 def joined(parts: Sequence[Embeddings]) -> Embeddings:
-    """All batches' embeddings together; a row whose group is unknown shows an image of its own.
+    """All batches' embeddings, in order of their record ids; a row whose group is unknown shows an image of its own.
 
     Raises:
         DataError: there is not one pair.
     """
-    if not sum(len(part.groups) for part in parts):
+    record_ids = [record_id for part in parts for record_id in part.record_ids]
+    if not record_ids:
         raise DataError("no held-out sample has both an image and a text, and retrieval needs pairs")
-    image, text, groups = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    order = sorted(range(len(record_ids)), key=record_ids.__getitem__)
+    image, text, groups = (torch.cat([part[column] for part in parts])[order] for column in range(3))  # type: ignore[misc]
     alone = -1 - torch.arange(len(groups), device=groups.device)
-    return Embeddings(image, text, torch.where(groups < 0, alone, groups))
+    return Embeddings(image, text, torch.where(groups < 0, alone, groups), [record_ids[row] for row in order])
 
 
 def recalls(embeddings: Embeddings, *, at: tuple[int, ...] = (1, 5, 10)) -> dict[str, float]:

@@ -180,8 +180,10 @@ class FusionTrainer:
         history: list[StepValues] = []
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             if not self._fixed_schedule:
-                num_batches = num_epochs * len(loader) - self.epoch_batches  # type: ignore[arg-type]
-                self.total_steps = self.step + math.ceil(num_batches / self.accumulation_steps)
+                num_batches = len(loader)  # type: ignore[arg-type]
+                rest = math.ceil((num_batches - self.epoch_batches) / self.accumulation_steps)
+                further = (num_epochs - 1) * math.ceil(num_batches / self.accumulation_steps)
+                self.total_steps = self.step + rest + further
             last_epoch = self.epoch + num_epochs
             while self.epoch < last_epoch and not self._stopping.is_set():
                 for batches, data_wait_s in self._windows(loader):

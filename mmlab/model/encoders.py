@@ -132,9 +132,8 @@ class ResNet(nn.Module):
     def __init__(self, name: str = "resnet50", *, weights: str | None = None) -> None:
         super().__init__()
         from torchvision import models
-        from torchvision.models import resnet
 
-        known = models.list_models(module=resnet)
+        known = models.list_models(include=["resnet*", "resnext*", "wide_resnet*"])
         if name not in known:
             raise unknown_name("torchvision ResNet", name, known)
         net = models.get_model(name, weights=weights)
