@@ -38,7 +38,7 @@ strip: $(READY)  ## strip the notebooks for committing
 	$(BIN)/python tests/project/strip_notebooks.py notebooks/*.ipynb
 
 bench: $(READY)  ## run the benchmarks that need no GPU and rewrite their result files
-	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --out benchmarks/results; done
+	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python $$script --out benchmarks/results; done
 
 gpu:  ## measure on a CUDA machine with its own Python packages (no .venv is made)
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out benchmarks/results
