@@ -19,7 +19,8 @@ from typing import BinaryIO
 import numpy as np
 
 from mmlab.errors import DataError
-from mmlab.readers.headers import Stamp, image_sizes
+from mmlab.readers.headers import image_sizes
+from mmlab.readers.sidecar import Stamp
 from mmlab.records import BadRow, FileStore, ImageStore, Records
 from mmlab.text import estimate_num_tokens
 

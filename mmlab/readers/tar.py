@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from mmlab.errors import DataError
 from mmlab.readers.files import split_in
-from mmlab.readers.headers import Stamp
 from mmlab.readers.manifest import SYNONYMS, match_columns, rows_of_entry
 from mmlab.readers.rows import Row, Table
+from mmlab.readers.sidecar import Stamp
 from mmlab.readers.tar_index import Member, is_tar, members
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])

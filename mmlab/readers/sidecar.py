@@ -1,0 +1,129 @@
+"""Measurements of images, made in parallel and remembered in a sidecar file.
+
+An image is measured again when its size in bytes or its modification time changes. The sidecar lies beside the images
+if they are in one folder that can be written, else in the user's cache folder. One that cannot be understood is
+rebuilt, with a warning. What could not be measured is not remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+Stamp = tuple[int, int]  # bytes, mtime in ns: when either changes, the image is measured again
+Numbers = tuple[float, ...]
+_NUM_THREADS = 8  # waiting for the disk overlaps, and Pillow decodes without the interpreter's lock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What is remembered of each image."""
+
+    name: str  # of the sidecar `.mmlab-NAME.json` and of its one table
+    title: str  # of the progress bar
+    version: int  # a sidecar of another version is measured anew
+    num_numbers: int  # that a measurement of one image has
+    number: type = float
+
+    @property
+    def sidecar_name(self) -> str:
+        """The file's name beside the images."""
+        return f".mmlab-{self.name}.json"
+
+
+def measure_once(
+    measurement: Measurement,
+    stamps: Mapping[str, Stamp | None],
+    measure: Callable[[str], Numbers | str],
+    *,
+    root: Path | None = None,
+    progress: bool = True,
+) -> dict[str, Numbers | str]:
+    """The numbers of each image, remembered or measured, or a string that says why it cannot be measured.
+
+    Args:
+        measurement: what is measured.
+        stamps: each image's key and stamp; an image without a stamp is not remembered.
+        measure: measures one image; called from several threads.
+        root: the folder that the sidecar belongs to.
+        progress: show a bar if stderr is a terminal and something must be measured.
+    """
+    sidecar = _sidecar_path(measurement, root, stamps)
+    known = {} if sidecar is None else _load(measurement, sidecar)
+    names = _names(stamps, sidecar)
+    outcomes: dict[str, Numbers | str] = {}
+    for key, stamp in stamps.items():
+        entry = known.get(names[key])
+        if stamp is not None and entry is not None and (entry[0], entry[1]) == stamp:
+            outcomes[key] = tuple(entry[2:])
+    new = [key for key in stamps if key not in outcomes]
+    if not new:
+        return outcomes
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        measured = pool.map(measure, new)
+        bar = tqdm(measured, measurement.title, len(new), disable=None if progress else True)
+        outcomes |= zip(new, bar, strict=True)
+    for key in new:
+        stamp, outcome = stamps[key], outcomes[key]
+        if stamp is not None and not isinstance(outcome, str):
+            known[names[key]] = [*stamp, *outcome]
+    if sidecar is not None:
+        _save(measurement, sidecar, known)
+    return outcomes
+
+
+def _sidecar_path(
+    measurement: Measurement, root: Path | None, stamps: Mapping[str, Stamp | None]
+) -> Path | None:
+    if not any(stamps.values()):
+        return None
+    folders = {os.path.dirname(key) for key in stamps} if root is None else {str(root)}
+    if len(folders) == 1 and _may_write(folder := folders.pop()):
+        return Path(os.path.realpath(folder), measurement.sidecar_name)
+    digest = hashlib.sha256(str(root or min(stamps)).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mmlab", f"{measurement.name}-{digest}.json")
+
+
+def _may_write(folder: str) -> bool:
+    """Whether files may be added; a folder that is marked read-only stays as it is even for an administrator."""
+    return os.access(folder, os.W_OK) and bool(os.stat(folder).st_mode & 0o222)
+
+
+def _names(keys: Mapping[str, object], sidecar: Path | None) -> dict[str, str]:
+    """The keys as the sidecar writes them: relative to its folder, so that a data set can be moved with it."""
+    folder = "" if sidecar is None else os.path.join(sidecar.parent, "")
+    return {key: key.removeprefix(folder) for key in keys}
+
+
+def _load(measurement: Measurement, sidecar: Path) -> dict[str, list]:
+    types = [int, int] + [measurement.number] * measurement.num_numbers
+    try:
+        content = json.loads(sidecar.read_bytes())
+        entries = content[measurement.name] if content["version"] == measurement.version else {}
+        if not all([type(number) for number in entry] == types for entry in entries.values()):
+            raise ValueError(f"an entry is not {len(types)} numbers of the kind that belongs there")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        warnings.warn(f"{sidecar} is damaged and will be rebuilt from the images: {error}", stacklevel=2)
+        return {}
+    return entries
+
+
+def _save(measurement: Measurement, sidecar: Path, entries: Mapping[str, list]) -> None:
+    """Write a new file beside the old one and swap them, so that a reader sees either, whole."""
+    sidecar.parent.mkdir(parents=True, exist_ok=True)
+    draft = sidecar.with_name(f"{sidecar.name}.{uuid.uuid4().hex}")
+    content = {"version": measurement.version, measurement.name: entries}
+    draft.write_text(json.dumps(content, separators=(",", ":")), encoding="ascii")
+    os.replace(draft, sidecar)
