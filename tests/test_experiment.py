@@ -14,6 +14,7 @@ from mmlab.comparison import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.events import read_runs
 from mmlab.experiment import compare, hold_out, resolve_device
+from mmlab.monitor import RunState
 from mmlab.records import Records
 from mmlab.schedule import make_scheduler
 
@@ -137,9 +138,11 @@ def test_auto_device_is_usable() -> None:
 
 def test_runs_in_the_background_and_stops_when_asked(scenes: Path, tmp_path: Path) -> None:
     run = start_compare(scenes, ("random", "sorted"), out=tmp_path / "run", **{**SMALL, "epochs": 200})
-    runs = tmp_path / "run" / "runs"
-    while run.state == "running" and not (any(runs.rglob("*.jsonl")) and _num_epochs(runs) > 2):
+    arms = [RunState(tmp_path / "run" / "runs" / name) for name in ("random", "sorted")]
+    while run.state == "running" and not all(len(arm.column("step", kind="epoch")) for arm in arms):
         run.sleep(0.2)
+        for arm in arms:
+            arm.refresh()
     run.stop()
     run.stop()
     assert run.state == "stopped"
@@ -169,9 +172,3 @@ def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "comparison.json").write_text('{"arms": [{}]}')
     with pytest.raises(DataError, match="not a comparison"):
         load_comparison(tmp_path)
-
-
-def _num_epochs(runs: Path) -> int:
-    """Epochs that the arms have finished so far, together."""
-    events = read_runs(runs)
-    return int((events["kind"] == "epoch").sum())
