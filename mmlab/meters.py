@@ -8,7 +8,8 @@ measured on a CPU, where no allocator keeps statistics.
 
 Costs: a reading takes 0.05 ms on a CPU, about 1 ms with NVML: take it in the monitor's thread, never in the training
 loop. `LiveBytes` adds about 12 us to each operation and never synchronises.
-Does not: count memory or CPU time of worker processes, nor (`LiveBytes`) scratch memory inside one operation.
+Does not: read other GPUs than CUDA's (and ROCm's, by torch's allocator); count what worker processes use, nor
+(`LiveBytes`) scratch memory inside one operation.
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ class DeviceMeter:
         if self.device.type == "cuda":
             try:
                 self._open_nvml()
-            except (
-                Exception
-            ) as error:  # whatever the driver says: the next source takes over and the reason is kept
+            except Exception as error:  # whatever the driver says: every reading keeps it as its note
                 self._no_nvml = _reason(error)
 
     def read(self) -> DeviceReading:
@@ -88,12 +87,12 @@ class DeviceMeter:
         memory: dict[str, Callable[[], tuple[int, int]]] = {"process RSS": _process_memory}
         use: dict[str, Callable[[], float]] = {"process CPU": self._process_use}
         allocator: dict[str, Any] = {}
-        if self.device.type != "cpu":
+        if self.device.type == "cuda":
             memory = {"NVML": self._nvml_memory, "torch allocator": self._torch_memory, **memory}
             use = {"NVML": self._nvml_use, **use}
-            allocator = (
-                torch.accelerator.memory_stats(self.device) if torch.accelerator.is_available() else {}
-            )
+            allocator = torch.cuda.memory_stats(self.device)  # empty before CUDA is used
+        elif self.device.type != "cpu":
+            notes.append(f"no readings of {self.device.type} devices")
         (memory_bytes, total_bytes), memory_source = _first(memory, "memory", notes)
         utilization_ratio, utilization_source = _first(use, "utilization", notes)
         return DeviceReading(
@@ -141,11 +140,11 @@ class DeviceMeter:
 
     def _need_handle(self) -> None:
         if self._handle is None:
-            raise RuntimeError(self._no_nvml or f"not for {self.device.type} devices")
+            raise RuntimeError(self._no_nvml)
 
     def _torch_memory(self) -> tuple[int, int]:
-        _, total_bytes = torch.accelerator.get_memory_info(self.device)
-        return torch.accelerator.memory_reserved(self.device), total_bytes
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        return torch.cuda.memory_reserved(self.device), total_bytes
 
     def _process_use(self) -> float:
         now = (time.perf_counter(), time.process_time())
@@ -239,9 +238,7 @@ def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -
     for name in candidates:
         try:
             return sources[name](), name
-        except (
-            Exception
-        ) as error:  # whatever the driver says: the next source takes over and the reason is kept
+        except Exception as error:  # whatever the driver says: it is noted and the next source takes over
             notes.append(f"{what} not from {name}: {_reason(error)}")
     return sources[last](), last
 

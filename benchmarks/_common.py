@@ -1,0 +1,67 @@
+"""What every benchmark script shares: on what it ran, and one form for its results."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mmlab.machine import cpu_name, num_usable_cores, total_memory_bytes
+from mmlab.machine import versions as library_versions
+
+Row = Mapping[str, Any]
+Goal = Mapping[str, Any]  # name, goal (text), measured, met
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know of the machine to place the figures."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "processor": cpu_name(),
+        "cores": num_usable_cores(),
+        "memory_bytes": total_memory_bytes(),
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, mmlab and the libraries that matter, and of torch's CUDA."""
+    import torch
+
+    return {**library_versions(), "cuda": torch.version.cuda}
+
+
+def goal(name: str, bound: str, measured: float, met: bool) -> dict[str, Any]:
+    """One goal: what was aimed at, in words, beside what was measured."""
+    return {"name": name, "goal": bound, "measured": measured, "met": bool(met)}
+
+
+def write_results(path: str | Path, rows: Sequence[Row], goals: Sequence[Goal]) -> Path:
+    """Write one JSON file: machine, versions, date, rows and goals."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "machine": machine(),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rows": list(rows),
+        "goals": list(goals),
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def print_goals(goals: Sequence[Goal]) -> None:
+    """One line a goal: met or missed, the bound, the measured value."""
+    width = max((len(item["name"]) for item in goals), default=0)
+    for item in goals:
+        measured = f"{item['measured']:.4g}" if isinstance(item["measured"], float) else item["measured"]
+        print(
+            f"{'met' if item['met'] else 'MISSED':<7} {item['name']:<{width}}  goal {item['goal']}, measured {measured}"
+        )

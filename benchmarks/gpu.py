@@ -1,0 +1,493 @@
+"""Measure on a machine with a CUDA device: device readings, precisions, live bytes, the comparison of schedulers.
+
+    PYTHONPATH=. python benchmarks/gpu.py --out DIR        (or: make gpu)
+
+Needs torch, transformers and the libraries that mmlab's training imports; what else is missing (Jupyter, nvidia-ml-py,
+numba) costs only the cases that need it, which are then recorded as skipped. Writes DIR/gpu.json after every case,
+with every repetition, and ends within `--seconds` (400 unless told): a case for which too little time is left is
+skipped, one that takes too long is cut off, and both are recorded.
+Exit code: 0 done, 1 a case failed, 2 no CUDA device.
+
+To add a case: a function that takes a `Bench` and returns a row and its goals, and one line in `CASES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _common import goal, print_goals, write_results
+
+GIB = 2**30
+Result = tuple[dict[str, Any], list[dict[str, Any]]]  # a row, its goals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where to measure, and how large: sizes that fill a big GPU; tests make them small."""
+
+    device: str = "cuda"
+    block_bytes: tuple[int, ...] = (GIB, 4 * GIB)
+    matrix_side: int = 8192
+    busy_s: float = 2.5
+    model: str = "base"
+    batch_sizes: tuple[int, ...] = (256, 128, 64, 32, 16)  # the first that fits
+    image_side: int = 224
+    num_tokens: int = 64
+    num_repeats: int = 7
+    steps_per_repeat: int = 3
+    num_warmup_steps: int = 4
+    compare_images: int = 600
+    compare_model: str = "small"
+    compare_image: str = "aspect:224"
+    compare_epochs: int = 3
+    compare_batch_size: int = 64
+
+
+class Skipped(Exception):
+    """A case cannot run here; the message says why."""
+
+
+def readings(bench: Bench) -> Result:
+    """Does the device meter see what torch allocates, and work when there is some; what does the monitor cost?"""
+    import torch
+
+    from mmlab.meters import DeviceMeter
+    from mmlab.monitor import DeviceMonitor
+
+    torch.ones(1, device=bench.device)  # the CUDA context is not part of what is measured
+    blocks = []
+    with DeviceMeter(bench.device) as meter:
+        for num_bytes in bench.block_bytes:
+            _empty_cache(bench.device)
+            before, driver_before = meter.read(), _driver_used_bytes(bench.device)
+            block = torch.ones(num_bytes, dtype=torch.uint8, device=bench.device)
+            _synchronize(bench.device)
+            after, driver_after = meter.read(), _driver_used_bytes(bench.device)
+            del block
+            blocks.append(
+                {
+                    "block_bytes": num_bytes,
+                    "meter_bytes": after.memory_bytes - before.memory_bytes,
+                    "driver_bytes": None if driver_after is None else driver_after - driver_before,
+                    "allocated_bytes": _difference(after.allocated_bytes, before.allocated_bytes),
+                    "reserved_bytes": _difference(after.reserved_bytes, before.reserved_bytes),
+                }
+            )
+        _empty_cache(bench.device)
+        meter.read()
+        time.sleep(bench.busy_s)
+        idle = meter.read().utilization_ratio
+        _keep_busy(bench)
+        busy = meter.read()
+    events: list[Any] = []
+    with DeviceMonitor(events.append, device=bench.device, interval_s=0.5):
+        _keep_busy(bench)
+    samples = [event for event in events if event.kind == "device"]
+    first, last = samples[0], samples[-1]
+    cpu_s = last.values["monitor_cpu_s"] - first.values["monitor_cpu_s"]
+    row = {
+        "memory_source": busy.memory_source,
+        "utilization_source": busy.utilization_source,
+        "notes": list(busy.notes),
+        "blocks": blocks,
+        "idle_utilization_ratio": idle,
+        "busy_utilization_ratio": busy.utilization_ratio,
+        "reading_s": [sample.values["reading_s"] for sample in samples],
+        "monitor_start_cpu_s": first.values["monitor_cpu_s"],
+        "monitor_cpu_ratio": cpu_s / (last.time_s - first.time_s),
+    }
+    worst = max(abs(block["meter_bytes"] / block["block_bytes"] - 1) for block in blocks)
+    goals = [
+        goal("meter sees a block of known size", "within 1 %", worst, worst <= 0.01),
+        goal("busy device reads as busy", ">= 0.9", busy.utilization_ratio, busy.utilization_ratio >= 0.9),
+        goal(
+            "monitor, share of a core at 2 Hz",
+            "<= 0.02",
+            row["monitor_cpu_ratio"],
+            row["monitor_cpu_ratio"] <= 0.02,
+        ),
+    ]
+    if bench.device.startswith("cuda"):
+        exact = all(block["allocated_bytes"] == block["block_bytes"] for block in blocks)
+        goals += [
+            goal("readings come from NVML", "NVML", busy.memory_source, busy.memory_source == "NVML"),
+            goal("torch's allocator counts a block exactly", "exactly", float(exact), exact),
+        ]
+    return row, goals
+
+
+def precisions(bench: Bench) -> Result:
+    """Training steps in fp32 (without TF32), TF32, bf16 and fp16, in turns; bf16 twice, to show the noise."""
+    import torch
+
+    for batch_size in bench.batch_sizes:
+        row = _time_precisions(bench, batch_size)
+        if row is not None:
+            break
+        gc.collect()
+        torch.cuda.empty_cache()
+    else:
+        raise Skipped(f"not even a batch of {bench.batch_sizes[-1]} fits into this device's memory")
+    step_s = {name: statistics.median(times) for name, times in row["step_s"].items()}
+    row |= {
+        "median_step_s": step_s,
+        "samples_per_s": {name: row["batch_size"] / seconds for name, seconds in step_s.items()},
+        "tflop_per_s": {name: row["flop_per_step"] / seconds / 1e12 for name, seconds in step_s.items()},
+    }
+    speedup = step_s["fp32"] / step_s["bf16"]
+    noise = abs(step_s["bf16 again"] / step_s["bf16"] - 1)
+    goals = [
+        goal("bf16 over fp32 without TF32", ">= 2", speedup, speedup >= 2),
+        goal("bf16 against itself", "within 3 %", noise, noise <= 0.03),
+    ]
+    return row, goals
+
+
+def live_bytes(bench: Bench) -> Result:
+    """Live bytes counted operation by operation against the peak that torch's allocator reports, for one step."""
+    import torch
+
+    from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
+
+    batch = _batch(bench, bench.batch_sizes[-1])
+    rows = []
+    for precision in ("fp32", "bf16"):
+        trainer = _trainer(bench, precision)
+        for _ in range(
+            2
+        ):  # the optimizer's state and the libraries' workspaces are there from the second step on
+            trainer.train_step([batch])
+        held = [trainer.model, trainer.optimizer, *_tensors_of(batch)]
+        measured: dict[str, Any] = {"precision": precision}
+        if bench.device.startswith("cuda"):
+            other_bytes = torch.cuda.memory_allocated(bench.device) - LiveBytes().add(*held).current_bytes
+            reset_peak_bytes(bench.device)
+            trainer.train_step([batch])
+            measured["allocator_peak_bytes"] = peak_bytes(bench.device) - other_bytes
+        with LiveBytes().add(*held) as live:
+            trainer.train_step([batch])
+        measured["live_peak_bytes"] = live.peak_bytes
+        rows.append(measured)
+    goals = []
+    for measured in rows:
+        if "allocator_peak_bytes" in measured:
+            error = measured["live_peak_bytes"] / measured["allocator_peak_bytes"] - 1
+            name = f"live bytes against the allocator's peak, {measured['precision']}"
+            goals.append(goal(name, "within 5 %", error, abs(error) <= 0.05))
+    return {"batch_size": len(batch), "steps": rows}, goals
+
+
+def compare_schedulers(bench: Bench) -> Result:
+    """The main job on this device, on generated data."""
+    from mmlab.events import read_runs
+    from mmlab.experiment import compare
+    from mmlab.synthetic import make_dataset
+
+    schedulers = ["random", "sorted", "bucket", "budget"]
+    if importlib.util.find_spec("numba") is None:
+        schedulers.remove("budget")
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_dataset(Path(folder) / "data", num_images=bench.compare_images, progress=False)
+        comparison = compare(
+            data,
+            schedulers,
+            batch_size=bench.compare_batch_size,
+            epochs=bench.compare_epochs,
+            model=bench.compare_model,
+            image=bench.compare_image,
+            device=bench.device,
+            precision="bf16",
+            out=Path(folder) / "out",
+            progress=False,
+        )
+        events = read_runs(Path(folder) / "out" / "runs")
+    device_events = events[events["kind"] == "device"]
+    row = {
+        **comparison.as_dict(),
+        "left_out": [] if "budget" in schedulers else ["budget: needs numba, which is not installed"],
+        "memory_sources": sorted(device_events["memory_source"].unique()),
+        "median_utilization_ratio": device_events.groupby("run")["utilization_ratio"].median().to_dict(),
+    }
+    arms = {arm.scheduler: arm for arm in comparison.arms}
+    best = arms.get("budget", arms["bucket"])
+    waste, speed = (
+        best.combined_waste / arms["random"].combined_waste,
+        best.samples_per_s / arms["random"].samples_per_s,
+    )
+    goals = [
+        goal(f"padding, {best.scheduler} over random", "<= 0.5", waste, waste <= 0.5),
+        goal(f"samples/s, {best.scheduler} over random", ">= 1", speed, speed >= 1),
+        goal(f"data wait, {best.scheduler}", "<= 0.01", best.data_wait_ratio, best.data_wait_ratio <= 0.01),
+    ]
+    return row, goals
+
+
+def doctor(bench: Bench) -> Result:
+    """What the doctor finds on this machine."""
+    from mmlab.doctor import diagnose
+
+    return diagnose().as_dict(), []
+
+
+class Case(NamedTuple):
+    """What to run, and the time under which it is not worth starting."""
+
+    run: Callable[[Bench], Result]
+    least_s: float
+
+
+CASES = {
+    "doctor": Case(doctor, 15),
+    "readings": Case(readings, 20),
+    "precisions": Case(precisions, 60),
+    "live_bytes": Case(live_bytes, 20),
+    "compare": Case(compare_schedulers, 90),
+}
+
+
+def run_cases(
+    bench: Bench, names: list[str], *, deadline: float, save: Callable[[list, list], object]
+) -> list[dict]:
+    """Run cases in order and `save(rows, goals)` after each; returns the rows.
+
+    Args:
+        deadline: of `time.monotonic`; a case is skipped when it has less than its `least_s` left, and cut off then.
+    """
+    rows: list[dict[str, Any]] = []
+    goals: list[dict[str, Any]] = []
+    for name in names:
+        case, started = CASES[name], time.monotonic()
+        left_s = deadline - started
+        row: dict[str, Any] = {"case": name, "status": "done"}
+        try:
+            if left_s < case.least_s:
+                raise Skipped(f"{left_s:.0f} s left, it needs {case.least_s:.0f}")
+            with _cut_off_after(left_s):
+                figures, found = case.run(bench)
+            row |= figures
+            goals += [{"case": name, **item} for item in found]
+        except (Skipped, ImportError) as error:
+            row |= {"status": "skipped", "reason": str(error)}
+        except KeyboardInterrupt:
+            if time.monotonic() < deadline:  # by the user
+                raise
+            row |= {"status": "skipped", "reason": f"cut off after {left_s:.0f} s"}
+        except Exception as error:  # the other cases are still worth running; the row keeps what went wrong
+            row |= {"status": "failed", "reason": repr(error), "traceback": traceback.format_exc()}
+        row["wall_s"] = time.monotonic() - started
+        rows.append(row)
+        save(rows, goals)
+        print(f"{name:<12} {row['status']:<8} {row['wall_s']:6.1f} s  {row.get('reason', '')}", flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
+    parser.add_argument("--cases", default=",".join(CASES), help="cases to run, separated by commas")
+    parser.add_argument("--seconds", type=float, default=400, help="time for everything")
+    options = parser.parse_args(arguments)
+    names = options.cases.split(",")
+    if unknown := set(names) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    import torch
+
+    if not torch.cuda.is_available():
+        print(
+            "gpu.py: torch sees no CUDA device; run this on a machine with one (mmlab doctor says why)",
+            file=sys.stderr,
+        )
+        return 2
+    path = options.out / "gpu.json"
+    last: list[Any] = []
+
+    def save(rows: list[Any], goals: list[Any]) -> None:
+        write_results(path, rows, goals)
+        last[:] = goals
+
+    rows = run_cases(Bench(), names, deadline=started + options.seconds, save=save)
+    print_goals(last)
+    print(
+        f"{path}: {len(rows)} cases in {time.monotonic() - started:.0f} s on {torch.cuda.get_device_name()}"
+    )
+    return int(any(row["status"] == "failed" for row in rows))
+
+
+def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
+    """Every repetition of every precision at a batch size; None when the device has too little memory for it."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    names = ("fp32", "tf32", "bf16", "fp16")
+    try:
+        batch = _batch(bench, batch_size)
+        trainers = {name: _trainer(bench, "fp32" if name == "tf32" else name) for name in names}
+        with FlopCounterMode(display=False) as flops:
+            trainers["fp32"].train_step([batch])
+        trainers["bf16 again"] = trainers["bf16"]
+        times: dict[str, list[float]] = {name: [] for name in trainers}
+        step_bytes: dict[str, int] = {}  # peak above what is held between steps, all models and their moments
+        losses: dict[str, float] = {}
+        for repeat in range(-1, bench.num_repeats):  # the first round is warm-up
+            order = list(trainers)
+            turn = repeat % len(order)
+            for name in order[turn:] + order[:turn]:
+                num_steps = bench.num_warmup_steps if repeat < 0 else bench.steps_per_repeat
+                with _tf32(name == "tf32"):
+                    _synchronize(bench.device)
+                    held_bytes = (
+                        torch.cuda.memory_allocated(bench.device) if bench.device.startswith("cuda") else 0
+                    )
+                    started = time.perf_counter()
+                    for _ in range(num_steps):
+                        values = trainers[name].train_step([batch])
+                    _synchronize(bench.device)
+                    seconds = (time.perf_counter() - started) / num_steps
+                if repeat >= 0:
+                    times[name].append(seconds)
+                step_bytes[name], losses[name] = values["peak_bytes"] - held_bytes, values["loss"]
+    except torch.OutOfMemoryError:
+        return None
+    return {
+        "model": bench.model,
+        "num_parameters": sum(weight.numel() for weight in trainers["fp32"].parameters),
+        "batch_size": batch_size,
+        "image_side": bench.image_side,
+        "num_tokens": bench.num_tokens,
+        "flop_per_step": flops.get_total_flops(),
+        "step_s": times,
+        "step_bytes": step_bytes,
+        "memory_source": values["memory_source"],
+        "loss": losses,
+    }
+
+
+def _trainer(bench: Bench, precision: str) -> Any:
+    import torch
+
+    from mmlab.model import build_model
+    from mmlab.trainer import FusionTrainer
+
+    torch.manual_seed(0)
+    model = build_model(bench.model, vocab_size=1000)
+    return FusionTrainer(
+        model, objectives=("contrastive", "matching"), precision=precision, device=bench.device
+    )
+
+
+def _batch(bench: Bench, batch_size: int) -> Any:
+    """A batch of noise on the device, texts of one half to the whole of the padded length."""
+    import torch
+
+    from mmlab.types import Batch
+
+    draw = torch.Generator().manual_seed(0)
+    side, length = bench.image_side, bench.num_tokens
+    lengths = torch.randint(length // 2, length + 1, (batch_size, 1), generator=draw)
+    lengths[0] = length
+    batch = Batch(
+        pixel_values=torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=draw),
+        pixel_mask=torch.ones(batch_size, side, side, dtype=torch.bool),
+        input_ids=torch.randint(0, 1000, (batch_size, length), generator=draw),
+        attention_mask=torch.arange(length) < lengths,
+        labels=None,
+        record_ids=[str(number) for number in range(batch_size)],
+        groups=torch.arange(batch_size),
+    )
+    return batch.to(bench.device)
+
+
+def _tensors_of(batch: Any) -> list[Any]:
+    found = (batch.pixel_values, batch.pixel_mask, batch.input_ids, batch.attention_mask, batch.groups)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _keep_busy(bench: Bench) -> None:
+    import torch
+
+    dtype = torch.bfloat16 if bench.device.startswith("cuda") else torch.float32
+    matrix = torch.randn(bench.matrix_side, bench.matrix_side, device=bench.device, dtype=dtype)
+    started = time.perf_counter()
+    while time.perf_counter() - started < bench.busy_s:
+        for _ in range(10):
+            matrix @ matrix
+        _synchronize(bench.device)
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Set whether CUDA's fp32 matrix products and convolutions may round to TF32, and set it back."""
+    import torch
+
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+@contextmanager
+def _cut_off_after(seconds: float) -> Iterator[None]:
+    """Interrupt as Ctrl-C does, so that a comparison keeps the epochs that it has."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _synchronize(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def _empty_cache(device: str) -> None:
+    import torch
+
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def _driver_used_bytes(device: str) -> int | None:
+    import torch
+
+    if not device.startswith("cuda"):
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes
+
+
+def _difference(after: int | None, before: int | None) -> int | None:
+    return None if after is None or before is None else after - before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

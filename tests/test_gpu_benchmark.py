@@ -1,0 +1,146 @@
+"""`make gpu` refuses a machine without a GPU, and its cases work: here on the CPU, at toy sizes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("gpu")
+
+
+@pytest.fixture
+def toy(gpu: ModuleType) -> Any:
+    return gpu.Bench(
+        device="cpu",
+        block_bytes=(64 * 2**20,),
+        matrix_side=256,
+        busy_s=0.3,
+        model="tiny",
+        batch_sizes=(4,),
+        image_side=32,
+        num_tokens=8,
+        num_repeats=2,
+        steps_per_repeat=1,
+        num_warmup_steps=1,
+        compare_images=30,
+        compare_model="tiny",
+        compare_image="aspect:32",
+        compare_epochs=1,
+        compare_batch_size=16,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_it_says_so_in_one_line(tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert (child.returncode, child.stdout, child.stderr.count("\n")) == (2, "", 1)
+    assert "torch sees no CUDA device" in child.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_readings_follow_a_block_of_known_size(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.readings(toy)
+    (block,) = row["blocks"]
+    assert block["meter_bytes"] == pytest.approx(64 * 2**20, rel=0.2)
+    assert row["idle_utilization_ratio"] < row["busy_utilization_ratio"]
+    assert {goal["name"] for goal in goals} >= {
+        "meter sees a block of known size",
+        "busy device reads as busy",
+    }
+
+
+def test_precisions_keep_every_repetition(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.precisions(toy)
+    assert set(row["step_s"]) == {"fp32", "tf32", "bf16", "fp16", "bf16 again"}
+    assert all(len(times) == 2 and min(times) > 0 for times in row["step_s"].values())
+    assert row["flop_per_step"] > 1e6
+    assert row["loss"]["fp32"] == pytest.approx(row["loss"]["bf16"], rel=0.1)
+    assert goals[0]["measured"] == pytest.approx(row["median_step_s"]["fp32"] / row["median_step_s"]["bf16"])
+    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == (
+        "none",
+        "tf32",
+    )
+
+
+def test_live_bytes_are_counted_for_each_precision(gpu: ModuleType, toy: Any) -> None:
+    row, _ = gpu.live_bytes(toy)
+    assert [step["precision"] for step in row["steps"]] == ["fp32", "bf16"]
+    assert all(step["live_peak_bytes"] > 2**20 for step in row["steps"])
+
+
+def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.compare_schedulers(toy)
+    assert [arm["scheduler"] for arm in row["arms"]] == ["random", "sorted", "bucket", "budget"]
+    assert all(len(arm["epochs"]) == 1 for arm in row["arms"])
+    assert row["memory_sources"] == ["process RSS"]
+    assert goals[0]["name"] == "padding, budget over random"
+
+
+def test_cases_are_skipped_cut_off_or_failed_by_name_and_all_is_saved(
+    gpu: ModuleType, toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fine(bench: Any) -> Any:
+        return {"figure": [1.0, 2.0]}, [gpu.goal("a bound", "<= 3", 2.0, True)]
+
+    def endless(bench: Any) -> Any:
+        while True:
+            time.sleep(0.01)
+
+    def lacking(bench: Any) -> Any:
+        import no_such_module  # noqa: F401
+
+    def broken(bench: Any) -> Any:
+        raise ValueError("wrong")
+
+    cases = {
+        "fine": (fine, 0),
+        "lacking": (lacking, 0),
+        "broken": (broken, 0),
+        "endless": (endless, 0),
+        "late": (fine, 60),
+    }
+    monkeypatch.setattr(gpu, "CASES", {name: gpu.Case(*case) for name, case in cases.items()})
+    path = tmp_path / "new" / "gpu.json"
+    gpu.run_cases(
+        toy,
+        list(cases),
+        deadline=time.monotonic() + 0.5,
+        save=lambda rows, goals: gpu.write_results(path, rows, goals),
+    )
+    found = json.loads(path.read_text())
+    rows = {row["case"]: row for row in found["rows"]}
+    assert (rows["fine"]["status"], rows["fine"]["figure"]) == ("done", [1.0, 2.0])
+    assert (rows["lacking"]["status"], rows["lacking"]["reason"]) == (
+        "skipped",
+        "No module named 'no_such_module'",
+    )
+    assert (rows["broken"]["status"], rows["broken"]["reason"]) == ("failed", "ValueError('wrong')")
+    assert "in broken" in rows["broken"]["traceback"]
+    assert (rows["endless"]["status"], rows["endless"]["reason"]) == ("skipped", "cut off after 0 s")
+    assert rows["late"]["reason"].endswith("it needs 60")
+    assert found["goals"] == [
+        {"case": "fine", "name": "a bound", "goal": "<= 3", "measured": 2.0, "met": True}
+    ]
+    assert {"machine", "versions", "date"} < set(found)
