@@ -292,7 +292,9 @@ class _Arm:
         costs = [_COST(shape) for shape in self._planned]
         self._costs += costs
         self.costliest = max(self.costliest, (max(costs), list(plan)[int(np.argmax(costs))]))
-        self.epochs.append(self._measure(plan, self._trainer.evaluate(held_out)))
+        held_out_values = self._trainer.evaluate(held_out)
+        self.epochs.append(self._measure(plan, held_out_values))
+        self._write(RunEvent("eval", self._trainer.step, 0, time.time(), held_out_values))
 
     def finish(self, status: str) -> None:
         """Write the run's last event and close its file."""

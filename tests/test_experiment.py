@@ -139,7 +139,7 @@ def test_auto_device_is_usable() -> None:
 def test_runs_in_the_background_and_stops_when_asked(scenes: Path, tmp_path: Path) -> None:
     run = start_compare(scenes, ("random", "sorted"), out=tmp_path / "run", **{**SMALL, "epochs": 200})
     arms = [RunState(tmp_path / "run" / "runs" / name) for name in ("random", "sorted")]
-    while run.state == "running" and not all(len(arm.column("step", kind="epoch")) for arm in arms):
+    while run.state == "running" and not all(len(arm.column("step", kind="eval")) for arm in arms):
         run.sleep(0.2)
         for arm in arms:
             arm.refresh()
