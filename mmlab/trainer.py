@@ -65,7 +65,7 @@ class FusionTrainer:
         self,
         model: nn.Module,
         *,
-        objectives: Iterable[str] | Mapping[str, Objective] = ("contrastive",),
+        objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
         precision: str | Precision = "fp32",
         device: torch.device | str | None = None,
         lr: float = 1e-4,
@@ -95,9 +95,8 @@ class FusionTrainer:
         )
         self.lr, self.warmup_ratio, self.total_steps = lr, warmup_ratio, total_steps
         self.accumulation_steps, self.max_grad_norm, self.seed = accumulation_steps, max_grad_norm, seed
-        self.step = self.epoch = self.epoch_batches = self.num_samples = (
-            0  # `epoch_batches`: done in this epoch
-        )
+        self.step = self.epoch = self.num_samples = 0
+        self.epoch_batches = 0  # done in the current epoch
         self._fixed_schedule = total_steps is not None
         self._emit = emit or (lambda event: None)
         self._stopping = threading.Event()
@@ -139,6 +138,7 @@ class FusionTrainer:
         self.epoch_batches += len(batches)
         num_samples = sum(map(len, batches))
         self.num_samples += num_samples
+        waste = measure_padding(batches)
         step_s = self._clock() - started + data_wait_s
         shapes = [batch.shape for batch in batches]
         return {
@@ -155,7 +155,7 @@ class FusionTrainer:
             "step_s": step_s,
             "data_wait_s": data_wait_s,
             "samples_per_s": num_samples / step_s,
-            **measure_padding(batches),
+            **waste,
             **self._peak(),
         }
 
@@ -204,8 +204,7 @@ class FusionTrainer:
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Batch], *, num_candidates: int = 32) -> StepValues:
-        """Measure on held-out samples. How they were batched matters only to a `LossModel` that computes a batch
-        loss.
+        """Measure on held-out samples; how they are batched matters only to a `LossModel` with a loss of that kind.
 
         Args:
             num_candidates: size of the candidate sets behind `loss`.
@@ -302,7 +301,8 @@ class FusionTrainer:
         """Seed, set the learning rate and start the clock."""
         started = self._clock()
         self._seed(self.step)
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         lr = self.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -313,7 +313,9 @@ class FusionTrainer:
     def _seed(self, moment: int) -> None:
         """Seed torch's generators for one step (from 0) or one epoch's order (below 0)."""
         key = np.random.SeedSequence([self.seed, abs(moment), moment < 0]).generate_state(1, np.uint64)
-        torch.manual_seed(int(key[0]))
+        torch.default_generator.manual_seed(int(key[0]))
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed_all(int(key[0]))
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -330,7 +332,7 @@ class FusionTrainer:
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps")
 
 
-def _objectives(model: nn.Module, asked: Iterable[str] | Mapping[str, Objective]) -> dict[str, Objective]:
+def _objectives(model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> dict[str, Objective]:
     if isinstance(model, LossModel):
         return {"own": OwnLoss(model)}
     if isinstance(asked, Mapping):
