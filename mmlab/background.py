@@ -23,6 +23,9 @@ LOG = "log.txt"
 _USER_ERROR = 2  # exit code of the child after a DataError or OptionError
 
 
+_latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
+
+
 class BackgroundRun:
     """A handle on a running comparison. Safe to use from any thread.
 
@@ -82,20 +85,21 @@ class BackgroundRun:
         if code == _USER_ERROR:
             kind, _, message = self.log.strip().splitlines()[-1].partition(": ")
             raise (DataError if kind == "DataError" else OptionError)(message)
-        if code != 0 and self.state != "stopped":
-            raise RunError(f"the comparison failed with exit code {code}:\n{self.log[-4000:]}")
-        try:
-            return load_comparison(self.folder)
-        except DataError as error:
+        if code != 0 and self.state == "stopped":
             raise RunError(
                 "the run was stopped before every scheduler had finished an epoch; nothing to compare"
-            ) from error
+            )
+        if code != 0:
+            raise RunError(f"the comparison failed with exit code {code}:\n{self.log[-4000:]}")
+        return load_comparison(self.folder)
 
 
 def start_compare(
     data: Any, schedulers: Any = ("random", "sorted", "bucket", "budget"), *, out: str | Path, **options: Any
 ) -> BackgroundRun:
     """Start `mmlab.compare(data, schedulers, out=out, **options)` in a fresh interpreter and return at once.
+
+    A run that this process started in the same folder, and that still goes on, is stopped first.
 
     Raises:
         OptionError: something that cannot be sent to another process.
@@ -107,14 +111,20 @@ def start_compare(
             f"cannot send these arguments to another process ({error}); give paths and names"
         ) from error
     folder = Path(out)
+    if folder.resolve() in _latest:
+        _latest[folder.resolve()].stop(timeout_s=10)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG).open("wb") as log:
         command = [sys.executable, "-m", "mmlab.background"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        # in a session of its own: interrupting a cell of the notebook must not interrupt the run
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
     assert process.stdin is not None
     with process.stdin:
         process.stdin.write(job)
-    return BackgroundRun(process, folder)
+    _latest[folder.resolve()] = run = BackgroundRun(process, folder)
+    return run
 
 
 def _child() -> int:
