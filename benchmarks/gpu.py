@@ -54,6 +54,9 @@ class Bench:
     compare_image: str = "aspect:224"
     compare_epochs: int = 3
     compare_batch_size: int = 64
+    num_workers: int | None = (
+        None  # of the comparison's loaders and of making its data; None takes one a core
+    )
 
 
 class Skipped(Exception):
@@ -200,7 +203,12 @@ def compare_schedulers(bench: Bench) -> Result:
     if importlib.util.find_spec("numba") is None:
         schedulers.remove("budget")
     with tempfile.TemporaryDirectory() as folder:
-        data = make_dataset(Path(folder) / "data", num_images=bench.compare_images, progress=False)
+        data = make_dataset(
+            Path(folder) / "data",
+            num_images=bench.compare_images,
+            num_workers=bench.num_workers,
+            progress=False,
+        )
         comparison = compare(
             data,
             schedulers,
@@ -210,6 +218,7 @@ def compare_schedulers(bench: Bench) -> Result:
             image=bench.compare_image,
             device=bench.device,
             precision="bf16",
+            num_workers=bench.num_workers,
             out=Path(folder) / "out",
             progress=False,
         )

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Toy sizes gain nothing from threads, and lose much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def toy(gpu: ModuleType) -> Any:
     return gpu.Bench(
@@ -38,11 +48,12 @@ def toy(gpu: ModuleType) -> Any:
         num_repeats=2,
         steps_per_repeat=1,
         num_warmup_steps=1,
-        compare_images=30,
+        compare_images=12,
         compare_model="tiny",
         compare_image="aspect:32",
         compare_epochs=1,
-        compare_batch_size=16,
+        compare_batch_size=8,
+        num_workers=0,
     )
 
 
