@@ -180,7 +180,7 @@ def displayed_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What puts an unloaded image upright, by the EXIF (or XMP) orientation in its header; None where nothing must be done.
+    """What puts an unloaded image upright, by the EXIF (or XMP) orientation in its header; None where it is upright.
 
     Pillow turns TIFF files itself. Its PNG reader would decode the image to look for EXIF behind the pixels, hence the
     base class's method: planning and decoding both heed only what stands before them.

@@ -51,12 +51,20 @@ class BadRow:
         return f"{self.row}: {self.path}: {self.reason}" if self.path else f"{self.row}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_COLUMNS = (
+    "ids", "image_paths", "texts", "height", "width", "num_tokens", "group", "labels", "splits"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Records(Sequence[Record]):
     """A sequence of `Record` kept as columns of N rows.
 
     `height` and `width` are the image's displayed size in pixels (zero without an image), `num_tokens` the text's
     length with special tokens (zero without a text), `group` a number shared by all records of one image.
+
+    Raises:
+        ValueError: columns of different length.
     """
 
     ids: list[str]
@@ -73,8 +81,19 @@ class Records(Sequence[Record]):
     bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
     source: str = ""  # what was read, for titles and reports
 
+    def __post_init__(self) -> None:
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        lengths = {name: len(column) for name, column in columns.items() if column is not None}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ValueError(f"columns must have one length, found {found}")
+
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __repr__(self) -> str:
+        num_images = len({path for path in self.image_paths if path is not None})
+        return f"<{len(self)} records of {num_images} images{self.source and ' from ' + self.source}>"
 
     def __getitem__(self, row):
         if isinstance(row, slice):
@@ -95,19 +114,21 @@ class Records(Sequence[Record]):
         return (self[row] for row in range(len(self)))
 
     def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Records:
-        """The rows asked for, in that order; the store is shared."""
-        index = np.asarray(rows, dtype=np.int64)
+        """The rows asked for, in that order, or those where a mask is true; the store is shared."""
+        index = np.asarray(rows)
+        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+        chosen = index.tolist()
         return replace(
             self,
-            ids=[self.ids[row] for row in index],
-            image_paths=[self.image_paths[row] for row in index],
-            texts=[self.texts[row] for row in index],
+            ids=[self.ids[row] for row in chosen],
+            image_paths=[self.image_paths[row] for row in chosen],
+            texts=[self.texts[row] for row in chosen],
             height=self.height[index],
             width=self.width[index],
             num_tokens=self.num_tokens[index],
             group=self.group[index],
             labels=None if self.labels is None else self.labels[index],
-            splits=None if self.splits is None else [self.splits[row] for row in index],
+            splits=None if self.splits is None else [self.splits[row] for row in chosen],
         )
 
     def split(self, name: str) -> Records:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -164,31 +164,31 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 def _load(name: str) -> PreTrainedTokenizerFast:
     folder = Path(name).expanduser()
-    if folder.exists():
-        name = str(folder)
-        config = folder / "tokenizer_config.json"
-        generic = (
-            config.is_file()
-            and json.loads(config.read_text("utf-8")).get("tokenizer_class") in _GENERIC_CLASSES
-        )
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+    is_local = folder.exists()
+    if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"no tokenizer at {name}: the folder does not exist")
-    else:
-        generic = False
-    if generic:  # without the registry of models, which imports torch
-        from transformers import PreTrainedTokenizerFast as loader
-    else:
-        from transformers import AutoTokenizer as loader
     try:
-        return loader.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as missing:
-        if folder.exists():
-            raise DataError(f"{name} holds no tokenizer that transformers can load: {missing}") from missing
+        return _loader(folder).from_pretrained(str(folder) if is_local else name, local_files_only=True)
+    except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
+        if is_local:
+            raise DataError(f"{name} holds no tokenizer that transformers can load: {error}") from error
     try:
-        return loader.from_pretrained(name)
+        return _loader(folder).from_pretrained(name)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"tokenizer {name!r} is not in the local cache and cannot be downloaded ({str(error).splitlines()[0]}). "
+            f"tokenizer {name!r} is not in the local cache and cannot be downloaded: {str(error).splitlines()[0]} "
             f"Download it where there is a network (hf download {name}) and pass the folder, or use 'builtin', which "
             "is trained on your texts and needs none."
         ) from error
+
+
+def _loader(folder: Path) -> Any:
+    """The class to load with: transformers' registry of models, which imports torch, only for those that need it."""
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and json.loads(config.read_text("utf-8")).get("tokenizer_class") in _GENERIC_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer

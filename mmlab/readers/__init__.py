@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from mmlab.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_s
 from mmlab.readers.rows import Row, Table, to_records
 from mmlab.readers.tar import read_shards
 from mmlab.readers.tar_index import is_tar
-from mmlab.records import Records
+from mmlab.records import FileStore, Records
 from mmlab.text import measure_tokens
 
 if TYPE_CHECKING:
@@ -63,8 +64,11 @@ def read_records(
     folder = None if images is None else Path(images).expanduser()
     if folder is not None and not folder.is_dir():
         raise OptionError(f"images={images}: not a folder")
+    table = _table(source, texts, folder, allow_missing_modality)
+    if folder is not None and not isinstance(table.store, FileStore):
+        warnings.warn("images= has no effect: these data hold their images themselves", stacklevel=2)
     records = to_records(
-        _table(source, texts, folder, allow_missing_modality),
+        table,
         source=_name(source),
         split=split,
         errors=errors,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 from pathlib import Path
+from typing import Any
 
 from mmlab.errors import DataError
 from mmlab.readers.rows import Row
@@ -36,29 +37,24 @@ def read_coco(path: Path) -> list[Row]:
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for key in ("images", "annotations"):
-        if not isinstance(content, dict) or not isinstance(content.get(key), list):
-            raise DataError(f"{path}: COCO captions have a list {key!r}, found none")
-    names = {image.get("id"): image.get("file_name") for image in content["images"]}
-    splits = {image.get("id"): image.get("split") for image in content["images"]}
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise DataError(f"{path}: COCO captions have a list of objects named {key!r}, found none")
+    images = {str(image.get("id")): image for image in content["images"]}
+    without_caption = dict(images)
     rows = []
     for number, annotation in enumerate(content["annotations"]):
-        image_id, problem = annotation.get("image_id"), ""
-        if names.get(image_id) is None:
-            problem = f"image_id {image_id!r} is not among the images"
-        rows.append(
-            Row(
-                f"annotation {number}",
-                names.get(image_id),
-                annotation.get("caption"),
-                id=str(annotation["id"]) if "id" in annotation else None,
-                split=splits.get(image_id),
-                problem=problem,
-            )
-        )
-    captioned = {annotation.get("image_id") for annotation in content["annotations"]}
-    rows += [
-        Row(f"image {image_id}", name, None, split=splits[image_id])
-        for image_id, name in names.items()
-        if image_id not in captioned
-    ]
-    return rows
+        image_id = str(annotation.get("image_id"))
+        without_caption.pop(image_id, None)
+        row = _row(f"annotation {number}", images.get(image_id, {}), annotation.get("caption"))
+        row.id = str(annotation["id"]) if "id" in annotation else None
+        if image_id not in images:
+            row.problem = f"image_id {image_id} is not among the images"
+        rows.append(row)
+    return rows + [_row(f"image {image_id}", image, None) for image_id, image in without_caption.items()]
+
+
+def _row(where: str, image: dict[str, Any], caption: object) -> Row:
+    name = image.get("file_name")
+    problem = "" if isinstance(name, str) else f"file_name must be a path, found {name!r:.40}"
+    return Row(where, None if problem else name, caption, split=image.get("split"), problem=problem)

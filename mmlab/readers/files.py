@@ -17,6 +17,7 @@ from mmlab.readers.rows import Row, Table
 _DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
 _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+_NUM_TRIED = 50  # images that are looked for in each folder
 _YEARS = ("", "2017", "2014")
 _IMAGE_FOLDERS = (
     ["", "images", "Images"]
@@ -72,7 +73,10 @@ def find_images(path: Path, rows: Sequence[Row]) -> Path:
     """The folder of a data file's images: of the usual ones, that with most of the first images and, where several have
     them, with the same split in its name. Looked for in the file's folder and, for `annotations/`, beside it.
     """
-    names = list(dict.fromkeys(row.image for row in rows if row.image))[:50]
+    relative = (row.image for row in rows if row.image and not os.path.isabs(row.image))
+    names = list(dict.fromkeys(relative))[:_NUM_TRIED]
+    if not names:
+        return path.parent
     above = [path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent]
     places = [found for folder in above for name in _IMAGE_FOLDERS if (found := folder / name).is_dir()]
     split = split_in(path.stem)

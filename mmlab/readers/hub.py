@@ -15,10 +15,10 @@ from mmlab.errors import DataError
 from mmlab.readers.manifest import require_columns, rows_of_entry
 from mmlab.readers.rows import Row, Table
 
-_BATCH_SIZE = 1000  # rows
-
 if TYPE_CHECKING:
     from datasets import Dataset
+
+_BATCH_SIZE = 1000  # rows
 
 
 class DatasetStore:
@@ -36,9 +36,8 @@ class DatasetStore:
         split, _, row = image_path.rpartition("/")
         dataset, column = self._columns[split]
         value = dataset[int(row)][column]
-        if isinstance(value, bytes):
-            return value
-        return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
+        content = value if isinstance(value, bytes) else value["bytes"]
+        return Path(value["path"]).read_bytes() if content is None else content
 
 
 def is_dataset(source: object) -> bool:

@@ -77,12 +77,12 @@ def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
         return "is not text"
     else:
         text = head.decode("utf-8-sig", errors="ignore").lstrip()
-        if text[:1] == "[":
-            return ""
-        if text[:1] == "{":
-            entries = [entry for _, entry in _json_lines(text) if isinstance(entry, dict)]
+        if text[:1] in ("[", "{"):
+            entries = _first_objects(text)
             if not entries:
-                return "begins with { but its first line is not a JSON object"
+                return (
+                    f"begins with {text[0]} but what follows is no object in one line, or no list of objects"
+                )
             columns = list({name: None for entry in entries for name in entry})
         else:
             header = text.partition("\n")[0].rstrip("\r")
@@ -126,6 +126,20 @@ def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
     )
 
 
+def _first_objects(text: str) -> list[dict[str, Any]]:
+    """The objects that the beginning of JSON lines or of a JSON list holds whole."""
+    if text[0] == "{":
+        return [entry for _, entry in _json_lines(text) if isinstance(entry, dict)]
+    decoder, entries, position = json.JSONDecoder(), [], 1
+    while (start := text.find("{", position)) >= 0:
+        try:
+            entry, position = decoder.raw_decode(text, start)
+        except ValueError:
+            break
+        entries.append(entry)
+    return entries
+
+
 def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, str]) -> Iterator[Row]:
     """One row for each caption of an entry; a string in the entry's place says what is wrong with it."""
     if isinstance(entry, str):
@@ -147,7 +161,7 @@ def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, st
             id=None if row_id is None else f"{row_id}#{number}" if many else str(row_id),
             label=values.get("label"),
             split=None if values.get("split") is None else str(values["split"]),
-            group=values.get("group"),
+            group=None if values.get("group") is None else str(values["group"]),
             problem=problem,
         )
 
@@ -180,6 +194,8 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
     )
     try:
         header = next(lines, [])
+        if repeated := sorted({name for name in header if header.count(name) > 1}):
+            raise DataError(f"{path}: several columns are named {', '.join(repeated)}; keep one of each")
         start = lines.line_num + 1
         for values in lines:
             where, start = f"line {start}", lines.line_num + 1

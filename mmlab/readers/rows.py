@@ -84,7 +84,7 @@ def to_records(
     for index, image in images.items():
         if isinstance(outcome := measured[image], str):
             reasons.setdefault(index, outcome)
-    labels, label_names = _read_labels(rows, reasons)
+    labels, label_names = _read_labels(table.rows, rows, reasons)
     _check_repeats(rows, images, reasons)
 
     bad_rows = tuple(
@@ -201,22 +201,26 @@ class FileResolver:
         return path, (status.st_size, status.st_mtime_ns)
 
 
-def _read_labels(rows: list[Row], reasons: dict[int, str]) -> tuple[list[int] | None, tuple[str, ...]]:
-    """Labels as integers. A column without a single integer holds class names, numbered in alphabetical order."""
-    if all(row.label is None for row in rows):
+def _read_labels(
+    all_rows: list[Row], rows: list[Row], reasons: dict[int, str]
+) -> tuple[list[int] | None, tuple[str, ...]]:
+    """Labels as integers. A column without a single integer holds class names, numbered in alphabetical order.
+
+    All rows count for that, so that every split numbers its classes alike.
+    """
+    stated = [row.label for row in all_rows if row.label is not None]
+    if not stated:
         return None, ()
-    labels = [_as_integer(row.label) for row in rows]
-    names: tuple[str, ...] = ()
-    if all(label is None for label in labels) and all(isinstance(row.label, str | None) for row in rows):
-        names = tuple(sorted({row.label for row in rows if isinstance(row.label, str)}))
-        number = {name: index for index, name in enumerate(names)}
-        labels = [number.get(str(row.label)) for row in rows]
+    names: dict[object, int] = {}
+    if all(isinstance(label, str) and _as_integer(label) is None for label in stated):
+        names = {name: number for number, name in enumerate(sorted(set(map(str, stated))))}
+    labels = [names.get(row.label) if names else _as_integer(row.label) for row in rows]
     for index, label in enumerate(labels):
         if label is None:
-            reasons.setdefault(
-                index, f"label must be an integer as in other rows, found {rows[index].label!r:.40}"
-            )
-    return [label or 0 for label in labels], names
+            found = rows[index].label
+            wrong = f"label must be an integer as in other rows, found {found!r:.40}"
+            reasons.setdefault(index, "no label" if found is None else wrong)
+    return [label or 0 for label in labels], tuple(map(str, names))
 
 
 def _as_integer(value: object) -> int | None:

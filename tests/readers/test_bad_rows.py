@@ -84,10 +84,14 @@ def test_texts(images, text, reason):
         ({"image": "good.jpg", "text": []}, "no text"),
         ({"image": "good.jpg", "text": ["fine", " "]}, "empty text"),
         ({"note": "x"}, "neither image nor text"),
+        ({"image": "good.jpg", "text": "y", "label": ["cat"]}, "label must be an integer"),
     ],
 )
 def test_values_of_json_lines(images, entry, reason):
-    path = images.jsonl("set/data.jsonl", [{"image": "good.jpg", "text": "x"}, entry])
+    path = images.jsonl(
+        "set/data.jsonl",
+        [{"image": "good.jpg", "text": "x"} | ({"label": 1} if "label" in entry else {}), entry],
+    )
     with pytest.raises(DataError) as error:
         read_records(path)
     assert [row.row for row in error.value.bad_rows] == ["line 2"]
@@ -102,12 +106,18 @@ def test_duplicate_and_missing_ids(images):
     }
 
 
-@pytest.mark.parametrize("label", ["cat", "1.5", "", "9" * 30, "nan"])
+@pytest.mark.parametrize("label", ["cat", "1.5", "9" * 30, "nan"])
 def test_labels(images, label):
     rows = [["good.jpg", "x", "1"], ["good.jpg", "y", label]]
     found = reasons(images, rows, ("image", "text", "label"))
     assert list(found) == ["line 3"]
     assert found["line 3"].startswith("label must be an integer as in other rows, found")
+
+
+@pytest.mark.parametrize("other", ["1", "dog"])
+def test_a_label_that_is_not_there(images, other):
+    rows = [["good.jpg", "x", other], ["good.jpg", "y", ""]]
+    assert reasons(images, rows, ("image", "text", "label")) == {"line 3": "no label"}
 
 
 def test_one_image_in_two_groups(images):

@@ -69,6 +69,23 @@ def test_an_annotation_without_its_image_and_an_image_without_caption_are_report
     assert found[1][1].startswith("no text")
 
 
+@pytest.mark.parametrize(
+    "content", [{"images": 3, "annotations": []}, {"images": [1], "annotations": [{"caption": 1}]}]
+)
+def test_other_contents_are_refused(folder, content):
+    path = folder.json("captions.json", content | {"caption": ""})
+    with pytest.raises(DataError, match="COCO captions have a list of objects named 'images'"):
+        read_records(path)
+
+
+def test_a_file_name_that_is_no_path_is_reported(folder):
+    folder.image("images/a.jpg")
+    content = captions(["a.jpg", "b.jpg"], per_image=1)
+    content["images"][1]["file_name"] = 5
+    with pytest.raises(DataError, match="annotation 1: file_name must be a path, found 5"):
+        read_records(folder.json("captions.json", content))
+
+
 def test_object_annotations_are_not_captions(folder):
     path = folder.json("instances.json", {"images": [], "annotations": [{"bbox": []}]})
     with pytest.raises(DataError, match='as COCO captions: has no "caption"'):

@@ -48,6 +48,8 @@ def test_a_folder_with_one_data_file_among_others(folder):
     folder.csv("pairs.csv", [["image", "text"], ["a.jpg", "x"]])
     folder.csv("LICENSES.csv", [["file_name", "license"], ["a.jpg", "CC"]])
     folder.text("empty.txt", "")
+    folder.json("settings.json", {"size": 3})
+    folder.json("list.json", [{"name": "a.jpg"}])
     assert read_records(folder.path).texts == ["x"]
 
 

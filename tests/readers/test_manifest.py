@@ -173,6 +173,20 @@ def test_class_names_become_numbers_in_alphabetical_order(folder):
     assert records[:1].label_names == ("cat", "dog")
 
 
+def test_class_numbers_do_not_depend_on_the_split(folder):
+    folder.image("a.jpg")
+    rows = [["a.jpg", "x", "ant", "train"], ["a.jpg", "y", "bee", "val"]]
+    records = read_records(folder.csv("data.csv", [["image", "text", "label", "split"], *rows]), split="val")
+    assert records.labels is not None
+    assert records.labels.tolist() == [1]
+    assert records.label_names == ("ant", "bee")
+
+
+def test_a_column_named_twice_is_refused(folder):
+    with pytest.raises(DataError, match="several columns are named text"):
+        read_records(folder.csv("data.csv", [["image", "text", "text"], ["a.jpg", "x", "y"]]))
+
+
 def test_parquet_with_encoded_images_points_to_datasets(folder):
     path = folder.path / "data.parquet"
     pd.DataFrame({"image": [b"..."], "text": ["x"]}).to_parquet(path)
@@ -192,5 +206,6 @@ def test_images_are_found_beside_in_the_usual_folders_or_where_told(folder, tmp_
 
 def test_absolute_paths_inside_the_folder_are_allowed(folder):
     image = folder.image("images/a.jpg")
-    records = read_records(folder.csv("data.csv", [["image", "text"], [str(image), "x"]]))
+    (folder.path / "train").mkdir()
+    records = read_records(folder.csv("train.csv", [["image", "text"], [str(image), "x"]]))
     assert records.image_paths == [str(image)]

@@ -45,6 +45,11 @@ def test_one_shard(tmp_path):
     assert pickle.loads(pickle.dumps(records.store)).read(records.image_paths[0]) == encoded(40, 30)
 
 
+def test_a_folder_of_images_has_no_effect_on_shards(tmp_path):
+    with pytest.warns(UserWarning, match="images= has no effect"):
+        read_records(shard(tmp_path / "0.tar", pairs("a")), images=tmp_path)
+
+
 def test_a_list_a_pattern_and_a_folder_give_the_same(tmp_path):
     paths = [shard(tmp_path / f"{number}.tar", pairs("a", "b")) for number in range(3)]
     by_list = read_records(paths)
