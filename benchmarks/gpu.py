@@ -195,22 +195,23 @@ def live_bytes(bench: Bench) -> Result:
 
 def compare_schedulers(bench: Bench) -> Result:
     """The main job on this device, on generated data."""
-    from mmlab.events import read_runs
     from mmlab.experiment import compare
     from mmlab.synthetic import make_dataset
 
-    schedulers = ["random", "sorted", "bucket", "budget"]
-    if importlib.util.find_spec("numba") is None:
+    schedulers, left_out = ["random", "sorted", "bucket", "budget"], []
+    if _missing("numba"):
         schedulers.remove("budget")
+        left_out.append("scheduler budget: needs numba")
+    if report_needs := _missing("pandas", "matplotlib", "jinja2"):
+        left_out.append(f"the comparison's files and events: they need {', '.join(report_needs)}")
     with tempfile.TemporaryDirectory() as folder:
-        data = make_dataset(
-            Path(folder) / "data",
-            num_images=bench.compare_images,
-            num_workers=bench.num_workers,
-            progress=False,
-        )
         comparison = compare(
-            data,
+            make_dataset(
+                Path(folder) / "data",
+                num_images=bench.compare_images,
+                num_workers=bench.num_workers,
+                progress=False,
+            ),
             schedulers,
             batch_size=bench.compare_batch_size,
             epochs=bench.compare_epochs,
@@ -219,23 +220,15 @@ def compare_schedulers(bench: Bench) -> Result:
             device=bench.device,
             precision="bf16",
             num_workers=bench.num_workers,
-            out=Path(folder) / "out",
+            out=None if report_needs else Path(folder) / "out",
             progress=False,
         )
-        events = read_runs(Path(folder) / "out" / "runs")
-    device_events = events[events["kind"] == "device"]
-    row = {
-        **comparison.as_dict(),
-        "left_out": [] if "budget" in schedulers else ["budget: needs numba, which is not installed"],
-        "memory_sources": sorted(device_events["memory_source"].unique()),
-        "median_utilization_ratio": device_events.groupby("run")["utilization_ratio"].median().to_dict(),
-    }
+        row = {**comparison.as_dict(), "left_out": left_out}
+        if not report_needs:
+            row |= _device_events(Path(folder) / "out" / "runs")
     arms = {arm.scheduler: arm for arm in comparison.arms}
-    best = arms.get("budget", arms["bucket"])
-    waste, speed = (
-        best.combined_waste / arms["random"].combined_waste,
-        best.samples_per_s / arms["random"].samples_per_s,
-    )
+    best, base = arms.get("budget", arms["bucket"]), arms["random"]
+    waste, speed = best.combined_waste / base.combined_waste, best.samples_per_s / base.samples_per_s
     goals = [
         goal(f"padding, {best.scheduler} over random", "<= 0.5", waste, waste <= 0.5),
         goal(f"samples/s, {best.scheduler} over random", ">= 1", speed, speed >= 1),
@@ -335,6 +328,22 @@ def main(arguments: list[str] | None = None) -> int:
         f"{path}: {len(rows)} cases in {time.monotonic() - started:.0f} s on {torch.cuda.get_device_name()}"
     )
     return int(any(row["status"] == "failed" for row in rows))
+
+
+def _missing(*names: str) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def _device_events(folder: Path) -> dict[str, Any]:
+    """What the monitor's events of a comparison say."""
+    from mmlab.events import read_runs
+
+    events = read_runs(folder)
+    device = events[events["kind"] == "device"]
+    return {
+        "memory_sources": sorted(device["memory_source"].unique()),
+        "median_utilization_ratio": device.groupby("run")["utilization_ratio"].median().to_dict(),
+    }
 
 
 def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
