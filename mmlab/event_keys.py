@@ -62,12 +62,13 @@ EVENT_KEYS = {
     "predicted_s": EventKey("step", "s", "the plan's duration of the step"),
     "predicted_bytes": EventKey("step", "bytes", "the plan's peak memory of the step"),
     # learning
-    "loss": EventKey("step eval epoch", "number", "loss that is minimised; mean over the samples"),
+    "loss": EventKey(
+        "step eval epoch",
+        "number",
+        "loss, a mean over samples: of the batch (step), held out (eval), of the epoch",
+    ),
     "contrastive_loss": EventKey("step eval epoch", "number", "image-text contrastive part of the loss"),
     "matching_loss": EventKey("step eval epoch", "number", "image-text matching part of the loss"),
-    "per_sample_loss": EventKey(
-        "step eval epoch", "number", "loss that does not depend on the batch size, for comparing schedulers"
-    ),
     "lr": EventKey("step", "number", "learning rate of the first parameter group"),
     "grad_norm": EventKey("step", "number", "L2 norm of the gradient before clipping"),
     "loss_scale": EventKey("step", "number", "gradient scaler's factor; 1 without a scaler"),

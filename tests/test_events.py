@@ -168,6 +168,35 @@ def test_every_key_names_known_kinds_and_carries_its_unit_in_its_name() -> None:
         assert not name.endswith("_s") or key.unit in ("s", "samples/s"), name
 
 
+def test_all_that_a_training_run_emits_stands_in_the_table_under_its_kind(tmp_path: Path) -> None:
+    import torch
+
+    from mmlab.model import build_model
+    from mmlab.monitor import DeviceMonitor
+    from mmlab.trainer import FusionTrainer
+    from mmlab.types import Batch
+
+    batch = Batch(
+        pixel_values=torch.zeros(4, 3, 32, 32, dtype=torch.uint8),
+        pixel_mask=torch.ones(4, 32, 32, dtype=torch.bool),
+        input_ids=torch.arange(20).view(4, 5),
+        attention_mask=torch.ones(4, 5, dtype=torch.bool),
+        labels=None,
+        record_ids=list("abcd"),
+        groups=torch.arange(4),
+    )
+    with RunLog(tmp_path) as log, DeviceMonitor(log.emit, device="cpu"):
+        model = build_model("tiny", vocab_size=20)
+        trainer = FusionTrainer(model, objectives=("contrastive", "matching"), device="cpu", emit=log.emit)
+        log.write("start", 0, **trainer.description())
+        trainer.fit([batch, batch], num_epochs=1, eval_loader=[batch])
+    events, _ = read_events(log.path)
+    assert {"start", "step", "epoch", "eval", "device"} <= {event.kind for event in events}
+    for event in events:
+        strangers = {key for key in event.values if event.kind not in EVENT_KEYS[key].kinds.split()}
+        assert not strangers, f"event_keys.py does not say that {event.kind} events carry {strangers}"
+
+
 def test_the_documentation_holds_the_table() -> None:
     text = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
     assert keys_table() in text, (
