@@ -25,6 +25,7 @@ SYNONYMS = {  # column -> names it may have, preferred first; compared in lower 
     "split": "split subset",
     "group": "group group_id image_id",
 }
+_PARQUET = b"PAR1"  # first bytes
 _HEAD_BYTES = 1 << 16
 _DELIMITERS = ",\t|;"
 
@@ -69,29 +70,30 @@ def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
     """Why the file is not a manifest; empty if it is. Looks at its beginning only."""
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
-    if head[:4] == b"PAR1":
-        import pyarrow.parquet
-
-        columns = pyarrow.parquet.read_schema(path).names
-    elif b"\0" in head:
-        return "is not text"
-    else:
-        text = head.decode("utf-8-sig", errors="ignore").lstrip()
-        if text[:1] in ("[", "{"):
-            entries = _first_objects(text)
-            if not entries:
-                return (
-                    f"begins with {text[0]} but what follows is no object in one line, or no list of objects"
-                )
-            columns = list({name: None for entry in entries for name in entry})
-        else:
-            header = text.partition("\n")[0].rstrip("\r")
-            columns = next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
     try:
+        if head[:4] == _PARQUET:
+            columns = _parquet_schema(path).names
+        elif b"\0" in head:
+            return "is not text"
+        else:
+            columns = _text_columns(head.decode("utf-8-sig", errors="ignore").lstrip())
         require_columns(columns, "a table", allow_missing_modality)
     except DataError as error:
         return str(error)
     return ""
+
+
+def _text_columns(text: str) -> list[str]:
+    """The columns that a text file's beginning names."""
+    if text[:1] not in ("[", "{"):
+        header = _header_line(text)
+        return next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
+    entries = _first_objects(text)
+    if not entries:
+        raise DataError(
+            f"begins with {text[0]} but what follows is no object in one line, or no list of objects"
+        )
+    return list({name: None for entry in entries for name in entry})
 
 
 def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
@@ -113,7 +115,7 @@ def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
 
 def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
     with open(path, "rb") as file:
-        if file.read(4) == b"PAR1":
+        if file.read(4) == _PARQUET:
             return _parquet(path, allow_missing_modality)
     text = decode_text(path)
     first = text.lstrip()[:1]
@@ -180,6 +182,10 @@ def decode_text(path: Path) -> str:
         raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
 
 
+def _header_line(text: str) -> str:
+    return text[:_HEAD_BYTES].replace("\r", "\n").partition("\n")[0]
+
+
 def sniff_delimiter(header: str) -> str:
     """The delimiter that cuts the header line into the most columns that have known names."""
     return max(
@@ -188,7 +194,7 @@ def sniff_delimiter(header: str) -> str:
 
 
 def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    delimiter = sniff_delimiter(text.partition("\n")[0].rstrip("\r"))
+    delimiter = sniff_delimiter(_header_line(text))
     lines = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=delimiter == "|"
     )
@@ -244,21 +250,35 @@ def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
         )
 
 
-def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    import pyarrow as pa
+def _parquet_schema(path: Path) -> Any:
+    """The columns of a Parquet file and their types.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = require_columns(file.schema_arrow.names, str(path), allow_missing_modality)
-        if (image := columns.get("image")) and not _holds_strings(
-            kind := file.schema_arrow.field(image).type
-        ):
-            raise DataError(
-                f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
-                "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
-            )
-        table: pa.Table = file.read(columns=list(columns.values()))
-    for number, entry in enumerate(table.to_pylist()):
+    try:
+        return pyarrow.parquet.read_schema(path)
+    except (OSError, ValueError) as error:  # arrow's own errors are among these
+        raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
+
+
+def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    import pyarrow.parquet
+
+    schema = _parquet_schema(path)
+    columns = require_columns(schema.names, str(path), allow_missing_modality)
+    if (image := columns.get("image")) and not _holds_strings(kind := schema.field(image).type):
+        raise DataError(
+            f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
+            "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
+        )
+    try:
+        entries = pyarrow.parquet.ParquetFile(path).read(columns=list(columns.values())).to_pylist()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
+    for number, entry in enumerate(entries):
         yield f"row {number}", entry
 
 

@@ -50,7 +50,9 @@ def members(path: Path) -> Iterator[Member]:
                 raise DataError(f"is damaged at byte {position}: no tar header there")
             if kind == b"S" or b"GNU.sparse.major" in stated:
                 raise DataError(f"has a sparse file at byte {position}; pack it again without --sparse")
-            num_bytes = 0 if kind in _WITHOUT_DATA else int(stated.get(b"size") or _number(header[124:136]))
+            num_bytes = 0 if kind in _WITHOUT_DATA else _size(header, stated)
+            if num_bytes is None:
+                raise DataError(f"is damaged at byte {position}: the member's size is no number")
             if start + num_bytes > len(archive):
                 raise DataError(f"is cut off: the member at byte {position} needs {num_bytes} bytes")
             if kind in _REGULAR:
@@ -68,15 +70,19 @@ def members(path: Path) -> Iterator[Member]:
 
 def _sum_is_right(header: bytes) -> bool:
     """The header's own check sum, taken with eight spaces in its place."""
-    digits = header[148:156].strip(b" \0")
-    return digits.isdigit() and int(digits, 8) == sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    return _octal(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * ord(" ")
 
 
-def _number(field: bytes) -> int:
-    """Octal digits or, above 8 GiB, a big-endian number marked by its first bit."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:])
-    return int(field.strip(b" \0") or b"0", 8)
+def _octal(field: bytes) -> int | None:
+    digits = field.strip(b" \0")
+    return int(digits or b"0", 8) if not digits.strip(b"01234567") else None
+
+
+def _size(header: bytes, stated: dict[bytes, bytes]) -> int | None:
+    """The size that an extended header states, else octal digits or, above 8 GiB, a number marked by its first bit."""
+    if b"size" in stated:
+        return int(stated[b"size"]) if stated[b"size"].isdigit() else None
+    return int.from_bytes(header[125:136]) if header[124] & 0x80 else _octal(header[124:136])
 
 
 def _name(header: bytes) -> bytes:
@@ -88,8 +94,11 @@ def _pax_fields(body: bytes) -> dict[bytes, bytes]:
     """Records of the form `LENGTH KEY=VALUE`, a newline after each; the length counts the whole record."""
     fields = {}
     while body:
-        length, _, _ = body.partition(b" ")
-        key, _, value = body[len(length) + 1 : int(length) - 1].partition(b"=")
+        digits = body.partition(b" ")[0]
+        length = int(digits) if digits.isdigit() else 0
+        if length <= len(digits):  # damaged: what follows cannot be told apart
+            break
+        key, _, value = body[len(digits) + 1 : length - 1].partition(b"=")
         fields[key] = value
-        body = body[int(length) :]
+        body = body[length:]
     return fields

@@ -88,10 +88,8 @@ def test_texts(images, text, reason):
     ],
 )
 def test_values_of_json_lines(images, entry, reason):
-    path = images.jsonl(
-        "set/data.jsonl",
-        [{"image": "good.jpg", "text": "x"} | ({"label": 1} if "label" in entry else {}), entry],
-    )
+    good = {"image": "good.jpg", "text": "x"} | {key: 1 for key in entry if key == "label"}
+    path = images.jsonl("set/data.jsonl", [good, entry])
     with pytest.raises(DataError) as error:
         read_records(path)
     assert [row.row for row in error.value.bad_rows] == ["line 2"]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import random
 import subprocess
 import sys
+import tarfile
 import time
+from contextlib import suppress
+from pathlib import Path
 
+import pandas as pd
 import pytest
-from sample_files import encoded
+from sample_files import Folder, encoded
 
 from mmlab.errors import DataError, OptionError
 from mmlab.readers import read_records
+from mmlab.readers.manifest import SYNONYMS
 from mmlab.text import load_tokenizer
 
 
@@ -113,3 +120,79 @@ def test_a_known_data_set_of_many_images_is_read_quickly(folder):
     start = time.perf_counter()
     read_records(path)
     assert time.perf_counter() - start < 1
+
+
+def test_the_document_lists_every_column_name():
+    table = (Path(__file__).parents[2] / "docs/data_formats.md").read_text("utf-8")
+    for column, names in SYNONYMS.items():
+        row = next(line for line in table.splitlines() if line.startswith((f"| {column} |", f"| {column},")))
+        assert row.split("|")[2].replace("`", "").split() == names.split()
+
+
+def whole_files(folder: Folder) -> dict[str, Path]:
+    """One valid data file of each kind over the same image."""
+    folder.image("a.jpg")
+    coco = {
+        "images": [{"id": 1, "file_name": "a.jpg"}],
+        "annotations": [{"id": 5, "image_id": 1, "caption": "x"}, {"id": 6, "image_id": 1, "caption": "y"}],
+    }
+    pd.DataFrame({"image": ["a.jpg"], "text": ["x"]}).to_parquet(folder.path / "parquet")
+    with tarfile.open(folder.path / "tar", "w") as archive:
+        for name, content in (("a.jpg", encoded()), ("a.json", b'{"caption": ["x", "y"], "label": 1}')):
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), 1.5
+            archive.addfile(member, io.BytesIO(content))
+    return {
+        "csv": folder.csv("csv", [["image", "text", "label"], ["a.jpg", "x, y", "1"], ["a.jpg", "z", "2"]]),
+        "jsonl": folder.jsonl("jsonl", [{"image": "a.jpg", "text": ["x", "y"], "group": "g"}]),
+        "json": folder.json("json", [{"image": "a.jpg", "text": "x"}, {"image": "a.jpg", "text": "y"}]),
+        "coco": folder.json("coco", coco),
+        "flickr": folder.text("flickr", "a.jpg#0\tx\na.jpg#1\ty\n"),
+        "parquet": folder.path / "parquet",
+        "tar": folder.path / "tar",
+    }
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """The content with a few bytes changed, cut out, or replaced by others that mean something."""
+    tokens = [
+        b"null",
+        b"[",
+        b"{}",
+        b'"',
+        b",",
+        b"\t",
+        b"\n",
+        b"\r",
+        b"\xff",
+        b"\0",
+        b"1e999",
+        b"NaN",
+        b"5",
+        b"../",
+        b"-1",
+    ]
+    changed = bytearray(content)
+    for _ in range(chance.choice([1, 1, 2, 4])):
+        start = chance.randrange(len(changed))
+        end = start + chance.choice([0, 1, 3, 8, 50])
+        changed[start:end] = chance.choice([*tokens, bytes([chance.randrange(256)])])
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "json", "coco", "flickr", "parquet", "tar"])
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_files_give_records_or_a_data_error(folder, kind):
+    """Whatever the damage: no other exception, no endless loop, no empty result."""
+    path = whole_files(folder)[kind]
+    content, chance = path.read_bytes(), random.Random(7)
+    assert len(read_records(path)) >= 1
+    for _ in range(150):
+        path.write_bytes(damaged(content, chance))
+        with suppress(DataError):
+            assert len(read_records(path, errors="report")) >= 1
+
+
+def test_digits_where_a_tar_file_has_its_check_sum_are_no_tar_file(folder):
+    folder.image("a.jpg")
+    assert len(read_records(folder.csv("data.csv", [["image", "text"], ["a.jpg", "9" * 1000]]))) == 1
