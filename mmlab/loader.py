@@ -7,7 +7,6 @@ workers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from mmlab.dataset import MultimodalDataset, Sample
 from mmlab.images import PATCH
+from mmlab.machine import num_usable_cores
 from mmlab.schedule import BatchPlan, BatchScheduler
 from mmlab.types import Batch
 
@@ -63,8 +63,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0) -> Batch:
 
 def default_num_workers() -> int:
     """Worker processes to start when none are asked for: one a core that this process may use, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores)
+    return min(8, num_usable_cores())
 
 
 class PlannedLoader:

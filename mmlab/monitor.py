@@ -59,9 +59,7 @@ class DeviceMonitor:
     ) -> None:
         if not interval_s > 0:
             raise OptionError(f"interval_s: expected seconds above 0, found {interval_s}")
-        from mmlab.meters import (
-            DeviceMeter,
-        )  # needs torch, which the process that trains has and a view need not
+        from mmlab.meters import DeviceMeter  # needs torch, as training does; a view does not
 
         self.error: Exception | None = None  # what ended the thread before its time
         self._emit, self._interval_s, self._rank = emit, interval_s, rank
