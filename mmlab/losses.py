@@ -75,7 +75,8 @@ class Contrastive:
         """Sum over the samples of the mean of both directions, in nats."""
         similarity = output.image_embedding @ output.text_embedding.T  # (B, B) image rows, text columns
         logits = _at_least_fp32(similarity) * output.logit_scale
-        return contrastive_losses(logits, negatives(batch), num_negatives=self.num_negatives).sum()
+        losses = contrastive_losses(logits, negatives(batch), num_negatives=self.num_negatives)
+        return (losses * sample_weights(batch)).sum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,8 @@ class Matching:
         images, texts = torch.cat([rows, rows, other_images]), torch.cat([rows, other_texts, rows])
         logits = _at_least_fp32(output.match(images, texts))
         target = (torch.arange(3 * len(batch), device=rows.device) < len(batch)).to(logits.dtype)
-        weight = torch.cat([pairs(batch), allowed.any(1), allowed.any(1)]).to(logits.dtype)
+        counted = torch.cat([pairs(batch), allowed.any(1), allowed.any(1)])
+        weight = counted.to(logits.dtype) * sample_weights(batch).repeat(3)
         return F.binary_cross_entropy_with_logits(logits, target, weight=weight, reduction="sum")
 
 
@@ -115,7 +117,16 @@ class OwnLoss:
         return int(self.model.num_terms(batch))
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
-        """Sum over them, in the model's own unit."""
+        """Sum over them, in the model's own unit.
+
+        Raises:
+            OptionError: the batch weighs its samples, which a mean that is made inside the model cannot.
+        """
+        if batch.weights is not None:
+            raise OptionError(
+                "the batch has loss weights, but this model computes its own mean loss, in which all samples count "
+                "alike; weigh by sampling without correction instead"
+            )
         return _at_least_fp32(output.loss) * self.model.num_terms(batch)
 
 
@@ -158,6 +169,12 @@ class LossTerms:
 def pairs(batch: Batch) -> Tensor:
     """(B,) bool: samples that have both an image and a text."""
     return batch.pixel_mask.flatten(1).any(1) & batch.attention_mask.any(1)
+
+
+def sample_weights(batch: Batch) -> Tensor:
+    """(B,) factors of the samples' losses. They scale the sums and leave the counts: a mean is over samples, so that
+    weights which average to one over the data leave it unbiased, and a heavy batch counts for more than a light one."""
+    return torch.ones(len(batch), device=batch.input_ids.device) if batch.weights is None else batch.weights
 
 
 def negatives(batch: Batch) -> Tensor:

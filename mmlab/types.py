@@ -79,6 +79,7 @@ class Batch:
     labels: torch.Tensor | None  # (B,) int64
     record_ids: list[str]
     groups: torch.Tensor | None = None  # (B,) int64; equal values share an image
+    weights: torch.Tensor | None = None  # (B,) float32; factor of each sample's loss, 1 where None
 
     def __len__(self) -> int:
         return len(self.record_ids)
