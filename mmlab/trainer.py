@@ -211,7 +211,8 @@ class FusionTrainer:
 
         Returns:
             The values of an `eval` event: `loss`, the contrastive loss of each pair among a fixed number of
-            candidates, and recall at k both ways over all pairs; for a `LossModel` its own `loss` alone.
+            candidates, or a `LossModel`'s own loss; and recall at k both ways over all pairs, where the model gives
+            embeddings (CLIP does).
 
         Raises:
             DataError: retrieval without a single pair.
@@ -228,15 +229,20 @@ class FusionTrainer:
             if isinstance(self.model, LossModel):
                 num_terms = int(self.model.num_terms(batch))
                 total, count = total + float(output.loss) * num_terms, count + num_terms
+                if getattr(output, "image_embeds", None) is not None:
+                    parts.append(of_pairs(batch, output.image_embeds, output.text_embeds))
             else:
                 parts.append(of_pairs(batch, output.image_embedding, output.text_embedding))
                 logit_scale = output.logit_scale
-        if isinstance(self.model, LossModel):
-            measured = {"loss": total / count if count else math.nan}
-        else:
+        measured = {}
+        if parts:
             embeddings = joined(parts)
-            measured = recalls(embeddings)
-            measured["loss"] = candidate_loss(embeddings, logit_scale, num_candidates=num_candidates)
+            measured = {
+                **recalls(embeddings),
+                "loss": candidate_loss(embeddings, logit_scale, num_candidates=num_candidates),
+            }
+        if isinstance(self.model, LossModel):
+            measured["loss"] = total / count if count else math.nan
         return {
             "epoch": self.epoch,
             "num_samples": num_samples,

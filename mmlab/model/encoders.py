@@ -44,7 +44,7 @@ class ViT(nn.Module):
             raise OptionError(f"ViT width must be a multiple of 4 x num_heads = {4 * num_heads}, found {dim}")
         self.dim = dim
         self.embed = ConvStem(dim) if conv_stem else PatchEmbedding(dim)
-        self.embed_norm = nn.LayerNorm(dim)  # content on the scale of the positions: learns twice as fast
+        self.embed_norm = nn.LayerNorm(dim)  # without it the positions drown the content
         self.blocks = nn.ModuleList(SelfAttention(dim, num_heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
 
