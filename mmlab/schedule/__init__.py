@@ -10,8 +10,9 @@ from typing import Any
 
 from mmlab.errors import OptionError, unknown_name
 from mmlab.schedule.base import BatchScheduler
-from mmlab.schedule.classic import Bucket, Random, Sorted
-from mmlab.schedule.dense import Budget
+from mmlab.schedule.classic import AspectBucket, Bucket, LengthGrouped, Random, Sorted
+from mmlab.schedule.dense import Budget, Memory
+from mmlab.schedule.packed import Packed
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.preview import Preview, preview, read_lengths
 from mmlab.schedule.report import PlanReport
@@ -20,7 +21,11 @@ SCHEDULERS: dict[str, type[BatchScheduler]] = {
     "random": Random,
     "sorted": Sorted,
     "bucket": Bucket,
+    "length_grouped": LengthGrouped,
+    "aspect_bucket": AspectBucket,
     "budget": Budget,
+    "memory": Memory,
+    "packed": Packed,
 }
 
 
@@ -28,7 +33,7 @@ def make_scheduler(name: str, **options: Any) -> BatchScheduler:
     """A scheduler by its name in `SCHEDULERS`.
 
     >>> make_scheduler("random", batch_size=4)
-    Random(seed=0, world_size=1, batch_size=4)
+    Random(seed=0, world_size=1, batch_size=4, allow_collisions=True)
 
     Raises:
         OptionError: an unknown name, an option that this scheduler does not have, or a value out of range.

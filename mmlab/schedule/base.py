@@ -1,28 +1,28 @@
 """The base of every scheduler: options in, one epoch's plan out.
 
 A scheduler is a frozen dataclass of its options. To write one, subclass `BatchScheduler`, override `cut` (and
-`block_size` where batches can be cut block by block), and add it to `mmlab.schedule.SCHEDULERS`.
+`block_size`, where an epoch can be planned in parts), and add it to `mmlab.schedule.SCHEDULERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmlab.errors import OptionError
 from mmlab.records import Records
-from mmlab.schedule.order import derive_key, permute
-from mmlab.schedule.plan import BatchPlan, Block
-from mmlab.schedule.ranks import split_evenly
+from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.epoch import EpochBlocks
+from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Record, SampleSizes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mmlab.types import CostModel
+BLOCK_SIZE = 32768  # samples planned together where an epoch is planned in parts: tens of milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,74 +56,62 @@ class BatchScheduler:
 
         Args:
             samples: what to plan, N samples; sizes after the image policy are what counts.
-            epoch: changes the composition and the order, except under a scheduler that says otherwise.
+            epoch: changes composition and order, except under a scheduler that says otherwise.
 
         Raises:
             OptionError: a sample that no batch may hold under this scheduler's budget.
         """
         sizes = sizes_of(samples)
-        cost, budget = self.limits(sizes)
-        source = EpochBlocks(self, sizes, epoch, budget)
-        return BatchPlan(source, sizes, cost=cost, budget=budget, even_for=self.world_size)
+        return self._plan_of(EpochBlocks(self, sizes, epoch, self.limits(sizes)))
+
+    def resume(
+        self,
+        samples: Records | SampleSizes | Sequence[Record],
+        state: Mapping[str, Any],
+        *,
+        world_size: int | None = None,
+    ) -> BatchPlan:
+        """The rest of an epoch, from the `state_dict` of a plan or of its iterator; nothing is replayed.
+
+        Args:
+            samples: the same as were planned.
+            state: where the epoch stands.
+            world_size: ranks that go on; None keeps this scheduler's. Another number than before cuts the samples
+                that are left anew; none is lost or repeated.
+
+        Raises:
+            DataError: the state is of other data, another seed or other options.
+        """
+        scheduler = self if world_size is None else replace(self, world_size=world_size)
+        sizes = sizes_of(samples)
+        whole = EpochBlocks(scheduler, sizes, state["epoch"], scheduler.limits(sizes))
+        rest, position = whole.resumed(state)
+        return scheduler._plan_of(rest)._view(0, 1, position)
 
     def optimize_batch(self, dataset: Any) -> BatchPlan:
-        """The articles' name for planning the first epoch; reads `dataset.sizes`, decodes no image."""
+        """The articles' name for planning an epoch; reads `dataset.sizes`, decodes no image."""
         return self.plan(dataset.sizes)
 
-    def limits(self, sizes: SampleSizes) -> tuple[CostModel | None, float | None]:
-        """Cost model and budget of a batch, None where the scheduler has none."""
-        return None, None
+    def limits(self, sizes: SampleSizes) -> Limits:
+        """What a batch may cost; no limit unless overridden."""
+        return Limits()
 
     def block_size(self, num_samples: int) -> int:
         """Samples planned together; the whole epoch unless overridden."""
         return num_samples
 
     def cut(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, budget: float | None
+        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
         """Batches of `rows`, which come in random order."""
         raise NotImplementedError
 
+    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+        """The batches in the order of training; as they were cut unless overridden."""
+        return batches
 
-@dataclass(frozen=True, kw_only=True)
-class FixedSize(BatchScheduler):
-    """The base of schedulers whose batches have a fixed number of samples.
-
-    Args:
-        batch_size: samples a batch; leftovers form smaller ones.
-    """
-
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("batch_size", self.batch_size, 1)
-
-
-@dataclass(frozen=True)
-class EpochBlocks:
-    """One epoch of a scheduler, block by block; any block can be built alone."""
-
-    scheduler: BatchScheduler
-    sizes: SampleSizes
-    epoch: int
-    budget: float | None
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-len(self.sizes) // max(1, self.scheduler.block_size(len(self.sizes))))
-
-    def rows(self, block: int) -> NDArray[np.int64]:
-        """The samples of a block, in random order."""
-        num_samples = len(self.sizes)
-        first, last = (num_samples * edge // self.num_blocks for edge in (block, block + 1))
-        return permute(np.arange(first, last), num_samples, derive_key(self.scheduler.seed, self.epoch))
-
-    def build(self, block: int) -> Block:
-        """The batches of a block."""
-        rng = np.random.Generator(np.random.Philox(derive_key(self.scheduler.seed, self.epoch, block)))
-        batches = self.scheduler.cut(self.sizes, self.rows(block), rng, self.budget)
-        return split_evenly(batches, self.scheduler.world_size)
+    def _plan_of(self, source: EpochBlocks) -> BatchPlan:
+        return BatchPlan(source, source.sizes, limits=source.limits, even_for=self.world_size)
 
 
 def sizes_of(samples: Records | SampleSizes | Sequence[Record]) -> SampleSizes:
@@ -132,11 +120,12 @@ def sizes_of(samples: Records | SampleSizes | Sequence[Record]) -> SampleSizes:
         return samples
     if isinstance(samples, Records):
         return samples.sizes()
-    columns = {
-        name: [getattr(record, name) for record in samples]
-        for name in ("num_tokens", "height", "width", "group")
-    }
-    return SampleSizes(**{name: np.array(column) for name, column in columns.items()})
+    return SampleSizes(
+        num_tokens=np.array([record.num_tokens for record in samples], dtype=np.int32),
+        height=np.array([record.height for record in samples], dtype=np.int32),
+        width=np.array([record.width for record in samples], dtype=np.int32),
+        group=np.array([record.group for record in samples], dtype=np.int64),
+    )
 
 
 def require_at_least(name: str, value: float, limit: float) -> None:

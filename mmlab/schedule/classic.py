@@ -1,4 +1,7 @@
-"""The batch schedulers that everybody knows, as everybody knows them: the baselines to compare with."""
+"""The batch schedulers that everybody knows, as everybody knows them: the baselines to compare with.
+
+All have a fixed batch size. Only `random` plans in blocks; the others look at the whole epoch, which costs a sort.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmlab.schedule.base import FixedSize, require_at_least
-from mmlab.schedule.plan import Block
+from mmlab.cost import FREE
+from mmlab.images import PATCH
+from mmlab.schedule.base import BatchScheduler, require_at_least
+from mmlab.schedule.collisions import occurrences, separate
+from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.metrics import cells
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,76 +24,185 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Random(FixedSize):
-    """Fixed batch size, fresh random order each epoch: no bias, the most padding."""
+class FixedSize(BatchScheduler):
+    """The base of schedulers whose batches have a fixed number of samples.
 
-    def block_size(self, num_samples: int) -> int:
-        return 8192 * self.batch_size
+    Args:
+        batch_size: samples a batch; leftovers form smaller ones.
+        allow_collisions: whether a batch may hold two samples of one image; if not, neighbours change places.
+    """
+
+    batch_size: int = 8
+    allow_collisions: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("batch_size", self.batch_size, 1)
 
     def cut(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, budget: float | None
+        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
-        return Block(rows, _every(len(rows), self.batch_size))
+        order, starts_bucket = self.line_up(sizes, rows)
+        batches = Block(order, _ends_of(starts_bucket, self.batch_size))
+        if self.allow_collisions:
+            return batches
+        batches, put_out = separate(sizes, batches, FREE, np.inf)
+        turn = occurrences(sizes, put_out)
+        by_turn = np.argsort(turn, kind="stable")
+        extra = Block(put_out[by_turn], _ends_of(_changes(turn[by_turn]), self.batch_size))
+        return Block.join([batches, extra])
+
+    def line_up(
+        self, sizes: SampleSizes, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """(n,) `rows` in the order in which they are cut, and where a new batch must begin."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(FixedSize):
+    """Fixed batch size in a fresh random order each epoch: no bias, the most padding.
+
+    When to use: images of one size and texts of one length, or as the baseline.
+    """
+
+    def block_size(self, num_samples: int) -> int:
+        return 4096 * self.batch_size
+
+    def line_up(
+        self, sizes: SampleSizes, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        return rows, np.zeros(len(rows), dtype=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sorted(FixedSize):
-    """Sorted by image height, width, then text length: the articles' `BatchScheduler`. The same every epoch."""
+    """Sorted by image height and width, then text length: the articles' `BatchScheduler`. The same in every epoch.
 
-    def cut(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, budget: float | None
-    ) -> Block:
-        order = np.lexsort((sizes.num_tokens, sizes.width, sizes.height))
-        return Block(order.astype(np.int64), _every(len(order), self.batch_size))
+    When to use: evaluation, where order does not matter. In training, the frozen order biases the optimizer.
+    """
+
+    def line_up(
+        self, sizes: SampleSizes, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        rows = np.sort(rows)
+        by_size = np.lexsort((sizes.num_tokens[rows], sizes.width[rows], sizes.height[rows]))
+        return rows[by_size], np.zeros(len(rows), dtype=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket(FixedSize):
-    """Aspect class x text length buckets, shuffled inside and between: fresh batches with less padding.
+class LengthGrouped(FixedSize):
+    """Hugging Face's `group_by_length`: sorted by length inside random mega-batches, the longest sample first.
+
+    Length is text tokens and image patches together. When to use: to reproduce `Trainer(group_by_length=True)`; it sees
+    one number a sample, so images of different shape still pad each other.
 
     Args:
-        text_step: tokens that a length bucket spans.
+        mega_batch: batches that are sorted together; None takes 50, or a quarter of the epoch if that is less.
+
+    Source:
+        `get_length_grouped_indices` in transformers' `trainer_pt_utils.py`.
+    """
+
+    mega_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("mega_batch", 1 if self.mega_batch is None else self.mega_batch, 1)
+
+    def line_up(
+        self, sizes: SampleSizes, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        length = sizes.num_tokens[rows] + _patches(sizes, rows)
+        span = self.batch_size * (self.mega_batch or max(1, min(len(rows) // (self.batch_size * 4), 50)))
+        mega = np.arange(len(rows)) // span
+        by_length = np.lexsort((-length, mega))
+        order, length = rows[by_length], length[by_length]
+        firsts = np.arange(0, len(rows), span)
+        if len(rows):
+            longest = firsts[np.argmax(length[firsts])]
+            order[[0, longest]] = order[[longest, 0]]
+        return order, np.zeros(len(rows), dtype=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucketed(FixedSize):
+    """The base of schedulers whose batches stay inside a bucket; batches come in random order."""
+
+    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+        return batches.pick(rng.permutation(len(batches.ends)))
+
+    def line_up(
+        self, sizes: SampleSizes, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        keys = self.buckets(sizes, rows)
+        by_bucket = np.lexsort(keys)
+        edges = [_changes(key[by_bucket]) for key in keys]
+        return rows[by_bucket], np.logical_or.reduce(edges)
+
+    def buckets(self, sizes: SampleSizes, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], ...]:
+        """Columns (n,) that are equal inside a bucket, the most important last."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket(Bucketed):
+    """Buckets of aspect class and text length, shuffled inside: fresh batches with little padding.
+
+    When to use: a fixed batch size is wanted, for example for a contrastive loss with a fixed number of negatives.
+
+    Args:
+        text_step: tokens that a bucket spans.
+        classes_per_octave: aspect classes for each doubling of width / height.
     """
 
     text_step: int = 8
+    classes_per_octave: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("text_step", self.text_step, 1)
+        require_at_least("classes_per_octave", self.classes_per_octave, 1)
 
-    def cut(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, budget: float | None
-    ) -> Block:
-        length = sizes.num_tokens[rows] // self.text_step
-        return _cut_buckets(rows, (length, aspect_class(sizes, rows)), self.batch_size, rng)
+    def buckets(self, sizes: SampleSizes, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], ...]:
+        aspect = aspect_class(sizes.height[rows], sizes.width[rows], self.classes_per_octave)
+        return sizes.num_tokens[rows] // self.text_step, aspect
 
 
-def aspect_class(sizes: SampleSizes, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Quarter octaves of width / height, a class of its own for samples without an image."""
-    height, width = sizes.height[rows].astype(np.float64), sizes.width[rows].astype(np.float64)
+@dataclass(frozen=True, kw_only=True)
+class AspectBucket(Bucketed):
+    """One bucket for each image size in patches, text ignored: the practice of diffusion training.
+
+    When to use: image cost rules and captions are short, or padded to a fixed length anyway.
+    """
+
+    def buckets(self, sizes: SampleSizes, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], ...]:
+        return cells(sizes.width[rows], PATCH), cells(sizes.height[rows], PATCH)
+
+
+def aspect_class(
+    height: NDArray[np.integer], width: NDArray[np.integer], classes_per_octave: int
+) -> NDArray[np.int64]:
+    """(n,) class of width / height on a logarithmic scale, from 1; 0 without an image."""
     there = (height > 0) & (width > 0)
-    ratio = np.divide(width, height, out=np.ones_like(width), where=there)
-    return np.where(there, np.rint(4 * np.log2(ratio)), -1000).astype(np.int64)
+    ratio = np.divide(width, height, out=np.ones(len(width)), where=there)
+    octave = np.clip(np.log2(ratio), -16, 16)
+    return np.where(there, np.rint((octave + 17) * classes_per_octave), 0).astype(np.int64)
 
 
-def _every(num_samples: int, batch_size: int) -> NDArray[np.int64]:
-    return np.append(np.arange(batch_size, num_samples, batch_size), num_samples)[
-        : -(-num_samples // batch_size)
-    ]
+def _patches(sizes: SampleSizes, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    return cells(sizes.height[rows], PATCH) * cells(sizes.width[rows], PATCH)
 
 
-def _cut_buckets(
-    rows: NDArray[np.int64], keys: tuple[NDArray[np.integer], ...], batch_size: int, rng: np.random.Generator
-) -> Block:
-    """Batches of at most `batch_size` that do not cross a bucket (rows of equal keys), in random order."""
-    by_bucket = np.lexsort(keys)
-    edges = np.zeros(len(rows), dtype=bool)
-    for key in keys:
-        edges[1:] |= np.diff(key[by_bucket]) != 0
-    bucket_starts = np.flatnonzero(edges)
-    start = np.zeros(len(rows), np.int64)
-    start[bucket_starts] = np.diff(bucket_starts, prepend=0)
-    place = np.arange(len(rows)) - np.cumsum(start)
-    ends = np.append(np.flatnonzero(place % batch_size == 0)[1:], len(rows))[: len(rows)]
-    block = Block(rows[by_bucket], ends)
-    return block.pick(rng.permutation(len(ends)))
+def _changes(ordered: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """(n,) whether a value differs from the one before it; not so for the first."""
+    return np.diff(ordered, prepend=ordered[:1]) != 0
+
+
+def _ends_of(starts_bucket: NDArray[np.bool_], batch_size: int) -> NDArray[np.int64]:
+    """Ends of batches of at most `batch_size` that begin anew at each start of a bucket."""
+    num_samples = len(starts_bucket)
+    places = np.arange(num_samples)
+    bucket_start = np.maximum.accumulate(np.where(starts_bucket, places, 0))
+    starts_batch = (places - bucket_start) % batch_size == 0
+    return np.append(np.flatnonzero(starts_batch)[1:], num_samples)[: int(starts_batch.sum())]

@@ -1,4 +1,4 @@
-"""The figures by which plans are judged, each a pure function of columns. O(N log N) at most, compiled sorts only."""
+"""The figures by which plans are judged, each a pure function of columns: O(N log N) at most, nothing decoded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mmlab.schedule.plan import Block
+    from mmlab.schedule.columns import Block
 
-_WIDTH = 768  # model width of `work`
+_LINEAR_WORK = 6 * 768
 
 
 def cells(side: NDArray[np.integer], patch: int) -> NDArray[np.int64]:
@@ -24,26 +24,53 @@ def waste(real: float, padded: float) -> float:
     return float(1 - real / padded) if padded else 0.0
 
 
-def work(length: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Multiply-adds of a transformer layer of width 768 over a sequence this long: linear part plus attention."""
-    length = length.astype(np.float64)
-    return 24 * _WIDTH**2 * length + 4 * _WIDTH * length**2
+def work(length: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Arithmetic of a transformer layer of width 768 over a sequence this long: linear part plus attention.
+
+    24 * 768^2 * L + 4 * 768 * L^2 operations, in units of 4 * 768; whole numbers, so that every machine sums alike.
+    """
+    length = length.astype(np.int64)
+    return length * (_LINEAR_WORK + length)
 
 
-def straggler(step_work: NDArray[np.float64], num_ranks: int) -> float:
+def straggler(batch_work: NDArray[np.number], num_ranks: int) -> float:
     """1 - mean / max over each `num_ranks` consecutive batches, weighted by time: the share of time that ranks idle."""
-    num_whole = len(step_work) // num_ranks * num_ranks
-    steps = step_work[:num_whole].reshape(-1, num_ranks)
+    num_whole = len(batch_work) // num_ranks * num_ranks
+    steps = batch_work[:num_whole].reshape(-1, num_ranks)
     return waste(steps.sum(), steps.max(axis=1).sum() * num_ranks) if num_whole else 0.0
 
 
+def padded_streams(
+    text: NDArray[np.int64], image: NDArray[np.int64], room: tuple[int, int], num_ranks: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What each pack's streams are padded to: their room, halved as often as every pack of the step still fits.
+
+    So shapes stay few, and the short step that makes a plan even for its ranks costs little. A pack of one oversize
+    sample is as long as it is.
+
+    Args:
+        text, image: (b,) tokens and patches of each pack; `num_ranks` consecutive packs are one step.
+        room: of the two streams.
+
+    Returns:
+        (b,) padded tokens and patches.
+    """
+    fill = np.maximum(text / max(1, room[0]), image / max(1, room[1]))
+    step = np.arange(len(text)) // num_ranks
+    fullest = np.zeros(len(text))
+    np.maximum.at(fullest, step, fill)
+    share = 0.5 ** np.floor(-np.log2(np.clip(fullest[step], 2.0**-20, 1.0)))
+    padded_text, padded_image = (np.ceil(share * most).astype(np.int64) for most in room)
+    return np.maximum(text, padded_text), np.maximum(image, padded_image)
+
+
 def collision_ratio(batches: Block, group: NDArray[np.int64]) -> float:
-    """Share of samples that share their batch with another sample of the same image (a negative group has no image)."""
-    image, batch = group[batches.order], batches.batch_of_sample
+    """Share of samples that have another sample of their image in their batch (a negative group has no image)."""
+    image, batch = group[batches.order], batches.batch_of_place
     batch, image = batch[image >= 0], image[image >= 0]
     if not len(image):
         return 0.0
-    if int(image.max() + 1) * len(batches.ends) >= 2**63:
+    if (int(image.max()) + 1) * len(batches.ends) >= 2**63:
         image = np.unique(image, return_inverse=True)[1]
     pairs = np.sort(batch * (image.max() + 1) + image)
     same = np.diff(pairs) == 0
@@ -51,55 +78,53 @@ def collision_ratio(batches: Block, group: NDArray[np.int64]) -> float:
     return num_colliding / len(batches.order)
 
 
-def mate_ratio(first: Block, second: Block, num_samples: int) -> float:
-    """Share of pairs of batch-mates in one epoch that are mates again in the next."""
-    counts = np.diff(first.ends, prepend=0)
-    num_pairs = int((counts * (counts - 1)).sum())
-    before, after = _places(first, num_samples), _places(second, num_samples)
-    kept = (before >= 0) & (after >= 0)
-    cells_of_both = np.sort(before[kept] * (len(second.ends) + 1) + after[kept])
-    edges = np.flatnonzero(np.diff(cells_of_both, prepend=-1, append=-1))
-    together = np.diff(edges)
-    return float((together * (together - 1)).sum() / num_pairs) if num_pairs else 0.0
-
-
-def place_correlation(first: Block, second: Block, num_samples: int) -> float:
-    """Correlation between a sample's places in two epochs."""
-    before, after = _places(first, num_samples), _places(second, num_samples)
-    kept = (before >= 0) & (after >= 0)
-    return _correlation(before[kept], after[kept])
-
-
-def lag_correlation(batches: Block, sample_work: NDArray[np.float64], num_ranks: int) -> float:
-    """Autocorrelation of the mean work of a sample from one step (of `num_ranks` batches) to the next."""
-    if not len(batches.ends):
-        return 0.0
-    mean = np.add.reduceat(sample_work[batches.order], batches.starts) / np.diff(batches.ends, prepend=0)
-    steps = mean[: len(mean) // num_ranks * num_ranks].reshape(-1, num_ranks).mean(axis=1)
-    return _correlation(steps[:-1], steps[1:])
-
-
-def randomness(first: Block, second: Block, sample_work: NDArray[np.float64], num_ranks: int) -> float:
+def randomness(first: Block, second: Block, sample_work: NDArray[np.int64], num_ranks: int) -> float:
     """R = (1 - mates)(1 - |place|)(1 - |lag|) of two epochs: 1 is as random as shuffling, 0 is frozen.
 
-    The two correlations count only above two standard errors.
+    mates: share of pairs of batch-mates that are mates again; place: correlation of a sample's places in the two
+    epochs; lag: autocorrelation of the mean work of a sample from one step of `num_ranks` batches to the next. The two
+    correlations count only above two standard errors.
+
+    Args:
+        first, second: the epochs' batches.
+        sample_work: (N,) work of each sample.
     """
-    num_samples = len(sample_work)
-    num_batches = max(1, len(first.ends))
-    num_steps = max(4, num_batches // num_ranks)
-    place = abs(place_correlation(first, second, num_samples)) - 2 / np.sqrt(num_batches)
-    lag = abs(lag_correlation(first, sample_work, num_ranks)) - 2 / np.sqrt(num_steps)
-    mates = mate_ratio(first, second, num_samples)
+    if not len(first.ends) or not len(second.ends):
+        return 0.0
+    before, after = _places(first, len(sample_work)), _places(second, len(sample_work))
+    kept = (before >= 0) & (after >= 0)
+    before, after = before[kept], after[kept]
+    together = _run_lengths(np.sort(before * len(second.ends) + after))
+    mates = _num_pairs(together) / max(1, _num_pairs(first.counts))
+    steps = _step_means(first, sample_work, num_ranks)
+    place = abs(correlation(before, after)) - 2 / np.sqrt(len(first.ends))
+    lag = abs(correlation(steps[:-1], steps[1:])) - 2 / np.sqrt(max(4, len(steps)))
     return float((1 - mates) * (1 - max(0.0, place)) * (1 - max(0.0, lag)))
 
 
-def _places(batches: Block, num_samples: int) -> NDArray[np.int64]:
-    place = np.full(num_samples, -1, np.int64)
-    place[batches.order] = batches.batch_of_sample
-    return place
-
-
-def _correlation(left: NDArray[np.number], right: NDArray[np.number]) -> float:
+def correlation(left: NDArray[np.number], right: NDArray[np.number]) -> float:
+    """Pearson's correlation, 0 where a side does not vary."""
     if len(left) < 2 or left.min() == left.max() or right.min() == right.max():
         return 0.0
     return float(np.corrcoef(left, right)[0, 1])
+
+
+def _places(batches: Block, num_samples: int) -> NDArray[np.int64]:
+    """(N,) the batch that each sample is in, -1 where it is in none."""
+    place = np.full(num_samples, -1, np.int64)
+    place[batches.order] = batches.batch_of_place
+    return place
+
+
+def _run_lengths(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
+    edges = np.flatnonzero(np.diff(ordered)) + 1
+    return np.diff(edges, prepend=0, append=len(ordered))
+
+
+def _num_pairs(counts: NDArray[np.int64]) -> int:
+    return int((counts * (counts - 1)).sum())
+
+
+def _step_means(batches: Block, sample_work: NDArray[np.int64], num_ranks: int) -> NDArray[np.float64]:
+    means = np.add.reduceat(sample_work[batches.order], batches.starts) / batches.counts
+    return means[: len(means) // num_ranks * num_ranks].reshape(-1, num_ranks).mean(axis=1)

@@ -1,69 +1,29 @@
 """A plan: which samples form which batch, in which order, for one epoch.
 
-Held as columns (one array of sample rows, one of batch ends), built block by block as it is read: the first batch of
-ten million samples is there before the rest is planned, and iterating keeps one block. `len`, `shapes` and `report`
-plan the whole epoch once (8 bytes a sample). A plan reads sizes only, never pixels, and knows nothing of torch.
+Built block by block as it is read, so the first batch of ten million samples is there before the rest is planned.
+`len`, `shapes` and `report` plan the whole epoch once (8 bytes a sample). A plan reads sizes only, never pixels, and
+knows nothing of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmlab.errors import OptionError
+from mmlab.schedule.columns import NO_LIMITS, Block, Limits, Position
+from mmlab.schedule.epoch import BlockSource, EpochBlocks, GivenBlock
 from mmlab.types import BatchShape
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
     from mmlab.schedule.report import PlanReport
-    from mmlab.types import CostModel, SampleSizes
-
-
-class Block(NamedTuple):
-    """A run of batches as columns."""
-
-    order: NDArray[np.int64]  # (n,) sample rows, batch after batch
-    ends: NDArray[np.int64]  # (b,) where each batch ends in `order`
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """(b,) where each batch begins in `order`."""
-        return np.concatenate((np.zeros(1, np.int64), self.ends[:-1]))[: len(self.ends)]
-
-    @property
-    def batch_of_sample(self) -> NDArray[np.int64]:
-        """(n,) number of the batch that each place in `order` belongs to."""
-        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
-
-    def pick(self, batches: NDArray[np.integer]) -> Block:
-        """The batches asked for, in that order."""
-        starts, counts = self.starts[batches], (self.ends - self.starts)[batches]
-        ends = np.cumsum(counts)
-        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-        return Block(self.order[np.repeat(starts, counts) + within], ends)
-
-    @staticmethod
-    def join(blocks: Sequence[Block]) -> Block:
-        """One block after the other."""
-        shifts = np.cumsum([0, *(len(block.order) for block in blocks)])
-        ends = [block.ends + shift for block, shift in zip(blocks, shifts, strict=False)]
-        empty = np.empty(0, np.int64)
-        return Block(
-            np.concatenate([empty, *(block.order for block in blocks)]), np.concatenate([empty, *ends])
-        )
-
-
-class BlockSource(Protocol):
-    """Where a plan gets its batches from. `build` is pure: the same block gives the same batches."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    def build(self, block: int) -> Block: ...
+    from mmlab.types import SampleSizes
 
 
 class BatchPlan:
@@ -74,38 +34,29 @@ class BatchPlan:
     >>> plan = BatchPlan.from_batches([[0, 1], [2]], sizes)
     >>> list(plan), len(plan), plan.shapes[0]
     ([[0, 1], [2]], 2, BatchShape(batch_size=2, num_tokens=9, height=16, width=16))
+
+    Args:
+        source: where the batches come from.
+        sizes: of all samples, N.
+        limits: what a batch may cost.
+        even_for: every block is known to have a multiple of this many batches.
     """
 
     def __init__(
-        self,
-        source: BlockSource,
-        sizes: SampleSizes,
-        *,
-        cost: CostModel | None = None,
-        budget: float | None = None,
-        even_for: int = 1,
+        self, source: BlockSource, sizes: SampleSizes, *, limits: Limits = NO_LIMITS, even_for: int = 1
     ) -> None:
-        self.source = source
-        self.sizes = sizes
-        self.cost = cost  # what `report` prices batches with; padded tokens when None
-        self.budget = budget  # the limit of that cost for one batch, None when the scheduler has none
-        self._even_for = even_for  # every block has a multiple of this many batches
-        self._rank, self._world_size, self._skipped = 0, 1, 0
+        self.source, self.sizes, self.limits, self.even_for = source, sizes, limits, even_for
+        self._rank, self._world_size, self._start = 0, 1, Position(0, 0)
 
     @classmethod
     def from_batches(cls, batches: Sequence[Sequence[int]], sizes: SampleSizes) -> BatchPlan:
-        """A plan of given batches, for reporting on batches that were made elsewhere."""
+        """A plan of given batches, to report on or train with batches that were made elsewhere."""
         order = np.concatenate([np.empty(0, np.int64), *(np.asarray(batch, np.int64) for batch in batches)])
         ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
-        return cls(_Given(Block(order, ends)), sizes)
+        return cls(GivenBlock(Block(order, ends)), sizes)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        to_skip = self._skipped
-        for index in range(self.source.num_blocks):
-            block = self._of_this_rank(self.source.build(index))
-            for start, end in zip(block.starts[to_skip:], block.ends[to_skip:], strict=True):
-                yield block.order[start:end].tolist()
-            to_skip = max(0, to_skip - len(block.ends))
+    def __iter__(self) -> PlanIterator:
+        return PlanIterator(self)
 
     def __len__(self) -> int:
         return len(self.columns.ends)
@@ -113,25 +64,29 @@ class BatchPlan:
     @cached_property
     def columns(self) -> Block:
         """All batches as columns; plans the whole epoch on first use."""
-        blocks = [self._of_this_rank(self.source.build(index)) for index in range(self.source.num_blocks)]
-        joined = Block.join(blocks)
-        return joined.pick(np.arange(self._skipped, len(joined.ends))) if self._skipped else joined
+        return Block.join([block for _, _, block in self._blocks(self._start)])
 
     @cached_property
     def shape_columns(self) -> NDArray[np.int64]:
         """(num_batches, 4): batch size, longest text, tallest and widest image of each batch."""
         order, ends = self.columns
-        starts = self.columns.starts
         if not len(ends):
             return np.empty((0, 4), np.int64)
         sides = (self.sizes.num_tokens, self.sizes.height, self.sizes.width)
-        longest = [np.maximum.reduceat(side[order], starts) for side in sides]
-        return np.stack([ends - starts, *longest], axis=1).astype(np.int64)
+        longest = [np.maximum.reduceat(side[order], self.columns.starts) for side in sides]
+        return np.stack([self.columns.counts, *longest], axis=1).astype(np.int64)
 
     @property
     def shapes(self) -> Sequence[BatchShape]:
         """The padded shape of every batch, made on access."""
         return _Shapes(self.shape_columns)
+
+    @property
+    def dropped(self) -> NDArray[np.int64]:
+        """Rows that are in no batch, ascending. The schedulers of this package drop none."""
+        missing = np.ones(len(self.sizes), dtype=bool)
+        missing[self.columns.order] = False
+        return np.flatnonzero(missing)
 
     def shard(self, rank: int, world_size: int) -> BatchPlan:
         """The batches of one rank: every `world_size`-th, so that one step's batches are neighbours in the plan.
@@ -141,35 +96,50 @@ class BatchPlan:
         """
         if not 0 <= rank < world_size:
             raise OptionError(f"rank must lie in [0, {world_size}), found {rank}")
-        if self._world_size > 1 or self._skipped:
-            raise OptionError("shard the whole plan first, then skip: this one is already sharded or skipped")
-        if self._even_for % world_size and len(self) % world_size:
+        if self._world_size > 1:
+            raise OptionError(f"this plan is already the share of rank {self._rank} of {self._world_size}")
+        if self.even_for % world_size and len(self) % world_size:
             raise OptionError(
                 f"{len(self)} batches cannot be shared evenly by {world_size} ranks; "
                 f"plan with world_size={world_size}, which splits batches until they can"
             )
-        part = BatchPlan(self.source, self.sizes, cost=self.cost, budget=self.budget)
-        part._rank, part._world_size = rank, world_size
-        return part
+        return self._view(rank, world_size, self._start)
 
     def skip(self, num_steps: int) -> BatchPlan:
-        """The same plan without its first `num_steps` batches (of this rank)."""
-        if num_steps < 0:
-            raise OptionError(f"num_steps must not be negative, found {num_steps}")
-        rest = BatchPlan(self.source, self.sizes, cost=self.cost, budget=self.budget)
-        rest._rank, rest._world_size, rest._skipped = self._rank, self._world_size, self._skipped + num_steps
-        return rest
+        """The same plan without its first `num_steps` batches (of this rank); plans the blocks that it passes over."""
+        return self._view(self._rank, self._world_size, self._after(num_steps))
 
-    def report(self, *, budget: float | None = None, num_ranks: int = 8) -> PlanReport:
-        """Waste, cost, balance and coverage of the whole plan.
+    def state_dict(self, num_steps: int) -> dict[str, Any]:
+        """A few integers: where this plan stands after `num_steps` batches (of this rank); alike on every rank.
+
+        `scheduler.resume(sizes, state)` gives the rest of the epoch, also for another number of ranks.
+        """
+        return self.source.state(self._after(num_steps))
+
+    def report(
+        self, *, budget: float | None = None, num_ranks: int | None = None, following: BatchPlan | None = None
+    ) -> PlanReport:
+        """Waste, cost, balance, randomness and coverage.
 
         Args:
-            budget: what `peak_over_budget` is measured against, the plan's own budget when None.
-            num_ranks: ranks over which consecutive batches are shared, for `straggler`.
+            budget: what costs are measured against, the plan's own budget when None.
+            num_ranks: ranks that share consecutive batches; None takes those it was planned for, or 8.
+            following: the next epoch's plan, for `randomness`; a whole epoch's plan makes it when None.
         """
         from mmlab.schedule.report import report_plan
 
-        return report_plan(self, budget=budget, num_ranks=num_ranks)
+        whole = self._world_size == 1 and self._start == (0, 0)
+        if following is None and whole and isinstance(self.source, EpochBlocks):
+            following = BatchPlan(self.source.next_epoch(), self.sizes, limits=self.limits)
+        if num_ranks is None:
+            num_ranks = self.even_for if self.even_for > 1 else 8
+        return report_plan(self, budget=budget, num_ranks=num_ranks, following=following)
+
+    def plot(self) -> Figure:
+        """Batch sizes, costs and shapes of the plan, as a matplotlib figure."""
+        from mmlab.schedule.figures import plot_plan
+
+        return plot_plan(self)
 
     def __repr__(self) -> str:
         return f"BatchPlan({len(self)} batches of {len(self.columns.order)} samples)"
@@ -177,18 +147,74 @@ class BatchPlan:
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
 
-    def _of_this_rank(self, block: Block) -> Block:
-        if self._world_size == 1:
-            return block
-        return block.pick(np.arange(self._rank, len(block.ends), self._world_size))
+    def _view(self, rank: int, world_size: int, start: Position) -> BatchPlan:
+        view = BatchPlan(self.source, self.sizes, limits=self.limits, even_for=self.even_for)
+        view._rank, view._world_size, view._start = rank, world_size, start
+        return view
+
+    def _blocks(self, start: Position) -> Iterator[tuple[int, int, Block]]:
+        """Number of each block, number of this rank's first batch in it, and this rank's batches."""
+        num_before = 0
+        for number in range(start.block, self.source.num_blocks):
+            block = self.source.build(number)
+            first = start.batch if number == start.block else 0
+            mine = first + (self._rank - num_before) % self._world_size
+            num_before += len(block.ends) - first
+            whole = self._world_size == 1 and not first
+            yield (
+                number,
+                mine,
+                block if whole else block.pick(np.arange(mine, len(block.ends), self._world_size)),
+            )
+
+    def _after(self, num_steps: int) -> Position:
+        if num_steps < 0:
+            raise OptionError(f"num_steps must not be negative, found {num_steps}")
+        return self._settle(self._start.block, self._start.batch + num_steps * self._world_size)
+
+    def _settle(self, block: int, batch: int) -> Position:
+        """The position `batch` batches after the start of a block, carried over into later blocks."""
+        while block < self.source.num_blocks:
+            num_batches = len(self.source.build(block).ends)
+            if batch < num_batches:
+                return Position(block, batch)
+            block, batch = block + 1, batch - num_batches
+        return Position(block, 0)
 
 
-class _Given(NamedTuple):
-    block: Block
-    num_blocks: int = 1
+class PlanIterator(Iterator[list[int]]):
+    """Walks over a plan, one block in memory at a time; a `Stateful` iterator as torchdata understands it."""
 
-    def build(self, block: int) -> Block:
-        return self.block
+    def __init__(self, plan: BatchPlan) -> None:
+        self._plan = plan
+        self._ends: list[int]
+        self._next: int  # number of the end, in `_ends`, of the batch to come
+        self._start_from(plan._start)
+
+    def __next__(self) -> list[int]:
+        while self._next == len(self._ends):
+            self._block, self._mine, columns = next(self._blocks)
+            self._order, self._ends, self._next = columns.order, [0, *columns.ends.tolist()], 1
+        batch = self._order[self._ends[self._next - 1] : self._ends[self._next]].tolist()
+        self._next += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands; the same integers as `BatchPlan.state_dict`."""
+        plan, position = self._plan, self._from
+        if self._next > 1:  # the step of the last batch is done on every rank
+            last = self._mine + (self._next - 2) * plan._world_size
+            position = plan._settle(self._block, last - plan._rank + plan._world_size)
+        return plan.source.state(position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of this plan, without walking there."""
+        self._start_from(self._plan.source.locate(state))
+
+    def _start_from(self, position: Position) -> None:
+        self._from, self._blocks = position, self._plan._blocks(position)
+        self._block, self._mine = position
+        self._order, self._ends, self._next = np.empty(0, np.int64), [0], 1
 
 
 class _Shapes(Sequence[BatchShape]):

@@ -6,7 +6,7 @@ import csv
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,17 @@ import numpy as np
 
 from mmlab.cost import PATCH, PaddedTokens
 from mmlab.errors import DataError, unknown_name
-from mmlab.schedule.base import BatchScheduler, FixedSize, require_at_least, sizes_of
-from mmlab.schedule.metrics import cells, randomness, work
+from mmlab.schedule.base import BatchScheduler, require_at_least, sizes_of
+from mmlab.schedule.classic import FixedSize
+from mmlab.schedule.metrics import cells
+from mmlab.schedule.packed import Packed
+from mmlab.schedule.report import report_plan
 from mmlab.types import SampleSizes
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from mmlab.records import Records
-    from mmlab.schedule.report import PlanReport
     from mmlab.types import Record
 
 FIGURES = (
@@ -38,12 +40,7 @@ FIGURES = (
     "num_duplicates",
     "plan_cpu_s",
 )
-_COMBINE = {
-    "num_batches": np.median,
-    "peak_over_budget": np.max,
-    "num_duplicates": np.max,
-    "coverage": np.min,
-}
+_AVERAGED = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
 _DEFAULT_BATCH_SIZE = 32
 
 
@@ -92,6 +89,7 @@ def preview(
     ranks: int = 8,
     epochs: int = 2,
     seed: int = 0,
+    **changes: Any,
 ) -> Preview:
     """Plan `epochs` epochs with each scheduler and measure the plans.
 
@@ -104,6 +102,7 @@ def preview(
         patch: side of an image patch in pixels.
         ranks: ranks that step together, for `straggler`, and for which plans are made even.
         epochs: how many to plan; figures are means over them, peaks are the highest.
+        changes: options of schedulers, such as `window=4096`; each scheduler takes those that it has.
 
     Raises:
         OptionError: an unknown name, a number out of range, or a budget below the dearest sample.
@@ -115,49 +114,58 @@ def preview(
     sizes = sizes_of(samples)
     cost = PaddedTokens(patch)
     patches = cells(sizes.height, patch) * cells(sizes.width, patch)
-    sample_work = work(sizes.num_tokens) + work(patches)
     mean = float((sizes.num_tokens + patches).mean()) if len(sizes) else 1.0
     if budget is None:
         budget = max(_DEFAULT_BATCH_SIZE * mean, float((sizes.num_tokens + patches).max(initial=0)))
+    fields = {name for kind in SCHEDULERS.values() for name in kind.__dataclass_fields__}
+    for name in changes:
+        if name not in fields:
+            raise unknown_name("scheduler option", name, fields)
     figures = {}
     for name in schedulers:
         if name not in SCHEDULERS:
             raise unknown_name("scheduler", name, SCHEDULERS)
         kind = SCHEDULERS[name]
         options: dict[str, Any] = {"seed": seed, "world_size": ranks}
+        options |= {name: value for name, value in changes.items() if name in kind.__dataclass_fields__}
         if issubclass(kind, FixedSize):
             options["batch_size"] = max(1, round(budget / max(1.0, mean)))
         else:
-            options |= {"budget": budget, "cost": cost}
-        figures[name] = _measure(kind(**options), sizes, sample_work, budget, ranks, epochs)
+            options |= {"budget": budget} | ({"patch": patch} if issubclass(kind, Packed) else {"cost": cost})
+        figures[name] = _measure(kind(**options), sizes, budget, ranks, epochs)
     return Preview(figures, budget)
 
 
 def _measure(
     scheduler: BatchScheduler,
     sizes: SampleSizes,
-    sample_work: np.ndarray,
     budget: float,
     ranks: int,
     epochs: int,
 ) -> dict[str, float | None]:
-    len(scheduler.plan(sizes.take(np.arange(min(len(sizes), ranks)))))  # compile outside the clock
+    few = sizes.take(np.arange(min(len(sizes), 64)))
+    scheduler.cut(
+        few, np.arange(len(few)), np.random.default_rng(0), scheduler.limits(sizes)
+    )  # compiles, off the clock
     start_s = time.process_time()
     plans = [scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)]
-    columns = [plan.columns for plan in plans]
+    for plan in plans:
+        len(plan)
     plan_cpu_s = (time.process_time() - start_s) / epochs
-    reports: list[PlanReport] = [plan.report(budget=budget, num_ranks=ranks) for plan in plans]
-    scores = [randomness(*pair, sample_work, ranks) for pair in pairwise(columns)]
-    figures: dict[str, float | None] = {}
-    for name in FIGURES:
-        if name == "randomness":
-            figures[name] = float(np.mean(scores)) if scores else None
-        elif name == "plan_cpu_s":
-            figures[name] = plan_cpu_s
-        else:
-            combine = _COMBINE.get(name, np.mean)
-            figures[name] = combine([getattr(report, name) for report in reports]).item()
-    return figures
+    reports = [
+        report_plan(plan, budget=budget, num_ranks=ranks, following=following)
+        for plan, following in zip_longest(plans, plans[1:])
+    ]
+    scores = [report.randomness for report in reports if report.randomness is not None]
+    return {
+        "num_batches": float(np.median([report.num_batches for report in reports])),
+        **{name: float(np.mean([getattr(report, name) for report in reports])) for name in _AVERAGED},
+        "peak_over_budget": max(report.peak_over_budget or 0.0 for report in reports),
+        "randomness": float(np.mean(scores)) if scores else None,
+        "coverage": min(report.coverage for report in reports),
+        "num_duplicates": max(report.num_duplicates for report in reports),
+        "plan_cpu_s": plan_cpu_s,
+    }
 
 
 def read_lengths(path: str | Path) -> SampleSizes:

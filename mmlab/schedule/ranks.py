@@ -1,28 +1,99 @@
-"""Sharing a plan between ranks: as many batches on each, of nearly equal cost in each step."""
+"""Sharing a plan between ranks: as many batches on each, and little waiting in each step.
+
+The batches of one step, one a rank, are neighbours in the plan. Nothing is communicated: every rank plans the same.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.plan import Block
+from mmlab.schedule.columns import Block
+from mmlab.schedule.metrics import correlation
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_TRIED_ORDERS = 4
 
 
-def split_evenly(block: Block, world_size: int) -> Block:
+def split_evenly(batches: Block, world_size: int) -> Block:
     """Halve the largest batches until their number is a multiple of `world_size`; no sample is dropped or repeated.
 
     Raises:
         OptionError: fewer samples than ranks.
     """
-    ends = block.ends
+    ends = batches.ends
     while missing := -len(ends) % world_size:
         counts = np.diff(ends, prepend=0)
         largest = np.argsort(-counts, kind="stable")[:missing]
         largest = largest[counts[largest] > 1]
         if not len(largest):
+            num_samples = len(batches.order)
             raise OptionError(
-                f"{len(block.order)} samples cannot give {world_size} ranks a batch each; "
-                f"use a world_size of at most {len(block.order)}"
+                f"{num_samples} samples cannot give {world_size} ranks a batch each; "
+                f"use a world_size of at most {num_samples}"
             )
         ends = np.sort(np.concatenate((ends, ends[largest] - counts[largest] // 2)))
-    return Block(block.order, ends)
+    return Block(batches.order, ends)
+
+
+def shorten_last_step(packs: Block, sample_work: NDArray[np.int64], world_size: int) -> Block:
+    """Split the emptiest packs so that those which fill no whole step make one short step for all ranks.
+
+    Only parts of one pack go together, so no part holds more than its pack did, nor two samples that it kept apart.
+
+    Args:
+        sample_work: (n,) work of each sample, in the packs' order.
+    """
+    num_over = len(packs.ends) % world_size
+    if not num_over:
+        return packs
+    pack_work = np.add.reduceat(sample_work, packs.starts)
+    split = np.argsort(pack_work, kind="stable")[:num_over]
+    parts = np.ones(num_over, dtype=np.int64)
+    for _ in range(world_size - num_over):
+        parts[np.argmax(np.where(parts < packs.counts[split], pack_work[split] / parts, 0))] += 1
+    if (parts > packs.counts[split]).any():
+        return packs  # too few samples in them; `split_evenly` finds others
+    pieces = []
+    for pack, num_parts in zip(split, parts, strict=True):
+        places = np.arange(packs.starts[pack], packs.ends[pack])
+        heaviest_first = places[np.argsort(-sample_work[places], kind="stable")]
+        dealt = np.arange(len(places)) % (2 * num_parts)  # to and fro, so that parts weigh alike
+        part = np.minimum(dealt, 2 * num_parts - 1 - dealt)
+        by_part = np.argsort(part, kind="stable")
+        pieces.append(
+            Block(packs.order[heaviest_first[by_part]], np.cumsum(np.bincount(part, minlength=num_parts)))
+        )
+    whole = packs.pick(np.setdiff1d(np.arange(len(packs.ends)), split))
+    return Block.join([whole, *pieces])
+
+
+def balance(
+    batches: Block,
+    batch_work: NDArray[np.int64],
+    sample_work: NDArray[np.int64],
+    world_size: int,
+    rng: np.random.Generator,
+) -> Block:
+    """Make batches of nearly equal work one step, and shuffle the steps.
+
+    Of a few random orders of the steps, the one is taken in which neighbours are least alike, so that no run of like
+    samples biases the optimizer.
+
+    Args:
+        batches: b of them, a multiple of `world_size`.
+        batch_work: (b,) what each costs a rank.
+        sample_work: (b,) the work of all samples in each without padding.
+    """
+    steps = np.argsort(batch_work, kind="stable").reshape(-1, world_size)
+    mean_work = sample_work[steps].sum(axis=1) / batches.counts[steps].sum(axis=1)
+    orders = [rng.permutation(len(steps)) for _ in range(_TRIED_ORDERS)]
+    likeness = [
+        abs(correlation(mean_work[order[:-1]], mean_work[order[1:]])) for order in orders if len(steps)
+    ]
+    chosen = orders[int(np.argmin(likeness))] if likeness else orders[0]
+    return batches.pick(rng.permuted(steps[chosen], axis=1).ravel())

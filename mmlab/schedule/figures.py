@@ -1,0 +1,43 @@
+"""A plan drawn: batch sizes, costs in their order, shapes. Loads matplotlib, touches none of its global state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from mmlab.cost import PaddedTokens, batch_costs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from mmlab.schedule.plan import BatchPlan
+
+
+def plot_plan(plan: BatchPlan) -> Figure:
+    """Three panels: histogram of batch sizes, cost of each batch in order, longest text against padded image area."""
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    sizes, costs, shapes = figure.subplots(1, 3)
+    counts, text, height, width = plan.shape_columns.T
+    sizes.hist(counts, bins=min(40, max(1, len(np.unique(counts)))), color="#0072B2")
+    sizes.set(title=f"{len(counts)} batches", xlabel="samples in a batch", ylabel="batches")
+    _plot_costs(costs, plan)
+    shapes.scatter(height * width, text, s=6, alpha=0.4, color="#009E73")
+    shapes.set(title="Padded shapes", xlabel="height x width, pixels", ylabel="longest text, tokens")
+    return figure
+
+
+def _plot_costs(axes: Axes, plan: BatchPlan) -> None:
+    cost = plan.limits.cost or PaddedTokens()
+    if plan.limits.streams:
+        real = plan.sizes.take(plan.columns.order)
+        single = np.stack([np.ones(len(real), np.int64), real.num_tokens, real.height, real.width], axis=1)
+        values = np.add.reduceat(batch_costs(cost, single), plan.columns.starts)
+    else:
+        values = batch_costs(cost, plan.shape_columns)
+    axes.plot(values, ".", markersize=3, color="#E69F00")
+    if plan.limits.budget:
+        axes.axhline(plan.limits.budget, color="#444444", linewidth=1, linestyle="--", label="budget")
+        axes.legend(frameon=False, fontsize=8)
+    axes.set(title="Cost of each batch", xlabel="batch", ylabel=cost.unit, ylim=(0, None))

@@ -1,0 +1,136 @@
+"""The packed planner: samples laid end to end in two streams, text tokens and image patches, each with its own room.
+
+For models that attend inside each sample of a pack (variable-length or block-diagonal attention): nothing is padded,
+both streams have one static length, their room, and a step can be compiled once. A step of less uses a half, a
+quarter, ... of the room (`metrics.padded_streams`). A pack's limit is a sum, not a padded shape: collated by padding, it
+would be far above its budget. Under a microsecond a sample.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmlab.cost import PaddedTokens
+from mmlab.errors import OptionError
+from mmlab.images import PATCH
+from mmlab.schedule.base import BLOCK_SIZE, BatchScheduler, require_at_least
+from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_sizes
+from mmlab.schedule.metrics import cells, work
+from mmlab.schedule.ranks import balance, shorten_last_step
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.types import SampleSizes
+
+_POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed(BatchScheduler):
+    """Packs of samples that fill a text stream and an image stream to the brim; no sample is split.
+
+    When to use: the model packs sequences, or shapes are so many that padded batches of like samples stay small.
+
+    Args:
+        budget: text tokens and image patches that a pack may hold together, shared by the streams in the ratio of the
+            data; None takes 32 average samples.
+        text_room, image_room: room of each stream, instead of `budget`.
+        patch: side of an image patch in pixels.
+        allow_collisions: whether a pack may hold two samples of one image.
+
+    Source:
+        Two-dimensional bin packing over a bounded pool, first fit followed by exchanges.
+    """
+
+    budget: float | None = None
+    text_room: int | None = None
+    image_room: int | None = None
+    patch: int = PATCH
+    allow_collisions: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("patch", self.patch, 1)
+        if (self.text_room is None) != (self.image_room is None):
+            raise OptionError("text_room and image_room go together; give both, or a budget")
+        if self.budget is not None and self.text_room is not None:
+            raise OptionError("give either budget, or text_room and image_room, not both")
+        for name in ("budget", "text_room", "image_room"):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(name, value, 1)
+
+    def limits(self, sizes: SampleSizes) -> Limits:
+        if self.text_room is not None and self.image_room is not None:
+            streams, budget = (self.text_room, self.image_room), float(self.text_room + self.image_room)
+        else:
+            text, image = mean_sizes(sizes, self.patch)
+            budget = float(self.budget or max(1.0, DEFAULT_MEAN_SAMPLES * (text + image)))
+            share = text / (text + image) if text + image else 0.5
+            streams = int(budget * share), int(budget * (1 - share))
+        self._warn_of_oversize(sizes, streams)
+        return Limits(PaddedTokens(self.patch), budget, streams)
+
+    def block_size(self, num_samples: int) -> int:
+        return BLOCK_SIZE
+
+    def cut(
+        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
+    ) -> Block:
+        from mmlab.schedule._groups import number_groups  # loads numba
+        from mmlab.schedule._pack_loops import fill_packs
+
+        assert limits.streams is not None
+        if not len(rows):
+            return Block(rows, rows)
+        text, image = self._columns(sizes, rows)
+        if self.allow_collisions:
+            group, num_groups = np.arange(len(rows)), len(rows)
+        else:
+            group, _, num_groups = number_groups(sizes.group[rows])
+        in_pack = sum(limits.streams) / max(1.0, float(text.mean() + image.mean()))
+        pool_size = max(_POOL_SIZE, 4 * int(in_pack))
+        order, ends = fill_packs(
+            text, image, group, num_groups, *limits.streams, pool_size, _PATIENCE, _REACH, _SWEEPS
+        )
+        packs = Block(rows[order], ends)
+        return shorten_last_step(packs, work(text[order]) + work(image[order]), self.world_size)
+
+    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+        if not len(batches.ends):
+            return batches
+        text, image = self._columns(sizes, batches.order)
+        pack_work = np.add.reduceat(work(text) + work(image), batches.starts)
+        return balance(batches, pack_work, pack_work, self.world_size, rng)
+
+    def _columns(
+        self, sizes: SampleSizes, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(n,) text tokens and image patches."""
+        patches = cells(sizes.height[rows], self.patch) * cells(sizes.width[rows], self.patch)
+        return sizes.num_tokens[rows].astype(np.int64), patches
+
+    def _largest(self, sizes: SampleSizes) -> tuple[int, int]:
+        """Bounds on the tokens and patches of a sample."""
+        columns = (sizes.num_tokens, cells(sizes.height, self.patch), cells(sizes.width, self.patch))
+        text, high, wide = (int(column.max(initial=0)) for column in columns)
+        return text, high * wide
+
+    def _warn_of_oversize(self, sizes: SampleSizes, streams: tuple[int, int]) -> None:
+        if all(largest <= room for largest, room in zip(self._largest(sizes), streams, strict=True)):
+            return
+        text, image = self._columns(sizes, np.arange(len(sizes)))
+        oversize = np.flatnonzero((text > streams[0]) | (image > streams[1]))
+        if len(oversize):
+            row = oversize[0]
+            warnings.warn(
+                f"{len(oversize)} samples exceed a stream's room of {streams[0]} tokens or {streams[1]} patches "
+                f"and get a pack each (first: sample {row}, {text[row]} tokens, {image[row]} patches); "
+                "a larger budget, or text_room and image_room, makes them fit",
+                stacklevel=4,
+            )
