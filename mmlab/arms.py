@@ -213,7 +213,7 @@ def take_turns(arms: list[Arm], bench: Bench, progress: bool) -> bool:
         bench.held_out_set, make_scheduler("sorted", batch_size=EVAL_BATCH_SIZE), num_workers=0
     )
     status = "failed"
-    with tqdm(total=num_epochs * len(arms), unit="epoch", disable=not progress) as bar:
+    with tqdm(total=num_epochs * len(arms), unit="epoch", disable=None if progress else True) as bar:
         try:
             for epoch in range(num_epochs):
                 for turn in range(len(arms)):

@@ -241,6 +241,9 @@ def _warm_page_cache(records: Records, progress: bool) -> None:
     rows = [int(row) for row in one_per_image if records.image_paths[row] is not None]
     with ThreadPoolExecutor(8) as pool:
         for _ in tqdm(
-            pool.map(records.read_image, rows), total=len(rows), desc="reading files", disable=not progress
+            pool.map(records.read_image, rows),
+            total=len(rows),
+            desc="reading files",
+            disable=None if progress else True,
         ):
             pass
