@@ -17,9 +17,8 @@ from mmlab.model import FusionOutput, build_model
 from mmlab.ratio import RatioController
 from mmlab.readers import read_records
 from mmlab.records import Records
-from mmlab.schedule import make_scheduler
+from mmlab.schedule import Mixed, make_scheduler
 from mmlab.schedule.drawing import MODALITIES, modality_of
-from mmlab.schedule.mixing import Mixed
 from mmlab.trainer import FusionTrainer
 from mmlab.types import Batch
 

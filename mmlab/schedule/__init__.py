@@ -1,7 +1,8 @@
 """Batch schedulers: which samples go into which batch, decided from metadata before a pixel is read.
 
 `make_scheduler("budget", budget=8192).plan(records)` gives a `BatchPlan`, which a torch DataLoader takes as its
-`batch_sampler`. Costs microseconds a sample; touches no image; knows nothing of torch.
+`batch_sampler`. Costs microseconds a sample; touches no image; knows nothing of torch. `Mixed` and `Weighted` draw
+what another scheduler then batches; they are not in `SCHEDULERS`, because what they draw by is not an option.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from mmlab.errors import OptionError, unknown_name
 from mmlab.schedule.base import BatchScheduler
 from mmlab.schedule.classic import AspectBucket, Bucket, LengthGrouped, Random, Sorted
 from mmlab.schedule.dense import Budget, Memory
+from mmlab.schedule.mixing import Mixed
 from mmlab.schedule.packed import Packed
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.preview import Preview, preview, read_lengths
 from mmlab.schedule.report import PlanReport
+from mmlab.schedule.weighted import Weighted
 
 SCHEDULERS: dict[str, type[BatchScheduler]] = {
     "random": Random,
@@ -52,8 +55,10 @@ __all__ = [
     "SCHEDULERS",
     "BatchPlan",
     "BatchScheduler",
+    "Mixed",
     "PlanReport",
     "Preview",
+    "Weighted",
     "make_scheduler",
     "preview",
     "read_lengths",

@@ -21,6 +21,7 @@ from mmlab.errors import OptionError, unknown_name
 from mmlab.schedule.columns import Block, Limits
 from mmlab.schedule.drawing import Drawing, modality_of
 from mmlab.schedule.order import derive_key, permute
+from mmlab.schedule.packed import Packed
 from mmlab.schedule.ranks import split_evenly
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Mixed(Drawing):
         length: samples of an epoch under a ratio. "keep": as many as the data have. "undersample": as many as
             possible without a repeat. "oversample": as few as needed to leave out none.
         sources: (N,) name of each sample's source; None takes the modality, one of `MODALITIES`.
-        homogeneous: batches of one modality each. Fewer samples of one than there are ranks join another's batches.
+        homogeneous: batches of one modality each; None says yes, except where `inner` is `Packed`, whose two streams
+            want both. Fewer samples of a modality than there are ranks join another's batches.
 
     Raises:
         OptionError: shares that are negative, all zero, or do not name the sources that the data have.
@@ -56,7 +58,7 @@ class Mixed(Drawing):
     ratios: Ratios | Sequence[tuple[int, Ratios]] | None = None
     length: str = "keep"
     sources: Sequence[str] | None = field(default=None, repr=False, compare=False)
-    homogeneous: bool = True
+    homogeneous: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +128,8 @@ class Mixed(Drawing):
     ) -> Block:
         """Batches of one modality each; the batches of one step, one a rank, are of one modality too."""
         inner = self._inner
-        modality = modality_of(sizes)[rows] if self.homogeneous else np.zeros(len(rows), np.int64)
+        apart = not isinstance(inner, Packed) if self.homogeneous is None else self.homogeneous
+        modality = modality_of(sizes)[rows] if apart else np.zeros(len(rows), np.int64)
         counts = np.bincount(modality, minlength=1)
         modality[counts[modality] < self.world_size] = np.argmax(counts)
         parts, places = [], []

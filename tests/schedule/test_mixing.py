@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from mmlab.errors import OptionError
 from mmlab.ratio import RatioController
-from mmlab.schedule import SCHEDULERS, make_scheduler
+from mmlab.schedule import SCHEDULERS, Mixed, Weighted, make_scheduler
 from mmlab.schedule.drawing import MODALITIES, modality_of
-from mmlab.schedule.mixing import Mixed
-from mmlab.schedule.weighted import Weighted, systematic_counts
+from mmlab.schedule.weighted import systematic_counts
 from mmlab.types import SampleSizes
 
 
@@ -50,7 +49,7 @@ def modalities_of_batches(plan) -> list[set[int]]:
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("name", INNER)
 def test_without_a_ratio_each_sample_comes_once_in_batches_of_one_modality(name, world_size):
-    plan = Mixed(inner=make_scheduler(name), world_size=world_size).plan(SIZES, epoch=2)
+    plan = Mixed(inner=make_scheduler(name), world_size=world_size, homogeneous=True).plan(SIZES, epoch=2)
     assert sorted(row for batch in plan for row in batch) == list(range(500))
     kinds = modalities_of_batches(plan)
     assert all(len(kind) == 1 for kind in kinds)
@@ -151,9 +150,13 @@ def test_sources_of_your_own():
     assert all(len(kind) == 1 for kind in modalities_of_batches(plan))
 
 
-def test_heterogeneous_batches_on_request():
-    kinds = modalities_of_batches(Mixed(inner=make_scheduler("random"), homogeneous=False).plan(SIZES))
-    assert any(len(kind) > 1 for kind in kinds)
+def test_mixed_batches_on_request_and_in_packs():
+    for options in (
+        {"inner": make_scheduler("random"), "homogeneous": False},
+        {"inner": make_scheduler("packed")},
+    ):
+        kinds = modalities_of_batches(Mixed(**options).plan(SIZES))
+        assert any(len(kind) > 1 for kind in kinds)
 
 
 def test_too_few_of_a_modality_for_the_ranks_join_another():
