@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from mmlab.comparison import ArmResult
 from mmlab.cost import PaddedTokens
 from mmlab.dataset import MultimodalDataset
-from mmlab.errors import DataError
+from mmlab.errors import DataError, OptionError
 from mmlab.events import RunEvent, RunLog
 from mmlab.loader import PlannedLoader, collate
 from mmlab.losses import Contrastive
@@ -104,6 +104,11 @@ class Arm:
             num_workers=config["num_workers"],
             pin_memory=config["device"].startswith("cuda"),
         )
+        if self._loader.plan.limits.streams is not None:
+            raise OptionError(
+                f"scheduler {name!r} packs samples end to end, which the fusion model cannot train on yet; "
+                "compare padded schedulers, and look at this one with `mmlab plan`"
+            )
         self._log = None if bench.folder is None else RunLog(bench.folder / "runs" / name)
         total_steps = config["epochs"] * len(self._loader)
         self._trainer = bench.make_trainer(total_steps=total_steps, emit=self._take)

@@ -127,6 +127,8 @@ def test_schedulers_must_be_known_and_named_once(records: Records) -> None:
         compare(records, ("rndom",), **SMALL)
     with pytest.raises(OptionError, match="'random' is named twice"):
         compare(records, ("random", "random"), **SMALL)
+    with pytest.raises(OptionError, match="'packed' packs samples end to end, which the fusion model cannot"):
+        compare(records, ("packed",), **SMALL)
     with pytest.raises(OptionError, match="no schedulers"):
         compare(records, (), **SMALL)
 
