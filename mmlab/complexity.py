@@ -2,7 +2,7 @@
 
 An image is decoded in grey at about 64 x 64 pixels (JPEGs at a reduced scale of their own), in parallel, and the result
 is remembered beside the images as their sizes are (`mmlab.readers.sidecar`). A flat area has 0 bits, the
-photographs of COCO have 1.6 to 3.5. Detail finer than a 64th of the picture does not count, so neither do noise and grain.
+photographs of COCO have 1.6 to 3.5. Detail finer than a 64th of the picture does not count, nor do noise and grain.
 """
 
 from __future__ import annotations
