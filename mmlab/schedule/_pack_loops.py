@@ -13,8 +13,8 @@ def fill_packs(text, image, group, num_groups, text_room, image_room, pool_size,
 
     A pool of the oldest samples is kept twice, by arrival and by size. Each pack takes the oldest sample and the next
     ones that fit, until `patience` have not; then its members are exchanged for (or joined by) those pool members that
-    leave the least room, until no exchange helps. A sample put back is the oldest again, so none waits long. One that
-    is too large for any pack gets one to itself. No pack holds two samples of one group.
+    leave the least room, until no exchange helps. A sample put back keeps its age, so none waits for more packs than
+    the pool has samples. One that is too large for any pack gets one to itself. No pack holds two samples of one group.
 
     Args:
         text, image: (n,) tokens and patches in order of arrival.

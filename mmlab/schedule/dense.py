@@ -199,9 +199,11 @@ class Memory(Budget):
         cost: a cost model in bytes.
         budget: bytes of the device that training may use.
         target_ratio: share of `budget` that a batch is planned for; the rest is margin for what the model misses.
+        overhead_ratio: as for `Budget`; higher, because memory that stays empty is what this scheduler is to avoid.
     """
 
     target_ratio: float = 0.97
+    overhead_ratio: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,8 +2,8 @@
 
 For models that attend inside each sample of a pack (variable-length or block-diagonal attention): nothing is padded,
 both streams have one static length, their room, and a step can be compiled once. A step of less uses a half, a
-quarter, ... of the room (`metrics.padded_streams`). A pack's limit is a sum, not a padded shape: collated by padding, it
-would be far above its budget. Under a microsecond a sample.
+quarter, ... of the room (`metrics.padded_streams`). A pack's limit is a sum, not a padded shape: padded, it
+would cost far more than its budget. Under a microsecond a sample.
 """
 
 from __future__ import annotations

@@ -23,19 +23,18 @@ def split_evenly(batches: Block, world_size: int) -> Block:
     """Halve the largest batches until their number is a multiple of `world_size`; no sample is dropped or repeated.
 
     Raises:
-        OptionError: fewer samples than ranks.
+        OptionError: too few samples to split.
     """
     ends = batches.ends
+    if (needed := -(-len(ends) // world_size) * world_size) > len(batches.order):
+        raise OptionError(
+            f"{len(batches.order)} samples in {len(ends)} batches cannot be split into {needed}, the same number for "
+            f"each of {world_size} ranks; use fewer ranks, or allow larger batches"
+        )
     while missing := -len(ends) % world_size:
         counts = np.diff(ends, prepend=0)
         largest = np.argsort(-counts, kind="stable")[:missing]
         largest = largest[counts[largest] > 1]
-        if not len(largest):
-            num_samples = len(batches.order)
-            raise OptionError(
-                f"{num_samples} samples cannot give {world_size} ranks a batch each; "
-                f"use a world_size of at most {num_samples}"
-            )
         ends = np.sort(np.concatenate((ends, ends[largest] - counts[largest] // 2)))
     return Block(batches.order, ends)
 

@@ -1,0 +1,76 @@
+"""Cost models: one formula by shape, by array and in a planner; errors name what is wrong."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import BYTES, SlowTokens, make_sizes
+
+from mmlab.cost import (
+    MaxPolynomial,
+    PaddedTokens,
+    batch_costs,
+    dearest_sample,
+    max_batch_size,
+    polynomial_of,
+)
+from mmlab.errors import OptionError
+from mmlab.types import BatchShape
+
+shapes = st.builds(BatchShape, *[st.integers(0, 600)] * 4)
+
+
+@given(shapes, st.sampled_from([1, 14, 16]))
+def test_padded_tokens_are_their_polynomial(shape, patch):
+    cost = PaddedTokens(patch)
+    patches = -(-shape.height // patch) * -(-shape.width // patch)
+    assert cost(shape) == shape.batch_size * (shape.num_tokens + patches)
+    assert cost.as_polynomial()(shape) == cost(shape)
+
+
+@given(st.lists(shapes, max_size=5))
+def test_many_costs_at_once_are_each_cost(many):
+    columns = np.array(many, dtype=np.int64).reshape(-1, 4)
+    for cost in (PaddedTokens(), BYTES, SlowTokens()):
+        assert batch_costs(cost, columns).tolist() == pytest.approx([cost(shape) for shape in many])
+
+
+def test_the_largest_polynomial_rules():
+    cost = MaxPolynomial([[10.0, 0.0], [0.0, 1.0]], [(0, 0, 0), (1, 1, 0)], unit="s")
+    assert [cost(BatchShape(1, text, 0, 0)) for text in (5, 10, 20)] == [10, 10, 20]
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "exponents", "named"),
+    [
+        ([1.0, 2.0], [(1, 1, 0)], r"must have shape \(2, 3\).*found \(1, 3\)"),
+        ([1.0], [(2, 1, 0)], "batch size must be 0 or 1"),
+        ([1.0], [(1, -1, 0)], "must not be negative"),
+    ],
+)
+def test_polynomials_that_make_no_sense_are_refused(coefficients, exponents, named):
+    with pytest.raises(OptionError, match=named):
+        MaxPolynomial(coefficients, exponents)
+
+
+def test_the_dearest_sample_is_found_only_where_it_matters():
+    sizes = make_sizes(300)
+    for cost in (PaddedTokens(), BYTES, SlowTokens()):
+        columns = np.stack([np.ones(300, int), sizes.num_tokens, sizes.height, sizes.width], axis=1)
+        prices = batch_costs(cost, columns)
+        row, price = dearest_sample(cost, sizes, enough=0)
+        assert price == prices.max() == prices[row]
+        assert dearest_sample(cost, sizes, enough=1e9)[0] == -1
+
+
+@given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 100_000))
+def test_the_largest_batch_fits_and_one_more_does_not(text, side, budget):
+    for cost in (PaddedTokens(), BYTES):
+        size = max_batch_size(cost, text, side, side, budget)
+        assert size == 0 or cost(BatchShape(size, text, side, side)) <= budget
+        assert cost(BatchShape(size + 1, text, side, side)) > budget
+
+
+def test_a_model_without_polynomial_has_none():
+    assert polynomial_of(SlowTokens()) is None
+    assert polynomial_of(BYTES) is BYTES

@@ -1,0 +1,74 @@
+"""The packed planner fills both streams, starves nobody, and gives oversize samples a pack of their own."""
+
+import numpy as np
+import pytest
+from planning import make_sizes
+
+from mmlab.errors import OptionError
+from mmlab.schedule import make_scheduler
+from mmlab.schedule._pack_loops import fill_packs
+from mmlab.schedule.metrics import padded_streams
+from mmlab.types import SampleSizes
+
+SIZES = make_sizes(6000)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_both_streams_are_filled_and_every_rank_gets_as_many_packs(world_size):
+    plan = make_scheduler("packed", world_size=world_size).plan(SIZES)
+    report = plan.report()
+    assert len(plan) % world_size == 0
+    assert max(report.text_waste, report.image_waste) < 0.03
+    assert report.peak_over_budget <= 1
+    assert report.collision_ratio == 0
+    assert report.straggler < 0.02
+
+
+def test_rooms_follow_the_budget_or_are_given():
+    assert sum(make_scheduler("packed", budget=8000).plan(SIZES).limits.streams) in (7999, 8000)
+    given = make_scheduler("packed", text_room=900, image_room=5000).plan(SIZES)
+    assert given.limits.streams == (900, 5000)
+    with pytest.raises(OptionError, match="text_room and image_room go together"):
+        make_scheduler("packed", text_room=900)
+    with pytest.raises(OptionError, match="give either budget, or text_room and image_room"):
+        make_scheduler("packed", text_room=900, image_room=900, budget=1800)
+    with pytest.raises(OptionError, match="budget must be at least 1, found 0"):
+        make_scheduler("packed", budget=0)
+
+
+def test_an_oversize_sample_gets_a_pack_of_its_own_and_a_warning():
+    tokens = np.full(200, 10)
+    tokens[77] = 5000
+    sizes = SampleSizes(num_tokens=tokens, height=[64] * 200, width=[64] * 200, group=np.arange(200))
+    with pytest.warns(UserWarning, match="1 samples exceed.*first: sample 77, 5000 tokens, 16 patches"):
+        plan = make_scheduler("packed", text_room=100, image_room=160).plan(sizes)
+    assert [77] in list(plan)
+    assert plan.report().coverage == 1
+
+
+def test_texts_alone_and_images_alone_pack_too():
+    for tokens, side in ((10, 0), (0, 64)):
+        sizes = SampleSizes(
+            num_tokens=[tokens] * 99, height=[side] * 99, width=[side] * 99, group=np.arange(99)
+        )
+        report = make_scheduler("packed").plan(sizes).report()
+        assert report.coverage == 1
+        assert report.combined_waste < 0.1
+
+
+def test_no_sample_waits_for_more_packs_than_the_pool_has_samples():
+    rng = np.random.default_rng(0)
+    text, image = rng.integers(1, 60, 20_000), rng.integers(20, 600, 20_000)
+    order, ends = fill_packs(text, image, np.arange(20_000), 20_000, 960, 9600, 512, 4, 128, 16)
+    pack = np.empty(20_000, np.int64)
+    pack[order] = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+    expected = np.arange(20_000) * len(ends) / 20_000
+    assert (pack - expected).max() < 512
+
+
+def test_streams_of_short_steps_are_halved_as_often_as_all_packs_fit():
+    text, image = np.array([100, 90, 20, 30]), np.array([10, 1000, 20, 200])
+    padded_text, padded_image = padded_streams(text, image, (100, 1000), 2)
+    assert padded_text.tolist() == [100, 100, 50, 50]
+    assert padded_image.tolist() == [1000, 1000, 500, 500]
+    assert padded_streams(np.array([140]), np.array([0]), (100, 1000), 1)[0].tolist() == [140]

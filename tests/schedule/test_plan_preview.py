@@ -1,0 +1,94 @@
+"""Schedulers side by side: exactly the promised figures, quickly, and clear words for a bad file."""
+
+import json
+import time
+
+import pytest
+from planning import make_sizes
+
+from mmlab.errors import DataError, OptionError
+from mmlab.schedule import preview, read_lengths
+
+NAMES = ["random", "sorted", "bucket", "length_grouped", "aspect_bucket", "budget", "packed"]
+FIGURES = {
+    "num_batches", "text_waste", "image_waste", "combined_waste", "peak_over_budget", "straggler", "randomness",
+    "collision_ratio", "coverage", "num_duplicates", "plan_cpu_s",
+}  # fmt: skip
+
+
+def test_every_scheduler_has_exactly_the_promised_figures():
+    found = preview(make_sizes(2000), NAMES, ranks=4)
+    document = json.loads(json.dumps(found.as_dict()))
+    assert list(document) == NAMES
+    for figures in document.values():
+        assert set(figures) == FIGURES
+        assert figures["coverage"] == 1
+        assert figures["num_duplicates"] == 0
+        assert figures["num_batches"] % 4 == 0
+        for name in ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio"):
+            assert 0 <= figures[name] < 1
+    assert document["budget"]["combined_waste"] < document["bucket"]["combined_waste"]
+    assert document["budget"]["peak_over_budget"] <= 1 < document["random"]["peak_over_budget"]
+    assert "budget:" in str(found)
+    assert "<table" in found._repr_html_()
+    assert list(found.table.index) == NAMES
+
+
+def test_one_epoch_has_no_randomness():
+    figures = preview(make_sizes(300), ["random"], epochs=1).as_dict()["random"]
+    assert figures["randomness"] is None
+
+
+def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(OptionError, match="unknown scheduler 'budge'; did you mean 'budget'"):
+        preview(make_sizes(10), ["budge"])
+    with pytest.raises(OptionError, match="ranks must be at least 1, found 0"):
+        preview(make_sizes(10), ["random"], ranks=0)
+    with pytest.raises(OptionError, match="above the budget of 10"):
+        preview(make_sizes(100), ["budget"], budget=10)
+
+
+def test_a_slider_answers_soon():
+    sizes = make_sizes(100_000)
+    preview(sizes, ["budget"])
+    start_s = time.process_time()
+    preview(sizes, ["budget"])
+    assert time.process_time() - start_s < 0.6  # 0.2 s on an idle core; a shared machine runs the tests
+
+
+def test_lengths_are_read_with_and_without_images(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("image_id,num_tokens,width,height\nb,5,20,10\na,6,20,10\nb,7,30,40\n")
+    sizes = read_lengths(path)
+    assert sizes.num_tokens.tolist() == [5, 6, 7]
+    assert sizes.height.tolist() == [10, 10, 40]
+    assert sizes.width.tolist() == [20, 20, 30]
+    assert sizes.group[0] == sizes.group[2] != sizes.group[1]
+    path.write_text("height,width,num_tokens\n10,20,5\n10,20,5\n")
+    assert read_lengths(path).group.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("height,width\n1,2\n", "no column num_tokens; found height, width"),
+        ("", "found an empty file; expected height,width,num_tokens"),
+        (
+            "height,width,num_tokens\n1,2,3\n1,x,3\n",
+            "line 3, column width: expected a whole number >= 0, found 'x'",
+        ),
+        ("height,width,num_tokens\n1,2,-3\n", "line 2, column num_tokens: .* found '-3'"),
+        ("height,width,num_tokens\n1,2\n", "line 2, column num_tokens: .* found ''"),
+        ("height,width,num_tokens\n1,2,99999999999\n", "line 2, column num_tokens: .* found '99999999999'"),
+    ],
+)
+def test_a_bad_file_is_refused_with_row_and_column(text, named, tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=named):
+        read_lengths(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"no file .*nowhere\.csv"):
+        read_lengths(tmp_path / "nowhere.csv")
