@@ -209,6 +209,9 @@ def test_rows_stand_from_left_to_right_and_depths_from_front_to_back() -> None:
             assert middles == sorted(middles)
         else:
             assert feet[0] == max(feet)
+            top = min(place.foot - place.diameter for place in scene.places[0])
+            for place in (place for places in scene.places[1:] for place in places):
+                assert place.foot - 0.6 * place.diameter < top, "hidden behind the front group"
         for place in (place for places in scene.places for place in places):
             assert -0.05 * scene.width < place.x - place.diameter / 2
             assert place.x + place.diameter / 2 < 1.05 * scene.width

@@ -82,7 +82,13 @@ def make_dataset(
         images: list[dict[str, object]] = []
         annotations: list[dict[str, object]] = []
         with closing(_run(job, num_images, num_workers)) as results:
-            made = tqdm(results, desc="making images", unit="image", total=num_images, disable=None if progress else True)
+            made = tqdm(
+                results,
+                desc="making images",
+                unit="image",
+                total=num_images,
+                disable=None if progress else True,
+            )
             for index, (width, height, captions) in enumerate(made):
                 held_out = round((index + 1) * val_fraction) > round(index * val_fraction)
                 split = "val" if held_out else "train"

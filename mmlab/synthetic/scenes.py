@@ -45,7 +45,7 @@ COLOURS = ("red", "orange", "yellow", "green", "turquoise", "blue", "purple", "p
 PATTERNS = {"plain": 55, "striped": 15, "spotted": 15, "checked": 15}  # per cent
 SIZES = {"small": 30, "medium": 40, "large": 30}
 COUNTS = {1: 50, 2: 25, 3: 15, 4: 10}
-NUM_GROUPS = {1: 25, 2: 50, 3: 25}
+NUM_GROUPS = {1: 40, 2: 45, 3: 15}
 OUTDOOR, INDOOR = ("sky", "clouds", "trees", "sea"), ("wall", "curtain", "shelf", "window")
 GROUNDS = {
     "sand": OUTDOOR,
@@ -127,7 +127,8 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
         )
         groups.append(group)
     deep = len(groups) > 1 and rng.random() < (0.35 if width > height else 0.7)
-    places = (_lay_in_depth if deep else _lay_in_row)(rng, groups, width, height)
+    lay_out = _lay_in_depth if deep else _lay_in_row
+    places = lay_out(rng, groups, width, height, horizon * height)
     return Scene(
         width=width,
         height=height,
@@ -138,10 +139,7 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
         horizon=horizon,
         arrangement="depth" if deep else "row",
         groups=tuple(groups),
-        places=tuple(
-            tuple(place._replace(foot=(horizon + place.foot * (1 - horizon)) * height) for place in group)
-            for group in places
-        ),
+        places=tuple(places),
         seed=name,
     )
 
@@ -164,12 +162,14 @@ def weighted(rng: random.Random, weights: Mapping[Key, int]) -> Key:
     return next(key for key, mark in zip(weights, accumulate(weights.values()), strict=True) if ticket < mark)
 
 
-_DIAMETER = {"small": 0.18, "medium": 0.28, "large": 0.42}  # of the geometric mean side
+_DIAMETER = {"small": 0.2, "medium": 0.32, "large": 0.48}  # of the geometric mean side
 _SPACING = 0.85  # of the diameter, from one object of a group to the next
 _USABLE = 0.94  # of the width
 
 
-def _lay_in_row(rng: random.Random, groups: Sequence[Group], width: int, height: int) -> list[list[Place]]:
+def _lay_in_row(
+    rng: random.Random, groups: Sequence[Group], width: int, height: int, horizon: float
+) -> list[tuple[Place, ...]]:
     """Groups side by side, in order from the left; all shrink alike where the row would not fit."""
     diameters = [_diameter(rng, group, width, height) for group in groups]
     needs = [_extent(group, diameter) for group, diameter in zip(groups, diameters, strict=True)]
@@ -179,28 +179,36 @@ def _lay_in_row(rng: random.Random, groups: Sequence[Group], width: int, height:
     places = []
     cuts = sorted(rng.random() for _ in groups)
     for group, diameter, need, cut in zip(groups, diameters, needs, cuts, strict=True):
-        foot = rng.uniform(0.45, 0.95)
-        places.append(_lay_group(rng, group, diameter * shrink, taken + cut * slack, foot, height))
+        foot = horizon + rng.uniform(0.45, 0.95) * (height - horizon)
+        places.append(_lay_group(rng, group, diameter * shrink, taken + cut * slack, foot))
         taken += need * shrink
     return places
 
 
-def _lay_in_depth(rng: random.Random, groups: Sequence[Group], width: int, height: int) -> list[list[Place]]:
-    """The first group near the viewer, the others side by side farther back: a little smaller, higher up."""
-    places = []
-    for number, group in enumerate(groups):
-        behind = number > 0
-        room = width / (len(groups) - 1) if behind else width
-        diameter = _diameter(rng, group, width, height) * (0.85 if behind else 1.0)
-        diameter *= min(1.0, _USABLE * room / _extent(group, diameter))
-        begin = max(0, number - 1) * room + rng.random() * (room - _extent(group, diameter))
-        foot = rng.uniform(0.15, 0.35) if behind else rng.uniform(0.86, 0.96)
-        places.append(_lay_group(rng, group, diameter, begin, foot, height))
+def _lay_in_depth(
+    rng: random.Random, groups: Sequence[Group], width: int, height: int, horizon: float
+) -> list[tuple[Place, ...]]:
+    """The first group near the viewer, the others side by side farther back, smaller and not hidden."""
+    front, *behind = groups
+    diameter = min(_diameter(rng, front, width, height), 0.45 * height, _USABLE * width / _extent(front, 1))
+    begin = rng.random() * (width - _extent(front, diameter))
+    foot = horizon + rng.uniform(0.86, 0.96) * (height - horizon)
+    places = [_lay_group(rng, front, diameter, begin, foot)]
+    front_top = foot - 1.2 * diameter
+    room = width / len(behind)
+    for number, group in enumerate(behind):
+        diameter = 0.85 * _diameter(rng, group, width, height)
+        diameter = min(diameter, 0.36 * height, _USABLE * room / _extent(group, 1))
+        begin = number * room + rng.random() * (room - _extent(group, diameter))
+        foot = horizon + rng.uniform(0.15, 0.35) * (height - horizon)
+        foot = max(min(foot, front_top + 0.5 * diameter), horizon + 0.08 * height)
+        places.append(_lay_group(rng, group, diameter, begin, foot))
     return places
 
 
 def _diameter(rng: random.Random, group: Group, width: int, height: int) -> float:
-    return _DIAMETER[group.size] * (width * height) ** 0.5 * rng.uniform(0.92, 1.08)
+    """Pixels; low enough for the picture to hold the object."""
+    return min(_DIAMETER[group.size] * (width * height) ** 0.5 * rng.uniform(0.92, 1.08), 0.55 * height)
 
 
 def _extent(group: Group, diameter: float) -> float:
@@ -208,14 +216,14 @@ def _extent(group: Group, diameter: float) -> float:
 
 
 def _lay_group(
-    rng: random.Random, group: Group, diameter: float, begin: float, foot: float, height: int
-) -> list[Place]:
-    """Objects in a line from `begin`, every other one a little farther back. `foot` is 0 at the horizon, 1 in front."""
-    return [
+    rng: random.Random, group: Group, diameter: float, begin: float, foot: float
+) -> tuple[Place, ...]:
+    """Objects in a line from `begin`, every other one a little farther back."""
+    return tuple(
         Place(
             x=begin + diameter * (0.5 + _SPACING * number),
-            foot=foot - 0.3 * diameter / height * (number % 2) * rng.random(),
+            foot=foot - 0.2 * diameter * (number % 2) * rng.random(),
             diameter=diameter * rng.uniform(0.95, 1.03),
         )
         for number in range(group.count)
-    ]
+    )
