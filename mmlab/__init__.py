@@ -50,6 +50,8 @@ _PUBLIC = {  # name -> the module that defines it
     "read_records": "readers",
     "Records": "records",
     "SCHEDULERS": "schedule",
+    "Mixed": "schedule",
+    "Weighted": "schedule",
     "BatchPlan": "schedule",
     "BatchScheduler": "schedule",
     "PlanReport": "schedule",
