@@ -89,7 +89,7 @@ class PlannedLoader:
         self.dataset = dataset
         self.scheduler = scheduler
         self._sizes = dataset.sizes
-        self.plan: BatchPlan = scheduler.plan(self._sizes, epoch=0)
+        self._order = _CurrentPlan(scheduler.plan(self._sizes, epoch=0))
         self.epoch = 0
         workers = default_num_workers() if num_workers is None else num_workers
         options: dict[str, Any] = (
@@ -97,13 +97,22 @@ class PlannedLoader:
         )
         self._loader = DataLoader(
             dataset,
-            batch_sampler=_CurrentPlan(self),
+            batch_sampler=self._order,
             collate_fn=partial(collate, pad_token_id=dataset.tokenizer.pad_token_id),
             num_workers=workers,
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
             generator=torch.Generator(),  # making an iterator must not draw from the global generator
             **options,
         )
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches of the current epoch."""
+        return self._order.plan
+
+    @plan.setter
+    def plan(self, plan: BatchPlan) -> None:
+        self._order.plan = plan
 
     def set_epoch(self, epoch: int) -> None:
         """Plan the given epoch; takes effect at the next iteration."""
@@ -118,13 +127,17 @@ class PlannedLoader:
 
 
 class _CurrentPlan:
-    """The batch sampler that torch sees: whatever plan the loader holds when an epoch starts."""
+    """The batch sampler that torch sees: whatever plan it holds when an epoch starts.
 
-    def __init__(self, loader: PlannedLoader) -> None:
-        self._loader = loader
+    It does not know the loader. With a cycle of references, a loader that is let go of would keep its workers until the
+    garbage collector comes by, perhaps inside another loader's worker, which torch answers with a traceback.
+    """
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self.plan = plan
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._loader.plan)
+        return iter(self.plan)
 
     def __len__(self) -> int:
-        return len(self._loader.plan)
+        return len(self.plan)

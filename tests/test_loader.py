@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 
@@ -79,3 +81,12 @@ def test_iterating_leaves_the_global_generator_alone(dataset: MultimodalDataset)
     torch.manual_seed(3)
     next(iter(loader))
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_loader_that_is_let_go_of_ends_its_workers_at_once(dataset: MultimodalDataset) -> None:
+    loader = PlannedLoader(dataset, make_scheduler("random", batch_size=8), num_workers=1)
+    for _ in loader:
+        pass
+    (worker,) = multiprocessing.active_children()
+    del loader
+    assert not worker.is_alive()
