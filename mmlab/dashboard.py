@@ -11,77 +11,94 @@ from __future__ import annotations
 import html
 import io
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
+import numpy as np
 from matplotlib.figure import Figure
 
 from mmlab.background import BackgroundRun, start_compare
 from mmlab.comparison import PALETTE, Comparison
 from mmlab.errors import RunError
 from mmlab.monitor import RunState
+from mmlab.overview import SHOWN_SCHEDULERS
 from mmlab.schedule import SCHEDULERS, preview
 
 if TYPE_CHECKING:
     from mmlab.types import SampleSizes
 
 REFRESH_S = 2.0
-_WIDE = {"description_width": "8rem"}
+MAX_EXPLORED = 16_384  # samples that a slider's answer is worked out from; more would take too long
+_WIDE = {"description_width": "9rem"}
+_PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
 
 
 class PlanExplorer(widgets.VBox):
     """Sliders beside a table: what would each scheduler's batches waste on these samples?
+
+    Answers at once also for a large data set, because it plans 16,384 samples of it, drawn by image; the table says so.
+    `preview` plans them all.
 
     Args:
         sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
         schedulers: names to begin with.
     """
 
-    def __init__(
-        self, sizes: SampleSizes, schedulers: Sequence[str] = ("random", "sorted", "bucket", "budget")
-    ) -> None:
-        self._sizes = sizes
-        self._mean_cost = preview(sizes, ["random"], epochs=1).budget / 32
-        self.schedulers = widgets.SelectMultiple(
-            options=sorted(SCHEDULERS),
-            value=tuple(schedulers),
-            rows=len(SCHEDULERS),
-            description="schedulers",
+    def __init__(self, sizes: SampleSizes, schedulers: Sequence[str] = SHOWN_SCHEDULERS) -> None:
+        self._num_samples, self._sizes = len(sizes), _some_images(sizes, MAX_EXPLORED)
+        self._mean_cost = preview(self._sizes, ["random"], epochs=1).budget / 32
+        self.schedulers = _choose_schedulers(schedulers, without=("memory",))
+        self.samples = _slider("budget, samples", 32, 4, 256)
+        self.window = widgets.SelectionSlider(
+            options=[2**power for power in range(8, 15)],
+            value=2**14,
+            description="budget's window",
+            continuous_update=False,
             style=_WIDE,
         )
-        self.samples = widgets.IntSlider(
-            32, 4, 256, description="budget, samples", continuous_update=False, style=_WIDE
-        )
-        self.ranks = widgets.IntSlider(1, 1, 16, description="ranks", continuous_update=False, style=_WIDE)
+        self.text_step = _slider("bucket, tokens", 8, 1, 64)
+        self.classes = _slider("bucket, aspects", 4, 1, 16)
+        self.ranks = _slider("ranks", 1, 1, 16)
         self.table = widgets.HTML()
         self.message = widgets.HTML()
-        for control in (self.schedulers, self.samples, self.ranks):
+        sliders = [self.samples, self.window, self.text_step, self.classes, self.ranks]
+        for control in (self.schedulers, *sliders):
             control.observe(_shown_in(self.message, lambda change: self._update()), "value")
-        super().__init__(
-            [
-                widgets.HBox([self.schedulers, widgets.VBox([self.samples, self.ranks])]),
-                self.message,
-                self.table,
-            ]
-        )
+        super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)]), self.message, self.table])
         self._update()
 
     def _update(self) -> None:
         self.message.value = ""
-        budget = self.samples.value * self._mean_cost
-        found = preview(self._sizes, self.schedulers.value, budget=budget, ranks=self.ranks.value, epochs=2)
-        self.table.value = f"<p>budget {budget:.0f} padded tokens a batch</p>" + found.table.to_html(
-            border=0, float_format="{:.3f}".format
+        found = preview(
+            self._sizes,
+            self.schedulers.value,
+            budget=self.samples.value * self._mean_cost,
+            ranks=self.ranks.value,
+            window=self.window.value,
+            text_step=self.text_step.value,
+            classes_per_octave=self.classes.value,
         )
+        table = found.table[["num_batches", *_PER_CENT, "peak_over_budget", "randomness"]]
+        style = (
+            table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", list(_PER_CENT))
+        )
+        style = style.bar(list(_PER_CENT), vmin=0, vmax=0.5, color="#E69F00", width=80)
+        style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E9", width=80)
+        head = f"Budget {found.budget:.0f} padded tokens a batch."
+        if len(self._sizes) < self._num_samples:
+            head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
+        self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
 
 
 class CompareDashboard(widgets.VBox):
     """Choose schedulers, press Start, watch them side by side; Stop ends the run cleanly after a step.
 
-    `start()`, `stop()` and `wait()` do the same from code. Starting while a run is going on does nothing.
+    `start()`, `stop()` and `wait()` do the same from code, and none but `wait()` waits. Starting while a run is going
+    on does nothing.
 
     Args:
         data: what `mmlab.compare` takes.
@@ -95,17 +112,12 @@ class CompareDashboard(widgets.VBox):
         self._run: BackgroundRun | None = None
         self._follower: threading.Thread | None = None
         self._lock = threading.Lock()
-        self.schedulers = widgets.SelectMultiple(
-            options=sorted(SCHEDULERS),
-            value=tuple(options.pop("schedulers", ("random", "sorted", "bucket", "budget"))),
-            rows=len(SCHEDULERS),
-            description="schedulers",
-            style=_WIDE,
+        self.schedulers = _choose_schedulers(
+            options.pop("schedulers", SHOWN_SCHEDULERS),
+            without=("memory", "packed"),
         )
-        self.batch_size = widgets.IntSlider(
-            options.pop("batch_size", 32), 2, 256, description="batch size", style=_WIDE
-        )
-        self.epochs = widgets.IntSlider(options.pop("epochs", 3), 1, 20, description="epochs", style=_WIDE)
+        self.batch_size = _slider("batch size", options.pop("batch_size", 32), 2, 256)
+        self.epochs = _slider("epochs", options.pop("epochs", 3), 1, 20)
         self.precision = widgets.Dropdown(
             options=["fp32", "bf16", "fp16"],
             value=options.pop("precision", "fp32"),
@@ -115,8 +127,8 @@ class CompareDashboard(widgets.VBox):
         self._options = options
         self.start_button = widgets.Button(description="Start", button_style="primary", icon="play")
         self.stop_button = widgets.Button(description="Stop", icon="stop", disabled=True)
-        self.progress = widgets.FloatProgress(0.0, 0.0, 1.0, description="waiting", style=_WIDE)
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self.progress = widgets.FloatProgress(value=0.0, max=1.0, description="not started", style=_WIDE)
+        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none"))
         self.result = widgets.HTML()
         self.message = widgets.HTML()
         self.start_button.on_click(_shown_in(self.message, lambda button: self.start()))
@@ -138,6 +150,10 @@ class CompareDashboard(widgets.VBox):
             if self._run is not None and self._run.state == "running":
                 return
             self.message.value = self.result.value = ""
+            self.picture.layout.display = "none"
+            self.progress.value, self.progress.bar_style = 0.0, ""
+            self.progress.description = "starting"
+            started_s = time.time()
             self._run = start_compare(
                 self._data,
                 self.schedulers.value,
@@ -148,15 +164,15 @@ class CompareDashboard(widgets.VBox):
                 **self._options,
             )
             self.start_button.disabled, self.stop_button.disabled = True, False
-            follow = _shown_in(self.message, self._follow)
+            follow = _shown_in(self.message, lambda run: self._follow(run, started_s))
             self._follower = threading.Thread(target=follow, args=(self._run,), daemon=True)
             self._follower.start()
 
     def stop(self) -> None:
         """Stop cleanly after the step in hand; the epochs that every scheduler finished are kept."""
-        if self._run is not None:
-            self.progress.description = "stopping"
-            self._run.stop()
+        if self._run is not None and self._run.state == "running":
+            self.stop_button.disabled, self.progress.description = True, "stopping"
+            threading.Thread(target=self._run.stop, daemon=True).start()
 
     def wait(self) -> Comparison:
         """Wait for the end and return the comparison.
@@ -171,35 +187,42 @@ class CompareDashboard(widgets.VBox):
         finally:
             self._follower.join()
 
-    def _follow(self, run: BackgroundRun) -> None:
+    def _follow(self, run: BackgroundRun, started_s: float) -> None:
         """In a thread of its own: redraw while the run goes on, then show its result."""
         states: dict[str, RunState] = {}
         try:
-            self.progress.description = "starting"
             while run.state == "running":
-                self._refresh(run, states)
+                self._refresh(run, states, started_s)
                 run.sleep(REFRESH_S)
-            self._refresh(run, states)
+            self._refresh(run, states, started_s)
             self.result.value = run.wait()._repr_html_()
         finally:
             self.progress.description = run.state
+            self.progress.bar_style = {"done": "success", "stopped": "warning"}.get(run.state, "danger")
             self.start_button.disabled, self.stop_button.disabled = False, True
 
-    def _refresh(self, run: BackgroundRun, states: dict[str, RunState]) -> None:
+    def _refresh(self, run: BackgroundRun, states: dict[str, RunState], started_s: float) -> None:
+        num_new = 0
         for folder in sorted((run.folder / "runs").glob("*/")):
-            states.setdefault(folder.name, RunState(folder))
-        changed = [state.refresh() for state in states.values()]
-        if not any(changed):
-            return
+            state = states.get(folder.name, RunState(folder))
+            num_new += state.refresh()
+            start = state.event("start")
+            if (
+                start is not None and start.time_s >= started_s
+            ):  # else left by an earlier run, soon moved aside
+                states[folder.name] = state
         done = sum(len(state.column("step")) for state in states.values())
-        planned = sum(state.latest("start").get("num_steps", 0) for state in states.values())
-        self.progress.value = done / max(1, planned)
-        self.progress.description = f"{done} / {planned} steps"
-        self.picture.value = _png(live_figure(states))
+        if not num_new or not done:
+            return
+        planned = sum(state.latest("start")["num_steps"] for state in states.values())
+        self.progress.value = done / planned
+        if not self.stop_button.disabled:
+            self.progress.description = f"{done} / {planned} steps"
+        self.picture.value, self.picture.layout.display = _png(live_figure(states)), None
 
 
 def live_figure(states: dict[str, RunState]) -> Figure:
-    """Runs overlaid on one axis of samples seen: loss, cost of each batch, throughput, memory of the process or device."""
+    """Runs overlaid: loss, cost of each batch and throughput against samples seen, memory against time."""
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     loss, cost, speed, memory = figure.subplots(1, 4)
     for index, (name, state) in enumerate(sorted(states.items())):
@@ -226,6 +249,33 @@ def live_figure(states: dict[str, RunState]) -> Figure:
     if states:
         loss.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widgets.SelectMultiple:
+    offered = [name for name in SCHEDULERS if name not in without]
+    return widgets.SelectMultiple(
+        options=offered,
+        value=tuple(names),
+        rows=len(offered),
+        description="schedulers",
+        style=_WIDE,
+    )
+
+
+def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
+    """A slider that reports its value when it is let go."""
+    return widgets.IntSlider(value, low, high, description=name, continuous_update=False, style=_WIDE)
+
+
+def _some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:
+    """All samples of as many randomly drawn images as make about so many samples."""
+    if len(sizes) <= num_samples:
+        return sizes
+    group = np.where(sizes.group < 0, -1 - np.arange(len(sizes)), sizes.group)  # unknown: an image of its own
+    images, counts = np.unique(group, return_counts=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    drawn = images[order[np.cumsum(counts[order]) <= num_samples]]
+    return sizes.take(np.flatnonzero(np.isin(group, drawn)))
 
 
 def _png(figure: Figure) -> bytes:
