@@ -48,8 +48,10 @@ def cut_optimally(
     `part`.
     """
     num = len(text)
-    fixed = np.zeros(len(coefficients))
-    slope = np.zeros(len(coefficients))
+    num_rows = len(coefficients)
+    particular = min_size > 1 or multiple > 1
+    fixed = np.zeros(num_rows)
+    slope = np.zeros(num_rows)
     best = np.full(num + 1, np.inf)
     previous = np.zeros(num + 1, np.int64)
     best[0] = 0.0
@@ -58,6 +60,8 @@ def cut_optimally(
         tallest = 0
         widest = 0
         area = 0
+        fixed_0 = 0.0
+        slope_0 = 0.0
         for count in range(1, min(end, max_size) + 1):
             start = end - count
             if part[start] != part[end - 1]:
@@ -68,10 +72,15 @@ def cut_optimally(
                 widest = max(widest, wide[start])
                 area = tallest * widest
                 _price_shape(longest, area, coefficients, exponents, fixed, slope)
-            if _price(count, fixed, slope) > budget:
+                fixed_0 = fixed[0]
+                slope_0 = slope[0]
+            cost = fixed_0 + count * slope_0  # `_price`, with its usual only row at hand
+            for row in range(1, num_rows):
+                cost = max(cost, fixed[row] + count * slope[row])
+            if cost > budget:
                 break
             total = best[start] + count * (longest + area) + overhead
-            if count < min_size or count % multiple:
+            if particular and (count < min_size or count % multiple):
                 total += penalty
             if total < best[end]:
                 best[end] = total

@@ -203,7 +203,7 @@ class Memory(Budget):
     """
 
     target_ratio: float = 0.97
-    overhead_ratio: float = 0.1
+    overhead_ratio: float = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,7 +240,8 @@ def _deal_images(
     from mmlab.schedule._groups import number_groups
 
     image, occurrence, num_images = number_groups(sizes.group[rows])
-    of_one_image = int(np.quantile(occurrence, 0.99, method="higher")) + 1 if len(rows) else 1
+    earlier_samples = np.cumsum(np.bincount(occurrence, minlength=1))
+    of_one_image = int(np.searchsorted(earlier_samples, 0.99 * len(rows))) + 1
     num_windows = max(num_windows, min(of_one_image, len(rows) // _SMALLEST_WINDOW))
     return (rng.integers(num_windows, size=num_images)[image] + occurrence) % num_windows
 

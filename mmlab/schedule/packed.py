@@ -117,9 +117,8 @@ class Packed(BatchScheduler):
 
     def _largest(self, sizes: SampleSizes) -> tuple[int, int]:
         """Bounds on the tokens and patches of a sample."""
-        columns = (sizes.num_tokens, cells(sizes.height, self.patch), cells(sizes.width, self.patch))
-        text, high, wide = (int(column.max(initial=0)) for column in columns)
-        return text, high * wide
+        text, height, width = (column.max(initial=0) for column in (sizes.num_tokens, sizes.height, sizes.width))
+        return int(text), int(cells(height, self.patch) * cells(width, self.patch))
 
     def _warn_of_oversize(self, sizes: SampleSizes, streams: tuple[int, int]) -> None:
         if all(largest <= room for largest, room in zip(self._largest(sizes), streams, strict=True)):
