@@ -62,6 +62,4 @@ def draw_sizes(num_images: int, *, captions_per_image: int = 5, seed: int = 0) -
     width, height = np.array([draw_size(rng) for _ in range(num_images)], dtype=np.int32).reshape(-1, 2).T
     image = np.repeat(np.arange(num_images), captions_per_image)
     text = 8 + np.random.default_rng(seed).gamma(4.3, 1.25, size=len(image))
-    return SampleSizes(
-        num_tokens=np.rint(text), height=height[image], width=width[image], group=image
-    )
+    return SampleSizes(num_tokens=np.rint(text), height=height[image], width=width[image], group=image)
