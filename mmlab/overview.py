@@ -41,7 +41,7 @@ class Overview:
         images = self.records.height > 0
         height, width = self.records.height[images], self.records.width[images]
         tokens = self.records.num_tokens[self.records.num_tokens > 0]
-        columns = {
+        columns: dict[str, NDArray[Any]] = {
             "height": height,
             "width": width,
             "aspect": width / np.maximum(height, 1),

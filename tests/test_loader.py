@@ -1,4 +1,4 @@
-"""Collation pads to the batch's own size, masks are exact; the loader yields what the plan says, whatever the workers."""
+"""Collation pads to the batch's own size with exact masks; the loader follows the plan, whatever the workers."""
 
 from __future__ import annotations
 
