@@ -101,6 +101,10 @@ def test_import_mmlab_is_light_and_quick() -> None:
     assert min(float(seconds) for seconds, *_ in runs) < IMPORT_BOUND_S
 
 
+def test_no_public_name_is_that_of_a_module() -> None:
+    assert not set(mmlab.__all__) & set(ROOMS.values()), "importing the module would hide the public name"
+
+
 @pytest.mark.parametrize("name", mmlab.__all__)
 def test_every_public_name_resolves_and_is_documented(name: str) -> None:
     assert getattr(mmlab, name).__doc__
