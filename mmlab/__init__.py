@@ -44,7 +44,6 @@ _PUBLIC = {  # name -> the module that defines it
     "build_model": "model",
     "DeviceMonitor": "monitor",
     "RunState": "monitor",
-    "overview": "overview",
     "Precision": "precision",
     "RatioController": "ratio",
     "read_records": "readers",

@@ -165,7 +165,7 @@ def overview(records: Records, policy: ImagePolicy) -> Overview:
     """
     if not len(records):
         raise DataError(f"{records.source or 'the data set'} has no records to look at")
-    figures = preview(records.sizes(policy), SHOWN_SCHEDULERS).as_dict()
+    figures = preview(records.sizes(policy), SHOWN_SCHEDULERS, ranks=1).as_dict()
     return Overview(records=records, policy=policy, waste=figures)
 
 
