@@ -3,6 +3,8 @@ PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# OpenMP's threads must not spin while they wait: data workers and other programs need the same cores.
+export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help demo lab test check notebooks strip bench gpu lock clean
 
 # The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
@@ -13,8 +15,11 @@ READY := .venv/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 14
 
-demo: $(READY)  ## compare four batch schedulers on the bundled sample
-	$(BIN)/mmlab compare --data data/sample --schedulers random,sorted,bucket,budget --out runs/demo
+demo: $(READY) runs/scenes/captions.json  ## compare four batch schedulers on 800 generated scenes
+	$(BIN)/mmlab compare --data runs/scenes --image aspect:96 --epochs 2 --out runs/demo
+
+runs/scenes/captions.json: | $(READY)
+	$(BIN)/mmlab data make runs/scenes --num-images 800 --max-side 320
 
 lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb

@@ -18,6 +18,7 @@ from typing import Any
 
 from mmlab.comparison import Comparison, load_comparison
 from mmlab.errors import DataError, MmlabError, OptionError, RunError
+from mmlab.machine import share_cores
 
 LOG = "log.txt"
 _USER_ERROR = 2  # exit code of the child after a DataError or OptionError
@@ -128,6 +129,7 @@ def start_compare(
 
 
 def _child() -> int:
+    share_cores()
     from mmlab.experiment import compare
 
     data, schedulers, options = pickle.load(sys.stdin.buffer)

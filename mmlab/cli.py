@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from mmlab import __version__
 from mmlab.errors import DataError, OptionError
+from mmlab.machine import share_cores
 
 DEFAULT_SCHEDULERS = "random,sorted,bucket,budget"
 
@@ -24,6 +25,7 @@ DEFAULT_SCHEDULERS = "random,sorted,bucket,budget"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parser().parse_args(arguments)
+    share_cores()
     try:
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
             document, text = options.run(options)

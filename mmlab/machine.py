@@ -59,3 +59,12 @@ def versions(names: Iterable[str] = SHOWN_LIBRARIES) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def share_cores() -> None:
+    """Let OpenMP's threads sleep while they wait, unless the user says otherwise; call it before torch is loaded.
+
+    By default they spin, and where loader workers or other programs want the same cores, a step that should take a
+    tenth of a second was seen to take three.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
