@@ -26,7 +26,7 @@ from mmlab.comparison import PALETTE, Comparison
 from mmlab.errors import RunError
 from mmlab.monitor import RunState
 from mmlab.overview import SHOWN_SCHEDULERS
-from mmlab.schedule import SCHEDULERS, preview
+from mmlab.schedule import SCHEDULERS, make_scheduler, preview
 
 if TYPE_CHECKING:
     from mmlab.types import SampleSizes
@@ -50,7 +50,7 @@ class PlanExplorer(widgets.VBox):
 
     def __init__(self, sizes: SampleSizes, schedulers: Sequence[str] = SHOWN_SCHEDULERS) -> None:
         self._num_samples, self._sizes = len(sizes), _some_images(sizes, MAX_EXPLORED)
-        self._mean_cost = preview(self._sizes, ["random"], epochs=1).budget / 32
+        self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
         self.schedulers = _choose_schedulers(schedulers, without=("memory",))
         self.samples = _slider("budget, samples", 32, 4, 256)
         self.window = widgets.SelectionSlider(
@@ -83,10 +83,10 @@ class PlanExplorer(widgets.VBox):
             classes_per_octave=self.classes.value,
         )
         table = found.table[["num_batches", *_PER_CENT, "peak_over_budget", "randomness"]]
-        style = (
-            table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", list(_PER_CENT))
-        )
-        style = style.bar(list(_PER_CENT), vmin=0, vmax=0.5, color="#E69F00", width=80)
+        shares = table.columns[1:-2]
+        style = table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", shares)
+        style = style.format_index(lambda name: str(name).replace("_", " "), axis="columns")
+        style = style.bar(shares, vmin=0, vmax=0.5, color="#E69F00", width=80)
         style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E9", width=80)
         head = f"Budget {found.budget:.0f} padded tokens a batch."
         if len(self._sizes) < self._num_samples:

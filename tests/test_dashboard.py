@@ -44,7 +44,10 @@ def test_every_slider_of_the_explorer_changes_the_table() -> None:
         assert explorer.message.value == ""
         assert explorer.table.value != before, control.description
     assert "sorted" in explorer.table.value
-    assert "random" not in explorer.table.value
+    assert "bucket" not in explorer.table.value
+    assert "combined waste" in explorer.table.value
+    explorer.schedulers.value = ()
+    assert explorer.message.value == ""
 
 
 def test_a_budget_that_is_too_small_is_shown_and_mended_by_the_next_move(records: Records) -> None:
@@ -52,9 +55,9 @@ def test_a_budget_that_is_too_small_is_shown_and_mended_by_the_next_move(records
     sizes = SampleSizes(
         num_tokens=[9000, *sizes.num_tokens[1:]], height=sizes.height, width=sizes.width, group=sizes.group
     )
-    explorer = PlanExplorer(sizes, ("budget",))
+    explorer = PlanExplorer(sizes, ("random",))
     shown = explorer.table.value
-    explorer.samples.value = 4
+    explorer.schedulers.value = ("budget",)
     assert "OptionError: sample 0 alone (9000 tokens" in explorer.message.value
     assert "<details><summary>traceback" in explorer.message.value
     assert explorer.table.value == shown
