@@ -90,6 +90,8 @@ def compare(
         raise OptionError(f"epochs must be at least 1, found {epochs}")
     if batch_size < 1:
         raise OptionError(f"batch size must be at least 1, found {batch_size}")
+    if seed < 0:
+        raise OptionError(f"seed must not be negative, found {seed}")
     policy = parse_image_policy(image)
     chosen_device = resolve_device(device)
     records = data if isinstance(data, Records) else read_records(data, progress=progress)

@@ -109,6 +109,7 @@ def test_held_out_images_are_never_trained_on(records: Records) -> None:
     [
         ({"epochs": 0}, "epochs must be at least 1, found 0"),
         ({"batch_size": 0}, "batch size must be at least 1, found 0"),
+        ({"seed": -3}, "seed must not be negative, found -3"),
         ({"limit": 1}, "limit must be at least 2 pairs"),
         ({"budget": 3}, "budget"),
         ({"image": "round:3"}, "image policy 'round:3'"),
