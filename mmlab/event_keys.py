@@ -56,7 +56,7 @@ EVENT_KEYS = {
     "height": EventKey("step", "pixels", "H: padded image height, the largest of the step's batches"),
     "width": EventKey("step", "pixels", "W: padded image width, the largest of the step's batches"),
     "text_waste": EventKey("step epoch", "ratio 0-1", "share of text positions that is padding"),
-    "image_waste": EventKey("step epoch", "ratio 0-1", "share of pixels that is padding"),
+    "image_waste": EventKey("step epoch", "ratio 0-1", "share of 16 x 16 image patches that is padding"),
     "combined_waste": EventKey("step epoch", "ratio 0-1", "share of text and image tokens that is padding"),
     "predicted_cost": EventKey("step", "cost units", "the plan's cost of the step"),
     "predicted_s": EventKey("step", "s", "the plan's duration of the step"),
