@@ -3,15 +3,20 @@
 `start_compare` returns at once. The child writes the run's events to files and nothing else is shared: the
 parent follows those files, a crash of one does not touch the other, and the measured times are not disturbed
 by the notebook's own Python. Starting costs the import of torch in the child, a few seconds.
+
+The child ends with its parent: a pipe between them stays open, and when it breaks, because the kernel was restarted
+or killed, the child stops as if it had been asked to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,6 @@ from mmlab.machine import share_cores
 
 LOG = "log.txt"
 _USER_ERROR = 2  # exit code of the child after a DataError or OptionError
-
 
 _latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
 
@@ -35,8 +39,9 @@ class BackgroundRun:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        assert process.stdin is not None
         self.folder = folder
-        self._process = process
+        self._process, self._pipe = process, process.stdin
         self._stopped = False
 
     @property
@@ -61,15 +66,15 @@ class BackgroundRun:
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ask for a clean stop after the current step, and wait; kill after `timeout_s`. Harmless if it has ended."""
-        if self._process.poll() is not None:
-            return
-        self._stopped = True
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process.poll() is None:
+            self._stopped = True
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._pipe.close()
 
     def wait(self) -> Comparison:
         """Wait for the end. An interrupt of the waiting cell stops the run cleanly.
@@ -83,6 +88,7 @@ class BackgroundRun:
         except KeyboardInterrupt:
             self.stop()
             code = self._process.returncode
+        self._pipe.close()
         if code == _USER_ERROR:
             kind, _, message = self.log.strip().splitlines()[-1].partition(": ")
             raise (DataError if kind == "DataError" else OptionError)(message)
@@ -121,18 +127,20 @@ def start_compare(
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
-    assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(job)
     _latest[folder.resolve()] = run = BackgroundRun(process, folder)
+    run._pipe.write(job)
+    run._pipe.flush()
     return run
 
 
 def _child() -> int:
     share_cores()
+    data, schedulers, options = pickle.load(
+        sys.stdin.buffer
+    )  # before torch: the parent may wait for it to be read
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     from mmlab.experiment import compare
 
-    data, schedulers, options = pickle.load(sys.stdin.buffer)
     try:
         compare(data, schedulers, **options)
     except KeyboardInterrupt:
@@ -144,6 +152,11 @@ def _child() -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _stop_with_parent() -> None:
+    os.read(0, 1)  # the parent writes nothing more: this returns when the pipe breaks
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

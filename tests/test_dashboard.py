@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import ipywidgets as widgets
+import psutil
 import pytest
 
 from mmlab.comparison import Comparison
@@ -159,6 +162,21 @@ def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path
     assert "RunError" in panel.message.value
     assert panel.result.value == ""
     assert panel.progress.value == 0
+
+
+def test_a_run_ends_with_the_process_that_started_it(scenes: Path, tmp_path: Path) -> None:
+    code = (
+        "from mmlab.background import start_compare\n"
+        f"run = start_compare({str(scenes)!r}, ['random'], out={str(tmp_path)!r}, epochs=10_000, num_workers=0)\n"
+        "print(run._process.pid)"
+    )
+    started = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    try:
+        run = psutil.Process(int(started.stdout))
+    except psutil.NoSuchProcess:
+        return
+    _, alive = psutil.wait_procs([run], timeout=30)
+    assert not alive or run.status() == psutil.STATUS_ZOMBIE  # nobody collects it where init does not
 
 
 def test_controls_take_their_values_from_the_options(tmp_path: Path) -> None:
