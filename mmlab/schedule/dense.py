@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MEAN_SAMPLES = 32  # the budget where none is given
 _SURVEYED = 2**18  # samples, evenly spaced, from which means are taken
-_SMALLEST_WINDOW = 1024
+_SMALLEST_WINDOW = 2048
 _CLASSES_PER_OCTAVE = 8
 
 
@@ -102,7 +102,7 @@ class Budget(BatchScheduler):
     ) -> Block:
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
         num_windows = max(1, round(len(rows) / window))
-        if self.allow_collisions:
+        if self.allow_collisions or not len(rows):
             return self._cut_windows(
                 sizes, rows, np.arange(len(rows)) * num_windows // max(1, len(rows)), limits
             )
@@ -234,15 +234,14 @@ def _deal_images(
 ) -> NDArray[np.int64]:
     """(n,) window of each row: samples of one image go round the windows from a random one.
 
-    There are more windows than asked for where that gives nearly every sample of an image a window of its own:
-    batches without collisions then need hardly any repair.
+    There are as many windows as half of the samples have on their image, if that is more than asked for: samples of one
+    image may not meet in a batch anyway, and parting them beforehand pads less than exchanging them afterwards.
     """
     from mmlab.schedule._groups import number_groups
 
     image, occurrence, num_images = number_groups(sizes.group[rows])
-    earlier_samples = np.cumsum(np.bincount(occurrence, minlength=1))
-    of_one_image = int(np.searchsorted(earlier_samples, 0.99 * len(rows))) + 1
-    num_windows = max(num_windows, min(of_one_image, len(rows) // _SMALLEST_WINDOW))
+    of_one_image = np.sort(np.bincount(image)[image])
+    num_windows = max(num_windows, int(of_one_image[len(rows) // 2]))
     return (rng.integers(num_windows, size=num_images)[image] + occurrence) % num_windows
 
 

@@ -117,7 +117,9 @@ class Packed(BatchScheduler):
 
     def _largest(self, sizes: SampleSizes) -> tuple[int, int]:
         """Bounds on the tokens and patches of a sample."""
-        text, height, width = (column.max(initial=0) for column in (sizes.num_tokens, sizes.height, sizes.width))
+        text, height, width = (
+            column.max(initial=0) for column in (sizes.num_tokens, sizes.height, sizes.width)
+        )
         return int(text), int(cells(height, self.patch) * cells(width, self.patch))
 
     def _warn_of_oversize(self, sizes: SampleSizes, streams: tuple[int, int]) -> None:
