@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,13 @@ def row_of(
     report: PlanReport = plans[0].report(
         budget=None if own else budget, num_ranks=NUM_RANKS, following=plans[1]
     )
-    row = {"kind": "quality", "data": data, "scheduler": name, "package": package}
+    row = {
+        "kind": "quality",
+        "data": data,
+        "scheduler": name,
+        "package": package,
+        "version": version(package),
+    }
     row |= {figure: getattr(report, figure) for figure in SHOWN}
     if own:
         costs = batch_costs(MEMORY, plans[0].shape_columns) / MEMORY_LIMIT_BYTES

@@ -88,6 +88,10 @@ class PaddedTokens:
 
     patch: int = PATCH
 
+    def __post_init__(self) -> None:
+        if self.patch < 1:
+            raise OptionError(f"patch must be at least 1 pixel, found {self.patch}")
+
     @property
     def unit(self) -> str:
         """What the number counts."""

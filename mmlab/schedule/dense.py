@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mmlab.types import CostModel, SampleSizes
 
 DEFAULT_MEAN_SAMPLES = 32  # the budget where none is given
-_SURVEYED = 2**18  # samples, evenly spaced, from which means are taken
+_SURVEYED = 2**18  # samples from which means are taken
 _SMALLEST_WINDOW = 2048
 _CLASSES_PER_OCTAVE = 8
 
@@ -221,10 +221,16 @@ class Memory(Budget):
 
 
 def mean_sizes(sizes: SampleSizes, patch: int) -> tuple[float, float]:
-    """Mean text tokens and image patches of a sample; of 262,144 evenly spaced ones where there are more."""
+    """Mean text tokens and image patches of a sample; of 262,144 spread over the data where there are more.
+
+    Those lie at multiples of the golden ratio, so that no period in the data (captions, sources in turn) misleads.
+    """
     if not len(sizes):
         return 0.0, 0.0
-    some = slice(None, None, -(-len(sizes) // _SURVEYED))
+    some: NDArray[np.uint64] | slice = slice(None)
+    if len(sizes) > _SURVEYED:
+        spread = np.arange(_SURVEYED, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        some = ((spread >> np.uint64(32)) * np.uint64(len(sizes))) >> np.uint64(32)
     patches = cells(sizes.height[some], patch) * cells(sizes.width[some], patch)
     return float(sizes.num_tokens[some].mean()), float(patches.mean())
 

@@ -72,7 +72,7 @@ class Packed(BatchScheduler):
             text, image = mean_sizes(sizes, self.patch)
             budget = float(self.budget or max(1.0, DEFAULT_MEAN_SAMPLES * (text + image)))
             share = text / (text + image) if text + image else 0.5
-            streams = int(budget * share), int(budget * (1 - share))
+            streams = int(budget * share + 1e-6), int(budget * (1 - share) + 1e-6)  # 9.9999... is 10
         self._warn_of_oversize(sizes, streams)
         return Limits(PaddedTokens(self.patch), budget, streams)
 

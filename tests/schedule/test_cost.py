@@ -53,6 +53,11 @@ def test_polynomials_that_make_no_sense_are_refused(coefficients, exponents, nam
         MaxPolynomial(coefficients, exponents)
 
 
+def test_a_patch_without_size_is_refused():
+    with pytest.raises(OptionError, match="patch must be at least 1 pixel, found 0"):
+        PaddedTokens(0)
+
+
 def test_the_dearest_sample_is_found_only_where_it_matters():
     sizes = make_sizes(300)
     for cost in (PaddedTokens(), BYTES, SlowTokens()):

@@ -36,6 +36,19 @@ def test_rooms_follow_the_budget_or_are_given():
         make_scheduler("packed", budget=0)
 
 
+def test_rooms_fit_sources_that_alternate():
+    one_in_two = np.arange(600_000) % 2
+    sizes = SampleSizes(
+        num_tokens=20 * one_in_two,
+        height=160 * (1 - one_in_two),
+        width=[160] * 600_000,
+        group=np.arange(600_000),
+    )
+    text_room, image_room = make_scheduler("packed", budget=3600).plan(sizes).limits.streams
+    assert text_room == pytest.approx(600, rel=0.01)
+    assert image_room == pytest.approx(3000, rel=0.01)
+
+
 def test_an_oversize_sample_gets_a_pack_of_its_own_and_a_warning():
     tokens = np.full(200, 10)
     tokens[77] = 5000
