@@ -120,6 +120,8 @@ def measure_quality(data: str, sizes: SampleSizes, *, repeats: int) -> Iterator[
     for name in ("random", "bucket", "aspect_bucket"):
         strict = replace(configure(name, sizes, budget), allow_collisions=False)  # type: ignore[call-arg]
         yield row_of(data, f"{name}, no collisions", "mmlab", *plan_ours(strict, sizes, repeats), budget)
+    alone = replace(configure("packed", sizes, budget), world_size=1)
+    yield row_of(data, "packed, one rank", "mmlab", *plan_ours(alone, sizes, repeats), budget)
     for peer in PEERS:
         if peer.installed:
             yield row_of(data, peer.name, peer.package, *plan_theirs(peer, sizes, budget, repeats), budget)
@@ -200,6 +202,13 @@ def row_of(
     if own:
         costs = batch_costs(MEMORY, plans[0].shape_columns) / MEMORY_LIMIT_BYTES
         row |= {"mean_of_limit": float(costs.mean()), "peak_of_limit": float(costs.max())}
+    if plans[0].limits.streams:
+        rooms = np.array(fullest_streams(plans[0])) * report.num_batches
+        text = int(plans[0].sizes.num_tokens.sum())
+        held = np.array([text, int(lengths_of(plans[0].sizes).sum()) - text])
+        row |= dict(
+            zip(("static_text_waste", "static_image_waste"), (1 - held / rooms).tolist(), strict=True)
+        )
     return row | {"plan_cpu_us_per_sample": times}
 
 
@@ -263,6 +272,11 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         at_least("padded, COCO: randomness R", dense["randomness"], 0.90)
         at_most("packed, COCO: text stream waste", packed["text_waste"], 0.01)
         at_most("packed, COCO: image stream waste", packed["image_waste"], 0.01)
+        worse = max(packed["static_text_waste"], packed["static_image_waste"])
+        at_most("packed, COCO: the worse stream, were short steps padded too", worse, 0.01)
+        alone = quality["packed, one rank"]
+        worse = max(alone["static_text_waste"], alone["static_image_waste"])
+        at_most("packed, COCO: the same, planned for one rank", worse, 0.01)
         at_least("packed, COCO: randomness R", packed["randomness"], 0.95)
         at_most("straggler over 8 ranks, padded", dense["straggler"], 0.005)
         at_most("straggler over 8 ranks, packed", packed["straggler"], 0.005)
