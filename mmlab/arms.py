@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from mmlab.comparison import ArmResult
 from mmlab.cost import PaddedTokens
 from mmlab.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
@@ -28,6 +27,7 @@ from mmlab.losses import Contrastive
 from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.model import build_model
 from mmlab.monitor import DeviceMonitor
+from mmlab.results import ArmResult
 from mmlab.schedule import BatchPlan, BatchScheduler, make_scheduler
 from mmlab.trainer import FusionTrainer
 from mmlab.types import BatchShape

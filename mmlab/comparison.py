@@ -8,51 +8,18 @@ from its folder, and everything shown here is derived from the two. Drawing need
 from __future__ import annotations
 
 import base64
-import io
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmlab.charts import draw_comparison, to_png
 from mmlab.errors import DataError
+from mmlab.results import ArmResult
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# Okabe and Ito's palette: distinct under every common colour blindness.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmResult:
-    """What one scheduler cost. Ratios are fractions; medians are over epochs, warm-up steps left out."""
-
-    scheduler: str
-    options: dict[str, Any]  # how the scheduler was configured
-    num_samples: int  # training samples an epoch
-    num_batches: int  # optimizer steps an epoch (the first)
-    samples_per_s: float  # median over epochs
-    step_s: float  # median over measured steps, data wait not included
-    data_wait_ratio: float  # time waiting for data / (waiting + stepping)
-    text_waste: float  # padded text tokens that carry nothing
-    image_waste: float  # padded image patches that carry nothing
-    combined_waste: float
-    planned_combined_waste: float  # the same, predicted from metadata before training
-    peak_over_budget: float  # costliest batch / budget
-    batches_over_budget: int
-    shape_mismatches: (
-        int  # measured batch shapes that differ from the planned ones; 0 when the plan was right
-    )
-    peak_bytes: int
-    peak_source: str
-    num_unlearnt_samples: int  # in batches without negatives (captions of one image only), over all epochs
-    final_loss: float  # on the held-out pairs, a mean over samples in candidate sets of one fixed size
-    image_to_text_r1: float
-    text_to_image_r1: float
-    chance_r1: float
-    epochs: list[dict[str, float]] = field(default_factory=list)  # every repetition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,21 +117,13 @@ class Comparison:
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(13, 7.2), layout="constrained")
-        figure.suptitle(f"What each batch scheduler costs on {self.title}", fontsize=13)
-        names = [arm.scheduler for arm in self.arms]
-        colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
-        axes = figure.subplots(2, 3)
-        steps = self.steps
-        _draw_waste(axes[0, 0], self.arms)
-        _draw_throughput(axes[0, 1], self.arms, colours)
-        _draw_time(axes[0, 2], self.arms)
-        _draw_memory(axes[1, 0], self.arms, colours)
-        _draw_batch_costs(axes[1, 1], self.arms, steps, self.config, colours)
-        _draw_loss(axes[1, 2], self.arms, colours)
-        return figure
+        return draw_comparison(
+            self.arms,
+            self.steps,
+            title=f"What each batch scheduler costs on {self.title}",
+            budget=self.config["budget"],
+            unit=self.config["budget_unit"],
+        )
 
     def html(self) -> str:
         """One self-contained page: configuration, table, figure, notes."""
@@ -173,7 +132,7 @@ class Comparison:
         return Template(_PAGE, autoescape=True).render(
             comparison=self,
             table=self.summary().to_html(border=0),
-            picture=base64.b64encode(_png(self.figure())).decode(),
+            picture=base64.b64encode(to_png(self.figure())).decode(),
             config=json.dumps(self.config, indent=2),
         )
 
@@ -190,7 +149,7 @@ class Comparison:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "comparison.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
         self.table.to_csv(folder / "table.csv")
-        (folder / "figure.png").write_bytes(_png(self.figure()))
+        (folder / "figure.png").write_bytes(to_png(self.figure()))
         (folder / "report.html").write_text(self.html())
         return folder
 
@@ -212,104 +171,6 @@ def load_comparison(folder: str | Path) -> Comparison:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a comparison that this version of mmlab wrote: {error}") from error
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
-
-
-def _draw_waste(axes: Axes, arms: list[ArmResult]) -> None:
-    kinds = ("text_waste", "image_waste", "combined_waste")
-    for offset, (kind, colour) in enumerate(zip(kinds, ("#56B4E9", "#E69F00", "#444444"), strict=True)):
-        positions = [index + 0.27 * (offset - 1) for index in range(len(arms))]
-        axes.bar(
-            positions,
-            [100 * getattr(arm, kind) for arm in arms],
-            0.25,
-            color=colour,
-            label=kind.split("_")[0],
-        )
-    planned = [100 * arm.planned_combined_waste for arm in arms]
-    axes.plot(
-        [index + 0.27 for index in range(len(arms))],
-        planned,
-        "D",
-        color="#D55E00",
-        ms=5,
-        label="combined, as planned",
-    )
-    axes.set(title="Padding waste, %", ylabel="% of padded elements")
-    axes.legend(frameon=False, fontsize=8)
-    _name_bars(axes, arms)
-
-
-def _draw_throughput(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
-    axes.bar(
-        range(len(arms)),
-        [arm.samples_per_s for arm in arms],
-        0.6,
-        color=[colours[arm.scheduler] for arm in arms],
-        alpha=0.75,
-    )
-    for index, arm in enumerate(arms):
-        speeds = [epoch["samples_per_s"] for epoch in arm.epochs]
-        axes.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
-    axes.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")
-    _name_bars(axes, arms)
-
-
-def _draw_time(axes: Axes, arms: list[ArmResult]) -> None:
-    wait = [1000 * arm.data_wait_ratio / arm.samples_per_s for arm in arms]
-    step = [1000 / arm.samples_per_s - waited for arm, waited in zip(arms, wait, strict=True)]
-    axes.bar(range(len(arms)), step, 0.6, color="#0072B2", label="training step")
-    axes.bar(range(len(arms)), wait, 0.6, bottom=step, color="#E69F00", label="waiting for data")
-    axes.set(title="Time per sample", ylabel="ms")
-    axes.legend(frameon=False, fontsize=8)
-    _name_bars(axes, arms)
-
-
-def _draw_memory(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
-    axes.bar(
-        range(len(arms)),
-        [arm.peak_bytes / 2**20 for arm in arms],
-        0.6,
-        color=[colours[arm.scheduler] for arm in arms],
-    )
-    axes.set(title=f"Peak memory ({arms[0].peak_source})" if arms else "Peak memory", ylabel="MiB")
-    _name_bars(axes, arms)
-
-
-def _draw_batch_costs(
-    axes: Axes, arms: list[ArmResult], steps: pd.DataFrame, config: dict[str, Any], colours: dict[str, str]
-) -> None:
-    for index, arm in enumerate(arms):
-        costs = [] if steps.empty else steps.loc[steps["run"] == arm.scheduler, "predicted_cost"].tolist()
-        spread = [index + 0.5 * (place / max(1, len(costs) - 1) - 0.5) for place in range(len(costs))]
-        axes.plot(spread, costs, ".", color=colours[arm.scheduler], ms=4, alpha=0.7)
-    axes.axhline(config["budget"], color="black", ls="--", lw=1, label="budget")
-    axes.set(title="Cost of each batch, in order", ylabel=config["budget_unit"])
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8)
-    _name_bars(axes, arms)
-
-
-def _draw_loss(axes: Axes, arms: list[ArmResult], colours: dict[str, str]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    for arm, style in zip(arms, ("-", "--", "-.", ":") * len(arms), strict=False):
-        losses = [epoch["held_out_loss"] for epoch in arm.epochs]
-        epochs = range(1, len(losses) + 1)
-        axes.plot(epochs, losses, style, marker="o", ms=4, color=colours[arm.scheduler], label=arm.scheduler)
-    axes.set(title="Held-out loss", xlabel="epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=8)
-
-
-def _name_bars(axes: Axes, arms: list[ArmResult]) -> None:
-    axes.set_xticks(range(len(arms)), [arm.scheduler for arm in arms], rotation=0 if len(arms) < 6 else 30)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 _PAGE = """<!doctype html>

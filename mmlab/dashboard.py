@@ -9,7 +9,6 @@ An error in a callback or in the following thread is shown in the panel, where i
 from __future__ import annotations
 
 import html
-import io
 import threading
 import time
 import traceback
@@ -22,7 +21,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mmlab.background import BackgroundRun, start_compare
-from mmlab.comparison import PALETTE, Comparison
+from mmlab.charts import PALETTE, to_png
+from mmlab.comparison import Comparison
 from mmlab.errors import RunError
 from mmlab.monitor import RunState
 from mmlab.overview import SHOWN_SCHEDULERS
@@ -218,7 +218,7 @@ class CompareDashboard(widgets.VBox):
         self.progress.value = done / planned
         if not self.stop_button.disabled:
             self.progress.description = f"{done} / {planned} steps"
-        self.picture.value, self.picture.layout.display = _png(live_figure(states)), None
+        self.picture.value, self.picture.layout.display = to_png(live_figure(states), dpi=80), None
 
 
 def live_figure(states: dict[str, RunState]) -> Figure:
@@ -276,12 +276,6 @@ def _some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:
     order = np.random.default_rng(0).permutation(len(images))
     drawn = images[order[np.cumsum(counts[order]) <= num_samples]]
     return sizes.take(np.flatnonzero(np.isin(group, drawn)))
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=80)
-    return buffer.getvalue()
 
 
 def _shown_in(message: widgets.HTML, act: Callable[[Any], object]) -> Callable[[Any], None]:
