@@ -42,7 +42,9 @@ notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs 
 strip: $(READY)  ## strip the notebooks for committing
 	$(BIN)/python tests/project/strip_notebooks.py notebooks/*.ipynb
 
-bench: $(READY)  ## run the benchmarks that need no GPU and rewrite their result files
+bench: demo  ## run the demo and the benchmarks that need no GPU, and rewrite their result files
+	cp runs/demo/comparison.json benchmarks/results/demo.json
+	cp runs/demo/figure.png docs/images/comparison.png
 	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python $$script --out benchmarks/results; done
 
 gpu:  ## measure on a CUDA machine with its own Python packages (no .venv is made)
