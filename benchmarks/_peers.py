@@ -70,15 +70,19 @@ def batch_rebalance(sizes: SampleSizes, budget: float, epoch: int, num_ranks: in
 
 
 def dynamic_buckets(num_buckets: int) -> Callable[[SampleSizes, float, int], list[list[int]]]:
-    """lhotse's `DynamicBucketingSampler` with the budget as `max_duration`."""
+    """lhotse's `DynamicBucketingSampler` with the budget as `max_duration`, over samples shuffled each epoch.
+
+    It shuffles by itself too, but only within a buffer of 20,000.
+    """
 
     def plan(sizes: SampleSizes, budget: float, epoch: int) -> list[list[int]]:
         from lhotse import MonoCut
         from lhotse.dataset import DynamicBucketingSampler
 
+        lengths = lengths_of(sizes)
         cuts = [
-            MonoCut(id=str(row), start=0, duration=float(length), channel=0)
-            for row, length in enumerate(lengths_of(sizes))
+            MonoCut(id=str(row), start=0, duration=float(lengths[row]), channel=0)
+            for row in np.random.default_rng(epoch).permutation(len(sizes))
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it recommends lazily read cuts
