@@ -16,10 +16,10 @@ help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 14
 
 demo: $(READY) runs/scenes/captions.json  ## compare four batch schedulers on 800 generated scenes
-	$(BIN)/mmlab compare --data runs/scenes --image aspect:96 --epochs 2 --out runs/demo
+	$(BIN)/mmlab compare --data runs/scenes --image aspect:80 --epochs 2 --out runs/demo
 
 runs/scenes/captions.json: | $(READY)
-	$(BIN)/mmlab data make runs/scenes --num-images 800 --max-side 320
+	$(BIN)/mmlab data make runs/scenes --num-images 800 --max-side 256
 
 lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
