@@ -146,21 +146,31 @@ def compare(
 
 
 def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
-    """Training and held-out pairs: by the data's own split `val` or `test`, else a tenth of the images.
+    """Training and held-out pairs: by the data's own split `val` or `test`, else a tenth of the images, at least two.
 
     Raises:
-        DataError: nothing is left on one side.
+        DataError: fewer than two images on one side; a pair is judged against others.
     """
-    marked = {split for split in records.splits or () if split}
-    for name in ("val", "test"):
-        if name in marked:
-            rest = [row for row, split in enumerate(records.splits or ()) if split not in ("val", "test")]
-            if not rest:
-                raise DataError(
-                    f"{records.source}: every pair is in a held-out split, none is left to train on"
-                )
-            return records.select(rest), records.split(name)
-    return records.hold_out(0.1, seed=seed)
+    splits = np.array(records.splits if records.splits is not None else [None] * len(records), dtype=object)
+    held_out = np.isin(splits, ("val", "test"))
+    if held_out.any():
+        name = "val" if "val" in splits else "test"
+        train_records, held_out_records = (
+            records.select(np.flatnonzero(side)) for side in (~held_out, splits == name)
+        )
+    else:
+        num_images = len(np.unique(records.group))
+        train_records, held_out_records = records.hold_out(
+            min(0.5, max(0.1, 2 / max(1, num_images))), seed=seed
+        )
+    for part, side in ((train_records, "train on"), (held_out_records, "hold out")):
+        num_images = len(np.unique(part.group))
+        if num_images < 2:
+            raise DataError(
+                f"{records.source or 'the data'}: found {num_images} image to {side} in {len(records)} pairs, "
+                "at least 2 are needed; give more images, or a higher limit"
+            )
+    return train_records, held_out_records
 
 
 def mean_cost(sizes: SampleSizes) -> float:

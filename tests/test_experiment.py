@@ -104,6 +104,17 @@ def test_held_out_images_are_never_trained_on(records: Records) -> None:
     assert not set(train.group.tolist()) & set(held_out.group.tolist())
 
 
+def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
+    train, held_out = records.split("train"), records.split("val")
+    with pytest.raises(DataError, match="found 0 image to train on"):
+        hold_out(held_out)
+    some = [*np.unique(train.group)[:4], held_out.group[0]]
+    with pytest.raises(DataError, match="found 1 image to hold out in 15 pairs, at least 2 are needed"):
+        hold_out(records.select(np.flatnonzero(np.isin(records.group, some))))
+    _, two = hold_out(train.select(np.flatnonzero(np.isin(train.group, some))))
+    assert len(np.unique(two.group)) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
