@@ -48,7 +48,7 @@ def toy(gpu: ModuleType) -> Any:
         num_repeats=2,
         steps_per_repeat=1,
         num_warmup_steps=1,
-        compare_images=12,
+        compare_images=20,
         compare_model="tiny",
         compare_image="aspect:32",
         compare_epochs=1,
