@@ -78,7 +78,7 @@ def test_a_killed_run_leaves_every_event_but_the_one_in_hand(tmp_path: Path) -> 
         if int(line) == 200:
             break
     child.send_signal(signal.SIGKILL)
-    last = int(child.stdout.read().split("\n")[:-1][-1])
+    last = int(["200", *child.stdout.read().split("\n")[:-1]][-1])  # of the whole lines that it still printed
     child.wait()
     child.stdout.close()
     events, _ = read_events(tmp_path / "events-rank0.jsonl")
