@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from mmlab.cost import PaddedTokens
+from mmlab.cost import PaddedTokens, batch_costs
 from mmlab.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.events import RunEvent, RunLog
@@ -128,9 +128,11 @@ class Arm:
         self._steps, self._planned = [], list(plan.shapes)
         with DeviceMonitor(self._write, device=self._bench.config["device"]):
             self._trainer.fit(self._loader, num_epochs=1)
-        costs = [COST(shape) for shape in self._planned]
-        self._costs += costs
-        self.costliest = max(self.costliest, (max(costs), list(plan)[int(np.argmax(costs))]))
+        costs = batch_costs(COST, plan.shape_columns)
+        self._costs += costs.tolist()
+        dearest = int(costs.argmax())
+        rows = plan.columns.order[plan.columns.starts[dearest] : plan.columns.ends[dearest]]
+        self.costliest = max(self.costliest, (float(costs[dearest]), rows.tolist()))
         held_out_values = self._trainer.evaluate(held_out)
         self.epochs.append(self._measure(plan, held_out_values))
         self._write(RunEvent("eval", self._trainer.step, 0, time.time(), held_out_values))
