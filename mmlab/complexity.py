@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mmlab.decode import to_rgb
 from mmlab.errors import DataError
-from mmlab.images import to_rgb
 from mmlab.readers.sidecar import Measurement, Numbers, Stamp, measure_once
 from mmlab.records import FileStore, Records
 

@@ -1,0 +1,137 @@
+"""What a training step's memory is spent on, for one batch shape, on a device that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mmlab.limits import CONTEXT_BYTES
+from mmlab.pricing.trace import StepTrace, StepTracer
+from mmlab.types import BatchShape
+
+_MIB = 2**20
+_PARTS = ("parameters", "optimizer_state", "gradients", "batch", "saved_activations", "transient")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes that live at the step's peak, by purpose; the six parts add up to `peak_bytes`.
+
+    Each allocation is rounded up as the device's allocator rounds it.
+    """
+
+    shape: BatchShape
+    parameters: int  # and buffers
+    optimizer_state: int
+    gradients: int  # of parameters, those that exist at the peak
+    batch: int
+    saved_activations: int  # what the forward pass leaves for the backward pass, as far as it still lives
+    transient: int  # the rest: what the operation at the peak works on
+    peak_bytes: int
+    peak_operation: str
+    context_bytes: int  # beside the peak: CUDA's own, see `CONTEXT_BYTES`; 0 on a CPU
+    conditions: Mapping[str, Any]  # what the price was asked for
+    assumptions: tuple[str, ...]  # numbers that the model reads from tensors, and what was put in their place
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return {
+            "shape": list(self.shape),
+            **{f"{part}_bytes": getattr(self, part) for part in _PARTS},
+            "peak_bytes": self.peak_bytes,
+            "peak_operation": self.peak_operation,
+            "context_bytes": self.context_bytes,
+            "conditions": dict(self.conditions),
+            "assumptions": list(self.assumptions),
+        }
+
+    def __str__(self) -> str:
+        lines = [self._title(), *(f"  {name:20} {size / _MIB:10,.1f} MiB" for name, size in self._rows())]
+        return "\n".join([*lines, *(f"  assumed: {assumption}" for assumption in self.assumptions)])
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        rows = "".join(
+            f"<tr><td>{name}</td><td style='text-align:right'>{size / _MIB:,.1f} MiB</td></tr>"
+            for name, size in self._rows()
+        )
+        notes = "".join(f"<div>assumed: {escape(assumption)}</div>" for assumption in self.assumptions)
+        return f"<div>{escape(self._title())}</div><table>{rows}</table>{notes}"
+
+    def _title(self) -> str:
+        size, num_tokens, height, width = self.shape
+        conditions = ", ".join(f"{name} {value}" for name, value in self.conditions.items())
+        return (
+            f"{size} samples of {num_tokens} tokens and {height} x {width} pixels ({conditions}); "
+            f"peak in {self.peak_operation}"
+        )
+
+    def _rows(self) -> list[tuple[str, int]]:
+        rows = [(part.replace("_", " "), getattr(self, part)) for part in _PARTS]
+        return [*rows, ("peak", self.peak_bytes), ("CUDA context, beside", self.context_bytes)]
+
+
+def price(
+    model: nn.Module,
+    shape: BatchShape | Sequence[int],
+    precision: str = "fp32",
+    optimizer: Any = "adamw",
+    *,
+    device: str = "cuda",
+    checkpointing: bool = False,
+    attention: str = "auto",
+    objectives: Any = ("contrastive",),
+) -> MemoryBreakdown:
+    """What one training step on a batch of this shape needs, without the device and without the memory.
+
+    >>> from mmlab.model import build_model
+    >>> needed = price(build_model("tiny", vocab_size=100), (4, 16, 64, 64), "bf16")
+    >>> needed.peak_bytes == needed.parameters + needed.optimizer_state + needed.gradients + needed.batch + (
+    ...     needed.saved_activations + needed.transient)
+    True
+
+    Args:
+        model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.
+        shape: (B, T, H, W).
+        precision, optimizer, device, checkpointing, attention, objectives: see `StepTracer`.
+
+    Raises:
+        OptionError: an unknown name, or an operation that cannot be priced, with the module it is in.
+    """
+    tracer = StepTracer(
+        model,
+        precision=precision,
+        optimizer=optimizer,
+        device=device,
+        checkpointing=checkpointing,
+        attention=attention,
+        objectives=objectives,
+    )
+    return _breakdown(tracer(BatchShape(*shape)), tracer.conditions)
+
+
+def _breakdown(trace: StepTrace, conditions: Mapping[str, Any]) -> MemoryBreakdown:
+    at = int(trace.live_bytes.argmax())
+    in_first_step = trace.step_peak_bytes > trace.live_bytes[at]
+    batch = 0 if in_first_step else trace.batch_bytes
+    gradients = int(trace.gradient_bytes[-1 if in_first_step else at])
+    rest = trace.peak_bytes - trace.static_bytes - batch - gradients
+    saved = 0 if in_first_step else min(rest, trace.saved_bytes)
+    return MemoryBreakdown(
+        shape=trace.shape,
+        parameters=trace.parameter_bytes,
+        optimizer_state=trace.static_bytes - trace.parameter_bytes,
+        gradients=gradients,
+        batch=batch,
+        saved_activations=saved,
+        transient=rest - saved,
+        peak_bytes=trace.peak_bytes,
+        peak_operation=trace.peak_operation,
+        context_bytes=CONTEXT_BYTES["cuda"] if conditions["device"] == "cuda" else 0,
+        conditions=conditions,
+        assumptions=tuple(f"{place}, {count} times" for place, count in trace.reads.items()),
+    )

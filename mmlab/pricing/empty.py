@@ -1,0 +1,38 @@
+"""Models by name, as a price needs them: with the shapes of their weights and without the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmlab.errors import OptionError
+from mmlab.model import PRESETS, LossModel, build_model
+
+
+def empty_model(name: str, *, vocab_size: int, tokenizer: Any = None) -> nn.Module:
+    """A preset, or a transformers model from its configuration alone, without memory for its weights.
+
+    Args:
+        vocab_size: of a preset.
+        tokenizer: of the data; a model that tells hidden tokens is priced with its mask token.
+
+    Raises:
+        OptionError: neither a preset nor a configuration that transformers finds.
+    """
+    with torch.device("meta"):
+        if name in PRESETS:
+            return build_model(name, vocab_size=vocab_size)
+        import transformers
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise OptionError(
+                f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a transformers model: {error}"
+            ) from error
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        if kind is None or not issubclass(kind, nn.Module):
+            raise OptionError(f"{name}'s configuration names no architecture that transformers has")
+        return LossModel(kind(config), processor=tokenizer)

@@ -1,0 +1,161 @@
+"""Values where shapes are not enough: what is known of fake tensors, and answers where nothing is.
+
+A model may look at its masks: skip a mask that is all True, gather the patches that are there. So a batch's masks, and
+numbers that the model writes itself, are known: `Answers` computes what follows from them alone beside the fake
+tensors, for real, up to 2^24 elements. Whatever else a model reads as a number is answered with False or 1 and kept in
+`reads`. An operation whose result has a shape that depends on unknown values cannot be priced.
+
+Costs about 20 us an operation on known values, and their bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mmlab.errors import OptionError
+
+_MAX_KNOWN = 2**24  # elements of a tensor whose values are known
+_MAX_MADE = 2**16  # of a tensor that the model makes from nothing
+_DEVICE = torch.ops.prim.device.default
+
+
+class Answers(TorchDispatchMode):
+    """Gives a model the values that it asks for. Goes on top of a FakeTensorMode.
+
+    Attributes:
+        known: real tensors on the CPU, by the fake tensors that stand for them.
+        reads: how often a number was read that is not known, by module and place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: Any = WeakTensorKeyDictionary()
+        self.reads: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (device := device_asked_for(func, args)) is not None:
+            return device
+        values = self._values(func, args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            out = self._instead(error, values, args)
+        except UnsupportedOperatorException as error:
+            raise OptionError(
+                f"{_place() or 'the step'} calls {func}, for which torch has no rule that gives the shape of its result"
+            ) from error
+        if values is not None:
+            for fake, value in zip(_tensors(out), _tensors(values), strict=True):
+                self.known[fake] = value
+        elif func._schema.is_mutable:
+            self._forget(func, args)
+        return out
+
+    def _values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The real result, where every tensor that goes in is known; else None."""
+        inputs = list(_tensors((args, kwargs)))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        if inputs:
+            if any(tensor.numel() > _MAX_KNOWN or not self._knows(tensor) for tensor in inputs):
+                return None
+        elif not _makes_values(func) or any(
+            isinstance(size, list | tuple) and torch.Size(size).numel() > _MAX_MADE for size in args
+        ):
+            return None
+        with _disable_current_modes():
+            real = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor), (args, kwargs))
+            device = {"device": "cpu"} if "device" in kwargs else {}
+            return func(*real[0], **{**real[1], **device})
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) or tensor in self.known
+
+    def _instead(self, error: Any, values: Any, args: Any) -> Any:
+        """What an operation gives whose result depends on values."""
+        if values is not None:
+            device = next(_tensors(args)).device
+            return tree_map_only(
+                Tensor,
+                lambda value: torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=device
+                ),
+                values,
+            )
+        if error.func is not torch.ops.aten._local_scalar_dense.default:
+            raise OptionError(
+                f"{_place() or 'the step'} calls {error.func}, whose result depends on the values of a tensor; pricing "
+                "has shapes only. Replace it by an operation with a fixed shape (torch.where, masked_fill, a sum "
+                "weighted by the mask)"
+            ) from error
+        place, dtype = _place(), args[0].dtype
+        if place:  # else it is the step's own: a gradient norm, a loss scale
+            answer = "truth value as False" if dtype == torch.bool else "number as 1"
+            self.reads[f"{place} reads a {answer}"] += 1
+        number = int(bool(place) and dtype != torch.bool)
+        return bool(number) if dtype == torch.bool else float(number) if dtype.is_floating_point else number
+
+    def _forget(self, func: Any, args: Any) -> None:
+        """What was written to with something unknown is not known any more, nor are its views."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor) and value in self.known:
+                storage = value.untyped_storage()._cdata
+                for fake in [fake for fake in self.known if fake.untyped_storage()._cdata == storage]:
+                    del self.known[fake]
+
+
+def device_asked_for(func: Any, args: Any) -> torch.device | None:
+    """The answer to a question for a tensor's device, which comes as an operation; None for any other operation."""
+    if func is not _DEVICE:
+        return None
+    (tensor,) = args
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else func(tensor)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+@cache
+def _makes_values(func: Any) -> bool:
+    """Whether an operation without tensors gives values that are the same each time."""
+    return "empty" not in func._schema.name and any(item.name == "device" for item in func._schema.arguments)
+
+
+def _place() -> str:
+    """Which line of which module is running; empty outside of modules.
+
+    Reads code objects only: a frame whose locals were looked at would keep them alive.
+    """
+    innermost, module = "", ""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__:
+            return innermost + (f" in {module}" if module not in innermost else "")
+        if not code.co_filename.startswith(_TORCH) and code.co_name != "__torch_dispatch__":
+            if not innermost:
+                innermost = f"{code.co_qualname} ({code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})"
+            module = code.co_qualname
+        frame = frame.f_back
+    return ""
+
+
+_TORCH = torch.__path__[0]
