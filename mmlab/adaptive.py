@@ -12,12 +12,10 @@ modalities `mmlab.ratio.RatioController` does).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from mmlab.complexity import image_complexity
 from mmlab.dataset import MultimodalDataset
@@ -26,7 +24,6 @@ from mmlab.loader import PlannedLoader
 from mmlab.schedule.base import BatchScheduler
 from mmlab.schedule.classic import Random
 from mmlab.schedule.weighted import Weighted
-from mmlab.types import Batch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,7 +94,6 @@ class AdaptiveDataLoader(PlannedLoader):
         self.difficulty = uniform_share + (1 - uniform_share) * difficulty(
             self.image_complexity, dataset.records.num_tokens, image_coefficient, text_coefficient
         )  # (N,) mean 1
-        self.weights: NDArray[np.float64] | None = None  # (N,) of the loss
         inner = scheduler or Random(batch_size=batch_size or 32, seed=seed)
         if mode == "loss":
             self.weights = self.difficulty
@@ -112,13 +108,6 @@ class AdaptiveDataLoader(PlannedLoader):
                 world_size=inner.world_size,
             )
         super().__init__(dataset, inner, **options)
-
-    def __iter__(self) -> Iterator[Batch]:
-        plan = self.plan
-        for rows, batch in zip(plan, super().__iter__(), strict=True):
-            if self.weights is not None:
-                batch.weights = torch.from_numpy(self.weights[rows]).float()
-            yield batch
 
     def report(self) -> AdaptiveReport:
         """What the weights do in this epoch."""

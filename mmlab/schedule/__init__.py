@@ -32,6 +32,17 @@ SCHEDULERS: dict[str, type[BatchScheduler]] = {
 }
 
 
+def scheduler_type(name: str) -> type[BatchScheduler]:
+    """The class behind a name in `SCHEDULERS`.
+
+    Raises:
+        OptionError: an unknown name.
+    """
+    if name not in SCHEDULERS:
+        raise unknown_name("scheduler", name, SCHEDULERS)
+    return SCHEDULERS[name]
+
+
 def make_scheduler(name: str, **options: Any) -> BatchScheduler:
     """A scheduler by its name in `SCHEDULERS`.
 
@@ -41,9 +52,7 @@ def make_scheduler(name: str, **options: Any) -> BatchScheduler:
     Raises:
         OptionError: an unknown name, an option that this scheduler does not have, or a value out of range.
     """
-    if name not in SCHEDULERS:
-        raise unknown_name("scheduler", name, SCHEDULERS)
-    kind = SCHEDULERS[name]
+    kind = scheduler_type(name)
     known = sorted(kind.__dataclass_fields__)
     for option in options:
         if option not in known:
@@ -62,4 +71,5 @@ __all__ = [
     "make_scheduler",
     "preview",
     "read_lengths",
+    "scheduler_type",
 ]

@@ -1,7 +1,7 @@
 """The dense planner's compiled loops: the best cut of an ordered window, and swaps that part captions of one image.
 
-A cost is `max over k of sum over m of coefficients[k, m] * B**b * T**t * P**p`, linear in the batch size B, so that
-each shape needs one evaluation: `fixed[k] + B * slope[k]`.
+A cost is `max over k of sum over m of coefficients[k, m] * B**b * T**t * P**p`, quadratic in the batch size B, so that
+each shape needs one evaluation: `price[k, 0] + B * (price[k, 1] + B * price[k, 2])`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ from mmlab.schedule._groups import starts_of
 
 
 @compiled
-def _price_shape(text, area, coefficients, exponents, fixed, slope):
+def _price_shape(text, area, coefficients, exponents, price):
+    """Fill `price` (K, 3): what each polynomial costs at this shape, by power of the batch size."""
+    price[:] = 0.0
     for row in range(coefficients.shape[0]):
-        fixed[row] = 0.0
-        slope[row] = 0.0
         for term in range(coefficients.shape[1]):
             value = coefficients[row, term]
             for _ in range(exponents[term, 1]):
                 value *= text
             for _ in range(exponents[term, 2]):
                 value *= area
-            if exponents[term, 0]:
-                slope[row] += value
-            else:
-                fixed[row] += value
+            price[row, exponents[term, 0]] += value
 
 
 @compiled
-def _price(count, fixed, slope):
-    cost = fixed[0] + count * slope[0]
-    for row in range(1, len(fixed)):
-        cost = max(cost, fixed[row] + count * slope[row])
+def _price(count, price):
+    """The cost of `count` samples of the shape that `price` was filled for."""
+    cost = price[0, 0] + count * (price[0, 1] + count * price[0, 2])
+    for row in range(1, len(price)):
+        cost = max(cost, price[row, 0] + count * (price[row, 1] + count * price[row, 2]))
     return cost
 
 
@@ -50,8 +48,7 @@ def cut_optimally(
     num = len(text)
     num_rows = len(coefficients)
     particular = min_size > 1 or multiple > 1
-    fixed = np.zeros(num_rows)
-    slope = np.zeros(num_rows)
+    price = np.zeros((len(coefficients), 3))
     best = np.full(num + 1, np.inf)
     previous = np.zeros(num + 1, np.int64)
     best[0] = 0.0
@@ -60,8 +57,7 @@ def cut_optimally(
         tallest = 0
         widest = 0
         area = 0
-        fixed_0 = 0.0
-        slope_0 = 0.0
+        fixed = slope = curve = 0.0
         for count in range(1, min(end, max_size) + 1):
             start = end - count
             if part[start] != part[end - 1]:
@@ -71,12 +67,11 @@ def cut_optimally(
                 tallest = max(tallest, high[start])
                 widest = max(widest, wide[start])
                 area = tallest * widest
-                _price_shape(longest, area, coefficients, exponents, fixed, slope)
-                fixed_0 = fixed[0]
-                slope_0 = slope[0]
-            cost = fixed_0 + count * slope_0  # `_price`, with its usual only row at hand
+                _price_shape(longest, area, coefficients, exponents, price)
+                fixed, slope, curve = price[0, 0], price[0, 1], price[0, 2]
+            cost = fixed + count * (slope + count * curve)  # `_price`, with its usual only row at hand
             for row in range(1, num_rows):
-                cost = max(cost, fixed[row] + count * slope[row])
+                cost = max(cost, price[row, 0] + count * (price[row, 1] + count * price[row, 2]))
             if cost > budget:
                 break
             total = best[start] + count * (longest + area) + overhead
@@ -126,8 +121,7 @@ def part_images(
         (n,) which sample (by its first place) each place now holds, -1 where it was put out.
     """
     num = len(text)
-    fixed = np.zeros(len(coefficients))
-    slope = np.zeros(len(coefficients))
+    price = np.zeros((len(coefficients), 3))
     starts, members = starts_of(image, num_images)
     held = np.arange(num)
     place = np.arange(num)
@@ -166,8 +160,8 @@ def part_images(
                 if added >= best:
                     fits = False
                     break
-                _price_shape(new_longest, new_area, coefficients, exponents, fixed, slope)
-                if _price(count[target], fixed, slope) > budget:
+                _price_shape(new_longest, new_area, coefficients, exponents, price)
+                if _price(count[target], price) > budget:
                     fits = False
                     break
             if (

@@ -51,6 +51,15 @@ class BatchScheduler:
     def __post_init__(self) -> None:
         require_at_least("world_size", self.world_size, 1)
 
+    @classmethod
+    def options_among(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those values that are options of this scheduler.
+
+        >>> BatchScheduler.options_among({"seed": 1, "temperature": 0.5})
+        {'seed': 1}
+        """
+        return {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
+
     def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> BatchPlan:
         """The batches of one epoch.
 

@@ -203,7 +203,7 @@ class Memory(Budget):
     """
 
     target_ratio: float = 0.97
-    overhead_ratio: float = 0.3
+    overhead_ratio: float = 0.6
 
     def __post_init__(self) -> None:
         super().__post_init__()

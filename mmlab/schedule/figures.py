@@ -31,9 +31,8 @@ def plot_plan(plan: BatchPlan) -> Figure:
 def _plot_costs(axes: Axes, plan: BatchPlan) -> None:
     cost = plan.limits.cost or PaddedTokens()
     if plan.limits.streams:
-        real = plan.sizes.take(plan.columns.order)
-        single = np.stack([np.ones(len(real), np.int64), real.num_tokens, real.height, real.width], axis=1)
-        values = np.add.reduceat(batch_costs(cost, single), plan.columns.starts)
+        alone = plan.sizes.take(plan.columns.order).alone
+        values = np.add.reduceat(batch_costs(cost, alone), plan.columns.starts)
     else:
         values = batch_costs(cost, plan.shape_columns)
     axes.plot(values, ".", markersize=3, color="#E69F00")

@@ -108,7 +108,7 @@ def preview(
     Raises:
         OptionError: an unknown name, a number out of range, or a budget below the dearest sample.
     """
-    from mmlab.schedule import SCHEDULERS
+    from mmlab.schedule import SCHEDULERS, scheduler_type
 
     for name, value in (("ranks", ranks), ("epochs", epochs), ("patch", patch)):
         require_at_least(name, value, 1)
@@ -124,11 +124,9 @@ def preview(
             raise unknown_name("scheduler option", name, fields)
     figures = {}
     for name in schedulers:
-        if name not in SCHEDULERS:
-            raise unknown_name("scheduler", name, SCHEDULERS)
-        kind = SCHEDULERS[name]
+        kind = scheduler_type(name)
         options: dict[str, Any] = {"seed": seed, "world_size": ranks}
-        options |= {name: value for name, value in changes.items() if name in kind.__dataclass_fields__}
+        options |= kind.options_among(changes)
         if issubclass(kind, FixedSize):
             options["batch_size"] = max(1, round(budget / max(1.0, mean)))
         else:

@@ -21,6 +21,11 @@ BYTES = MaxPolynomial(
     [(0, 0, 0), (1, 1, 0), (1, 2, 0), (1, 0, 1), (1, 1, 1)],
     unit="bytes",
 )
+PAIRS = MaxPolynomial(
+    [[3000.0, 2.0, 0.5, 8.0], [9000.0, 1.0, 0.7, 0.0]],
+    [(0, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 0)],
+    unit="bytes",
+)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,24 @@
-"""Compiled loops run where nothing can be cached, too."""
+"""Compiled loops price as cost models do, and run where nothing can be cached, too."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import BYTES, PAIRS
 
 from mmlab.schedule._compiled import compiled
+from mmlab.schedule._dense_loops import _price, _price_shape
 
 
 def test_without_a_place_for_a_cache_it_compiles_all_the_same(monkeypatch):
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
     double = compiled(lambda number: 2 * number)
     assert double(21) == 42
+
+
+@settings(deadline=None)
+@given(st.sampled_from([BYTES, PAIRS]), st.integers(1, 500), st.integers(0, 600), st.integers(0, 2000))
+def test_the_compiled_price_is_the_models(cost, count, text, area):
+    price = np.zeros((len(cost.coefficients), 3))
+    _price_shape(text, area, cost.coefficients, cost.exponents, price)
+    assert _price(count, price) == pytest.approx(cost.at(count, text, area), rel=1e-12)

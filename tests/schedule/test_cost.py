@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import BYTES, SlowTokens, make_sizes
+from planning import BYTES, PAIRS, SlowTokens, make_sizes
 
 from mmlab.cost import (
     MaxPolynomial,
@@ -31,7 +31,7 @@ def test_padded_tokens_are_their_polynomial(shape, patch):
 @given(st.lists(shapes, max_size=5))
 def test_many_costs_at_once_are_each_cost(many):
     columns = np.array(many, dtype=np.int64).reshape(-1, 4)
-    for cost in (PaddedTokens(), BYTES, SlowTokens()):
+    for cost in (PaddedTokens(), BYTES, PAIRS, SlowTokens()):
         assert batch_costs(cost, columns).tolist() == pytest.approx([cost(shape) for shape in many])
 
 
@@ -40,11 +40,17 @@ def test_the_largest_polynomial_rules():
     assert [cost(BatchShape(1, text, 0, 0)) for text in (5, 10, 20)] == [10, 10, 20]
 
 
+def test_a_loss_over_every_pair_grows_with_the_square_of_the_batch():
+    cost = MaxPolynomial([4.0], [(2, 0, 0)], unit="bytes")
+    assert [cost(BatchShape(count, 9, 16, 16)) for count in (1, 2, 4)] == [4, 16, 64]
+    assert max_batch_size(cost, 9, 16, 16, budget=400) == 10
+
+
 @pytest.mark.parametrize(
     ("coefficients", "exponents", "named"),
     [
         ([1.0, 2.0], [(1, 1, 0)], r"must have shape \(2, 3\).*found \(1, 3\)"),
-        ([1.0], [(2, 1, 0)], "batch size must be 0 or 1"),
+        ([1.0], [(3, 1, 0)], "batch size must be at most 2"),
         ([1.0], [(1, -1, 0)], "must not be negative"),
     ],
 )
@@ -60,7 +66,7 @@ def test_a_patch_without_size_is_refused():
 
 def test_the_dearest_sample_is_found_only_where_it_matters():
     sizes = make_sizes(300)
-    for cost in (PaddedTokens(), BYTES, SlowTokens()):
+    for cost in (PaddedTokens(), BYTES, PAIRS, SlowTokens()):
         columns = np.stack([np.ones(300, int), sizes.num_tokens, sizes.height, sizes.width], axis=1)
         prices = batch_costs(cost, columns)
         row, price = dearest_sample(cost, sizes, enough=0)
@@ -70,7 +76,7 @@ def test_the_dearest_sample_is_found_only_where_it_matters():
 
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 100_000))
 def test_the_largest_batch_fits_and_one_more_does_not(text, side, budget):
-    for cost in (PaddedTokens(), BYTES):
+    for cost in (PaddedTokens(), BYTES, PAIRS):
         size = max_batch_size(cost, text, side, side, budget)
         assert size == 0 or cost(BatchShape(size, text, side, side)) <= budget
         assert cost(BatchShape(size + 1, text, side, side)) > budget

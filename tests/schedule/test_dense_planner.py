@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import BYTES, SlowTokens, make_sizes
+from planning import BYTES, PAIRS, SlowTokens, make_sizes
 
 from mmlab.cost import PaddedTokens, batch_costs
 from mmlab.errors import OptionError
@@ -51,9 +51,11 @@ def test_the_cut_is_the_best_of_all_cuts(data):
     assert found == min(price_of_cut(text, high, wide, edges, overhead) for edges in allowed)
 
 
-@pytest.mark.parametrize("cost", [PaddedTokens(), BYTES, SlowTokens()], ids=["tokens", "bytes", "slow"])
+@pytest.mark.parametrize(
+    "cost", [PaddedTokens(), BYTES, PAIRS, SlowTokens()], ids=["tokens", "bytes", "pairs", "slow"]
+)
 def test_batches_are_full_but_never_above_the_budget(cost):
-    budget = 1000.0 if cost is not BYTES else 20_000.0
+    budget = 20_000.0 if cost.unit == "bytes" else 1000.0
     plan = make_scheduler("budget", cost=cost, budget=budget, overhead_ratio=0.2).plan(ALIKE)
     costs = batch_costs(cost, plan.shape_columns)
     assert costs.max() <= budget
