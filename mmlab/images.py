@@ -8,15 +8,14 @@ decoded:
 * `aspect(max_area, multiple=16)`: keep the proportions inside an area in pixels, sides rounded to a multiple
   (of the patch), never enlarged.
 
-Decoding is here too (`decode`): any format that Pillow reads, EXIF orientation applied, converted to RGB.
+Decoding to that size is `mmlab.decode`'s affair.
 """
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,12 +23,17 @@ from mmlab.errors import OptionError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from PIL import Image
 
-_EXIF_ORIENTATION = 0x0112
-_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF orientation -> PIL.Image.Transpose
-_QUARTER_TURNS = (2, 4, 5, 6)  # of PIL.Image.Transpose: these swap the sides
 PATCH = 16  # pixels; the grid in which image waste is counted
+
+
+class Region(NamedTuple):
+    """A rectangle of an image, in pixels as displayed."""
+
+    top: int
+    left: int
+    height: int
+    width: int
 
 
 class ImagePolicy(Protocol):
@@ -41,8 +45,8 @@ class ImagePolicy(Protocol):
         """Height and width (N,) after the policy, in pixels; zero stays zero (no image)."""
         ...
 
-    def apply(self, pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-        """(H, W, 3) to the target size that `target_sizes` gave, (height, width, 3)."""
+    def kept(self, height: int, width: int) -> Region:
+        """The part of an image of this size that is resized to the target size."""
         ...
 
 
@@ -70,11 +74,10 @@ class Square:
         side = np.where(np.asarray(height) > 0, np.int32(self.side), np.int32(0))
         return side, side.copy()
 
-    def apply(self, pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-        """Centre crop to a square, then one antialiased resize."""
-        short = min(pixels.shape[:2])
-        top, left = (pixels.shape[0] - short) // 2, (pixels.shape[1] - short) // 2
-        return _resize(pixels[top : top + short, left : left + short], height, width)
+    def kept(self, height: int, width: int) -> Region:
+        """The square in the centre."""
+        short = min(height, width)
+        return Region((height - short) // 2, (width - short) // 2, short, short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +122,31 @@ class Aspect:
             np.int32
         )
 
-    def apply(self, pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-        """One antialiased resize to the target size."""
-        return _resize(pixels, height, width)
+    def kept(self, height: int, width: int) -> Region:
+        """All of it."""
+        return Region(0, 0, height, width)
+
+
+def processor_policy(processor: Any) -> ImagePolicy:
+    """The policy that gives a model images of the sizes that its own `transformers` processor would.
+
+    A height and width, or a centre crop, is `Square`; a shortest edge alone keeps proportions, and is `Aspect` of that
+    edge's square, in cells of `size_divisor`, 16 unless given.
+
+    Raises:
+        OptionError: images that are not square, or a processor without image size.
+    """
+    images = getattr(processor, "image_processor", processor)
+    crops = getattr(images, "do_center_crop", None)
+    size = dict(getattr(images, "crop_size" if crops else "size", None) or {})
+    height, width, edge = size.get("height"), size.get("width"), size.get("shortest_edge")
+    if edge is not None:
+        return Aspect(edge * edge, getattr(images, "size_divisor", None) or PATCH)
+    if height is None or height != width:
+        raise OptionError(
+            f"{type(images).__name__} makes images of {size}, expected a square or a shortest edge; give image_policy"
+        )
+    return Square(height)
 
 
 square, aspect = Square, Aspect  # the names by which users and the command line call them
@@ -145,71 +170,3 @@ def parse_image_policy(text: str) -> ImagePolicy:
     if match[1] == "square":
         return Square(int(match[2]))
     return Aspect(int(match[2]) ** 2, int(match[3] or PATCH))
-
-
-def decode(encoded: bytes, policy: ImagePolicy) -> NDArray[np.uint8]:
-    """Decode an image, put it upright, convert it to RGB, and bring it to the policy's size.
-
-    Large JPEGs are decoded at a reduced DCT scale where that still leaves at least twice the target's size
-    per side (Pillow's `draft`), then resized with antialiasing.
-
-    Returns:
-        (h, w, 3) uint8
-
-    Raises:
-        OSError, ValueError: the bytes are not an image that Pillow can read.
-    """
-    from PIL import Image
-
-    with Image.open(io.BytesIO(encoded)) as image:
-        height, width = displayed_size(image)
-        target_h, target_w = (
-            int(side[0]) for side in policy.target_sizes(np.array([height]), np.array([width]))
-        )
-        turn = _turn(image)
-        lies = turn in _QUARTER_TURNS
-        image.draft("RGB", (2 * target_h, 2 * target_w) if lies else (2 * target_w, 2 * target_h))
-        pixels = np.asarray(to_rgb(image if turn is None else image.transpose(turn)))
-    return policy.apply(pixels, target_h, target_w)
-
-
-def displayed_size(image: Image.Image) -> tuple[int, int]:
-    """Height and width as displayed: EXIF orientations 5 to 8 swap the stored sides. Reads the header only."""
-    width, height = image.size
-    return (width, height) if _turn(image) in _QUARTER_TURNS else (height, width)
-
-
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What puts an unloaded image upright, by the EXIF (or XMP) orientation in its header; None where it is upright.
-
-    Pillow turns TIFF files itself. Its PNG reader would decode the image to look for EXIF behind the pixels, hence the
-    base class's method: planning and decoding both heed only what stands before them.
-    """
-    from PIL import Image
-
-    if image.format == "TIFF":
-        return None
-    orientation = Image.Image.getexif(image).get(_EXIF_ORIENTATION)
-    return Image.Transpose(_TURNS[orientation]) if orientation in _TURNS else None
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert any Pillow mode to RGB; transparency is laid over white; 16-bit greys keep their range."""
-    from PIL import Image
-
-    if image.mode.startswith("I;16") or image.mode == "I":
-        grey = np.asarray(image, dtype=np.float64) / 257.0
-        image = Image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-    return image.convert("RGB")
-
-
-def _resize(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    from PIL import Image
-
-    if pixels.shape[:2] == (height, width):
-        return np.ascontiguousarray(pixels)
-    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR, reducing_gap=None)
-    return np.asarray(resized)

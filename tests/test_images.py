@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmlab.errors import OptionError
-from mmlab.images import PATCH, Aspect, Square, aspect, decode, displayed_size, parse_image_policy, square
+from mmlab.decode import decode_image, displayed_size
+from mmlab.errors import DataError, OptionError
+from mmlab.images import PATCH, Aspect, Square, aspect, parse_image_policy, square
 
 LARGE = Aspect(10_000_000, 1)  # keeps every size of these tests
 
@@ -105,23 +106,13 @@ def test_decoding_gives_the_planned_size(height, width, orientation, kind, polic
     with Image.open(io.BytesIO(encoded)) as image:
         shown = displayed_size(image)
     assert shown == ((width, height) if orientation >= 5 else (height, width))
-    assert decode(encoded, policy).shape == (*planned(policy, *shown), 3)
-
-
-def test_reduced_decoding_of_large_photographs_stays_close_to_full_decoding():
-    smooth = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
-    photo = Image.fromarray(smooth).resize((1601, 1203), Image.Resampling.BICUBIC)
-    encoded = encode(photo, "JPEG", quality=90)
-    for policy in (Square(100), Aspect(96**2)):
-        height, width = planned(policy, 1203, 1601)
-        full = policy.apply(np.asarray(photo), height, width)
-        assert np.abs(decode(encoded, policy).astype(int) - full).mean() < 2
+    assert decode_image(encoded, policy).shape == (*planned(policy, *shown), 3)
 
 
 def test_square_takes_the_centre():
     pixels = np.zeros((40, 100, 3), np.uint8)
     pixels[:, 30:70] = 200
-    assert decode(encode(Image.fromarray(pixels)), Square(40)).min() == 200
+    assert decode_image(encode(Image.fromarray(pixels)), Square(40)).min() == 200
 
 
 # -- orientation -----------------------------------------------------------------------------------------------------
@@ -150,7 +141,7 @@ def test_every_orientation_is_displayed_upright(kind, orientation):
     encoded = encode(Image.fromarray(quadrants()), kind, **options)
     with Image.open(io.BytesIO(encoded)) as image:
         assert displayed_size(image) == ((96, 64) if orientation >= 5 else (64, 96))
-    assert corners(decode(encoded, LARGE)) == SHOWN[orientation]
+    assert corners(decode_image(encoded, LARGE)) == SHOWN[orientation]
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0, 3), (9, 3), (4608, 3), (6, 2), (6, 7), (6, 11)])
@@ -164,7 +155,7 @@ def test_a_senseless_orientation_is_none(value, kind):
     encoded = encode(Image.fromarray(quadrants()), "JPEG", exif=damaged)
     with Image.open(io.BytesIO(encoded)) as image:
         assert displayed_size(image) == (64, 96)
-    assert decode(encoded, LARGE).shape == (64, 96, 3)
+    assert decode_image(encoded, LARGE).shape == (64, 96, 3)
 
 
 def test_the_size_of_a_png_is_read_without_decoding_it():
@@ -206,7 +197,7 @@ def flat(mode: str, colour, **info) -> Image.Image:
     ],
 )
 def test_every_mode_becomes_rgb(encoded, expected):
-    pixels = decode(encoded, LARGE)
+    pixels = decode_image(encoded, LARGE)
     assert (pixels.dtype, pixels.shape) == (np.uint8, (8, 8, 3))
     assert np.abs(pixels.astype(int) - expected).max() <= 2
 
@@ -215,10 +206,10 @@ def test_a_palette_with_a_transparent_entry_is_laid_over_white():
     image = Image.new("P", (8, 8), 1)
     image.putpalette([255, 0, 0, 0, 0, 255])
     image.paste(0, (0, 0, 4, 8))
-    pixels = decode(encode(image, transparency=0), LARGE)
+    pixels = decode_image(encode(image, transparency=0), LARGE)
     assert pixels[0, 0].tolist() == [255, 255, 255]
     assert pixels[0, 7].tolist() == [0, 0, 255]
-    partly = decode(encode(image, transparency=bytes([255, 0])), LARGE)
+    partly = decode_image(encode(image, transparency=bytes([255, 0])), LARGE)
     assert partly[0, 0].tolist() == [255, 0, 0]
     assert partly[0, 7].tolist() == [255, 255, 255]
 
@@ -233,5 +224,5 @@ def test_a_palette_with_a_transparent_entry_is_laid_over_white():
     ],
 )
 def test_what_is_no_whole_image_raises(content):
-    with pytest.raises((OSError, ValueError)):
-        decode(content, Square(16))
+    with pytest.raises(DataError, match=r"not an image|cut off|header cannot be read"):
+        decode_image(content, Square(16))

@@ -1,0 +1,22 @@
+"""The cache of prepared samples: decoded, resized pixels and token ids, kept on disk between epochs and runs.
+
+What is random (augmentation) comes after it. Reading maps files into memory and checks every record; see docs/cache.md.
+No torch here.
+"""
+
+from mmlab.cache.build import BuildReport, build_cache
+from mmlab.cache.commands import cache_info, clear_cache, verify_cache
+from mmlab.cache.key import CacheKey, cache_key
+from mmlab.cache.store import CacheStats, SampleCache
+
+__all__ = [
+    "BuildReport",
+    "CacheKey",
+    "CacheStats",
+    "SampleCache",
+    "build_cache",
+    "cache_info",
+    "cache_key",
+    "clear_cache",
+    "verify_cache",
+]
