@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from mmlab.decode import decode_image
 from mmlab.errors import DataError, OptionError
-from mmlab.images import ImagePolicy, Square, decode
+from mmlab.images import ImagePolicy, Region, Square, processor_policy
 from mmlab.readers import read_records
 from mmlab.records import Records
 from mmlab.text import load_tokenizer
@@ -24,7 +26,10 @@ from mmlab.text import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mmlab.cache import SampleCache
     from mmlab.types import SampleSizes
+
+Prepared = tuple[NDArray[np.uint8] | None, NDArray[np.int32] | None]  # pixels (3, h, w), token ids (t,)
 
 
 class Sample(TypedDict):
@@ -47,9 +52,13 @@ class MultimodalDataset(Dataset[Sample]):
         records: what `read_records` gave, or a list of image paths together with `texts`.
         texts: one text an image, when `records` is a list of paths.
         tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"` trains one on
-            these texts.
+            these texts, as None does without a processor.
         image_policy: size of the images, `square(224)` as in the articles unless given.
+        processor: a model's own, as `AutoProcessor.from_pretrained` gives it: tokenizer, image policy and longest text
+            are its, unless given. The pixels' mean is `LossModel(processor=...)`'s affair.
         max_tokens: longer texts are cut to this many tokens; `num_truncated` counts them.
+
+    Set `cache` to a `SampleCache(folder, key=cache_key(dataset))` to keep what is decoded for the next time.
 
     Raises:
         DataError: paths and texts of different number, or rows that cannot be used.
@@ -60,17 +69,25 @@ class MultimodalDataset(Dataset[Sample]):
         records: Records | Sequence[str | Path],
         texts: Sequence[str] | None = None,
         *,
-        tokenizer: PreTrainedTokenizerBase | str = "builtin",
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
         image_policy: ImagePolicy | None = None,
+        processor: Any = None,
         max_tokens: int = 512,
     ) -> None:
         if max_tokens < 2:
             raise OptionError(f"max_tokens must be at least 2 (the special tokens), found {max_tokens}")
         if not isinstance(records, Records):
             records = read_records(records, texts, progress=False)
+        if processor is not None:
+            tokenizer = tokenizer or processor.tokenizer
+            image_policy = image_policy or processor_policy(processor)
+            max_tokens = min(max_tokens, processor.tokenizer.model_max_length)
+        tokenizer = tokenizer or "builtin"
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(tokenizer, records=records)
-        self.tokenizer = tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.max_tokens = max_tokens
+        self.cache: SampleCache | None = None
         self.image_policy = image_policy if image_policy is not None else Square(224)
         encoded = _encode(tokenizer, records.texts)
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
@@ -92,27 +109,67 @@ class MultimodalDataset(Dataset[Sample]):
         return len(self.records)
 
     def __getitem__(self, row: int) -> Sample:
+        return self.decode(row, self.read(row))
+
+    def read(self, row: int) -> bytes | Prepared | None:
+        """What the cache has of a row, or else the encoded image; None for a text-only record.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        if self.cache is not None and (prepared := self.cache.get(row)) is not None:
+            return prepared
+        if self.records.image_paths[row] is None:
+            return None
+        try:
+            return self.records.read_image(row)
+        except (OSError, ValueError) as error:
+            raise self._bad_image(row, error) from error
+
+    def decode(
+        self, row: int, found: bytes | Prepared | None, *, copy: bool = True, region: Region | None = None
+    ) -> Sample:
+        """The sample of a row, from what `read` gave; kept in the cache, if there is one.
+
+        Args:
+            copy: without it, an image from the cache is a view of the mapped file: writing to it kills the process.
+            region: what to resize to the planned size, instead of what the policy keeps. For data sets without a
+                cache, which has no room for what changes with every epoch.
+
+        Raises:
+            DataError: the image cannot be decoded.
+        """
         record = self.records[row]
-        start, end = self._offsets[row], self._offsets[row + 1]
+        pixels, token_ids = found if isinstance(found, tuple) else (self._pixels(row, found, region), None)
+        if token_ids is None:
+            token_ids = self._token_ids[self._offsets[row] : self._offsets[row + 1]]
+            if self.cache is not None:
+                self.cache.put(row, pixels, token_ids)
+        if pixels is not None and copy and not pixels.flags.writeable:
+            pixels = pixels.copy()
         return Sample(
             id=record.id,
-            image=None if record.image_path is None else self._read_image(row),
+            image=None if pixels is None else torch.from_dlpack(pixels),
             text=record.text,
-            input_ids=torch.from_numpy(self._token_ids[start:end].astype(np.int64)),
+            input_ids=torch.from_numpy(token_ids.astype(np.int64)),
             label=record.label,
             group=record.group,
         )
 
-    def _read_image(self, row: int) -> torch.Tensor:
+    def _pixels(self, row: int, encoded: bytes | None, region: Region | None) -> NDArray[np.uint8] | None:
+        if encoded is None:
+            return None
         try:
-            pixels = decode(self.records.read_image(row), self.image_policy)
+            return np.ascontiguousarray(decode_image(encoded, self.image_policy, region).transpose(2, 0, 1))
         except (OSError, ValueError) as error:
-            record = self.records[row]
-            raise DataError(
-                f"record {record.id!r}: cannot read image {record.image_path}: {error}; "
-                "mend or remove the file, then read the records again"
-            ) from error
-        return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+            raise self._bad_image(row, error) from error
+
+    def _bad_image(self, row: int, error: Exception) -> DataError:
+        record = self.records[row]
+        return DataError(
+            f"record {record.id!r}: cannot read image {record.image_path}: {error}; "
+            "mend or remove the file, then read the records again"
+        )
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None]) -> list[list[int]]:

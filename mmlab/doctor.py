@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import DataError
-from mmlab.machine import cpu_name, num_usable_cores, total_memory_bytes, versions
+from mmlab.machine import GIB, cpu_name, num_usable_cores, total_memory_bytes, versions
 
 LIBRARIES = {  # what mmlab needs, with the oldest version that will do; as in pyproject.toml
     "torch": "2.11",
@@ -32,16 +32,21 @@ LIBRARIES = {  # what mmlab needs, with the oldest version that will do; as in p
     "pandas": "2.2",
     "pyarrow": "17",
     "pillow": "11",
+    "simplejpeg": "1.9",
+    "safetensors": "0.5",
+    "fsspec": "2024.6",
     "einops": "0.8",
     "psutil": "6",
     "nvidia-ml-py": "12.535",
     "jupyterlab": "4.4",
     "ipywidgets": "8.1",
+    "anywidget": "0.9.18",
     "matplotlib": "3.9",
     "jinja2": "3.1",
     "tqdm": "4.66",
+    "rich": "13.7",
+    "xxhash": "3.4",
 }
-GIB = 2**30
 _SLOW_MIB_PER_S = 50
 
 
@@ -100,8 +105,11 @@ def diagnose(path: str | Path | None = None) -> Diagnosis:
     python = f"{platform.python_version()} ({sys.executable}) on {platform.platform()}"
     checks = [Check(name="python", status="ok", detail=python), *_libraries(), *_torch()]
     checks += [_cores(), _memory(), *_shared_memory(), _free_disk(where or Path())]
-    if {"numpy", "pillow"}.isdisjoint(check.name for check in checks if check.status == "missing"):
-        checks += [_reading(where), _decoding()]
+    missing = {check.name for check in checks if check.status == "missing"}
+    if missing.isdisjoint({"numpy", "pillow", "simplejpeg"}):
+        checks.append(_reading(where))
+        if missing.isdisjoint({"torch", "import torch"}):
+            checks.append(_decoding())
     return Diagnosis(checks=tuple(checks))
 
 
@@ -269,19 +277,22 @@ def _free_disk(where: Path) -> Check:
 
 
 def _reading(where: Path | None) -> Check:
-    from mmlab.speeds import read_rates  # needs numpy
+    from mmlab.speeds import read_rates  # needs numpy, Pillow and simplejpeg
 
     rates = read_rates(where)
-    mib = rates.num_bytes / 2**20
+    mib, random_mib = rates.num_bytes / 2**20, rates.random_bytes / 2**20
     detail = (
         f"{rates.what}, files: {rates.num_files}, {mib:.0f} MiB; warm {mib / rates.warm_s:.0f} MiB/s, cold "
     )
     values = {**asdict(rates), "warm_bytes_per_s": rates.num_bytes / rates.warm_s}
-    if rates.cold_s is None:
+    if rates.cold_s is None or rates.random_cold_s is None:
         return Check(name="reading", status="ok", detail=f"{detail}not measurable here", values=values)
     cold_mib_per_s, cold_files_per_s = mib / rates.cold_s, rates.num_files / rates.cold_s
     values |= {"cold_bytes_per_s": rates.num_bytes / rates.cold_s, "cold_files_per_s": cold_files_per_s}
-    detail += f"{cold_mib_per_s:.0f} MiB/s and {cold_files_per_s:.0f} files/s"
+    detail += (
+        f"{cold_mib_per_s:.0f} MiB/s and {cold_files_per_s:.0f} files/s, "
+        f"at random places {random_mib / rates.random_cold_s:.0f} MiB/s"
+    )
     if not rates.really_cold:
         detail += " (alike: the disk is in memory, or its cache could not be dropped)"
     elif cold_mib_per_s < _SLOW_MIB_PER_S:
@@ -291,10 +302,10 @@ def _reading(where: Path | None) -> Check:
 
 
 def _decoding() -> Check:
-    from mmlab.speeds import decode_rate  # needs numpy and Pillow
+    from mmlab.speeds import decode_rate  # needs what decoding and resizing need
 
     images_per_s, num_bytes = decode_rate()
-    detail = f"{images_per_s:.0f} images/s a core: JPEG 640 x 480 ({num_bytes // 1000} kB) to 224 x 224"
+    detail = f"{images_per_s:.0f} images/s a core: JPEG 640 x 480 ({num_bytes / 1000:.0f} kB) to 224 x 224"
     return Check(name="decoding", status="ok", detail=detail, values={"images_per_s_per_core": images_per_s})
 
 

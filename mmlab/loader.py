@@ -1,68 +1,50 @@
-"""The loader: a plan decides which samples form a batch, workers decode them, collation pads them together.
+"""The loader: a plan decides which samples form a batch, an engine reads, decodes and pads them ahead of training.
 
-Here dataset and schedule meet. The engine is torch's DataLoader with worker processes, pinned memory,
-prefetching and persistent workers; order comes from the plan alone, so it does not depend on the number of
-workers.
+Here dataset and schedule meet. Order comes from the plan alone and each sample from (seed, epoch, record id): batches
+do not depend on the engine, the number of workers or where an epoch was resumed, bit for bit. `mmlab.pipeline` has the
+stages; the loader adds what belongs to an epoch: position, bad samples and reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import closing
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-from mmlab.dataset import MultimodalDataset, Sample
-from mmlab.images import PATCH
-from mmlab.machine import num_usable_cores
+from mmlab.dataset import MultimodalDataset
+from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.events import RunEvent
+from mmlab.machine import num_usable_cores, total_memory_bytes
+from mmlab.pipeline.collate import collate
+from mmlab.pipeline.copying import Copier
+from mmlab.pipeline.processes import TorchEngine
+from mmlab.pipeline.stages import StageReport
+from mmlab.pipeline.threads import ThreadEngine
+from mmlab.pipeline.tuning import Tuner, Tuning, choose_engine
+from mmlab.pipeline.work import ON_BAD_SAMPLE, Augmentation, BadSample, Done, Job, Recipe, Setting
 from mmlab.schedule import BatchPlan, BatchScheduler
 from mmlab.types import Batch
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-def collate(samples: Sequence[Sample], *, pad_token_id: int = 0) -> Batch:
-    """Pad samples to the largest height, width and text among them.
+    from mmlab.cache import SampleCache
 
-    Images sit in the top left corner; padding is zero in `pixel_values`, `pad_token_id` in `input_ids` and
-    False in the masks. A batch without any image (or text) still gets one fully masked patch (or token), so
-    that no tensor is empty.
+__all__ = ["PlannedLoader", "collate", "default_num_workers"]
 
-    Returns:
-        Batch of B samples, `pixel_values` (B, 3, H, W) uint8, `input_ids` (B, T) int64.
-    """
-    height = max(
-        (sample["image"].shape[1] for sample in samples if sample["image"] is not None), default=PATCH
-    )
-    width = max(
-        (sample["image"].shape[2] for sample in samples if sample["image"] is not None), default=PATCH
-    )
-    num_tokens = max(1, *(len(sample["input_ids"]) for sample in samples))
-    pixel_values = torch.zeros(len(samples), 3, height, width, dtype=torch.uint8)
-    pixel_mask = torch.zeros(len(samples), height, width, dtype=torch.bool)
-    input_ids = torch.full((len(samples), num_tokens), pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros(len(samples), num_tokens, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        image, ids = sample["image"], sample["input_ids"]
-        if image is not None:
-            pixel_values[row, :, : image.shape[1], : image.shape[2]] = image
-            pixel_mask[row, : image.shape[1], : image.shape[2]] = True
-        input_ids[row, : len(ids)] = ids
-        attention_mask[row, : len(ids)] = True
-    labels = [sample["label"] for sample in samples]
-    return Batch(
-        pixel_values=pixel_values,
-        pixel_mask=pixel_mask,
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        labels=None if None in labels else torch.tensor(labels),
-        record_ids=[sample["id"] for sample in samples],
-        groups=torch.tensor([sample["group"] for sample in samples]),
-    )
+ENGINES = ("auto", "threads", "torch")
+_REPORT_S = 1.0  # between two reports of the stages
 
 
 def default_num_workers() -> int:
-    """Worker processes to start when none are asked for: one a core that this process may use, at most 8."""
+    """Workers to start when none are asked for: one a core that this process may use, at most 8."""
     return min(8, num_usable_cores())
 
 
@@ -71,73 +53,290 @@ class PlannedLoader:
 
     Args:
         dataset: what to load.
-        scheduler: plans each epoch from `dataset.sizes`.
-        num_workers: processes that decode; 0 decodes in this one; None takes `default_num_workers()`.
+        scheduler: plans each epoch from `dataset.sizes`. The plan is read only as far ahead as `prefetch`, so a
+            scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may plan the rest of the epoch anew.
+        engine: `threads` in this process, `torch` for a DataLoader with worker processes, `auto` chooses.
+        num_workers: threads or processes that decode; 0 decodes in the caller's thread; None takes
+            `default_num_workers()`; `auto` starts from that and searches while training waits (see `tuning`).
+        prefetch: batches prepared ahead; None takes two a worker; `auto` searches as well.
         pin_memory: page-locked batches for fast copies to a GPU; None pins when one is there.
-        prefetch_factor: batches that each worker prepares ahead.
+        device: copy batches there ahead of training; None leaves them in host memory.
+        cache: keeps what is decoded for later epochs and runs; becomes `dataset.cache`.
+        augment: changes decoded images at random, by (the scheduler's seed, epoch, record id). Crops of
+            `mmlab.Augment` are cut from the stored image and resized once; with a cache, the same part of the cached
+            image, which is faster and not as sharp.
+        on_bad_sample: what to do when an image cannot be read in mid-run: `raise` a DataError, `skip` the sample, or
+            `replace` it by one of like size that fits into the planned batch. Each is a `bad_sample` event.
+        max_bad_samples: more of them in an epoch end it with a RunError.
+        max_ram_gb: limit on the memory of batches under way, in GiB; a quarter of the machine's unless given.
+        emit: takes each `RunEvent` (`stage`, `bad_sample`, `warning`), for example `RunLog(folder).emit`. Without it,
+            bad samples and dead workers are Python warnings.
+
+    Raises:
+        OptionError: an unknown engine or policy, or a number out of range.
     """
+
+    weights: NDArray[np.float64] | None = None  # (N,) of each sample's loss; batches carry them where given
 
     def __init__(
         self,
         dataset: MultimodalDataset,
         scheduler: BatchScheduler,
         *,
-        num_workers: int | None = None,
+        engine: str = "auto",
+        num_workers: int | Literal["auto"] | None = None,
+        prefetch: int | Literal["auto"] | None = None,
         pin_memory: bool | None = None,
-        prefetch_factor: int = 2,
+        device: torch.device | str | None = None,
+        cache: SampleCache | None = None,
+        augment: Augmentation | None = None,
+        on_bad_sample: str = "raise",
+        max_bad_samples: int = 100,
+        max_ram_gb: float | None = None,
+        emit: Callable[[RunEvent], object] | None = None,
     ) -> None:
-        self.dataset = dataset
-        self.scheduler = scheduler
-        self._sizes = dataset.sizes
-        self._order = _CurrentPlan(scheduler.plan(self._sizes, epoch=0))
+        if engine not in ENGINES:
+            raise unknown_name("engine", engine, ENGINES)
+        if on_bad_sample not in ON_BAD_SAMPLE:
+            raise unknown_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
+        workers = num_workers if isinstance(num_workers, int) else default_num_workers()
+        ahead = prefetch if isinstance(prefetch, int) else max(1, 2 * workers)
+        for name, value, least in (("num_workers", workers, 0), ("prefetch", ahead, 1)):
+            if value < least:
+                raise OptionError(f"{name} must be at least {least}, found {value}")
+        if pin_memory and not torch.cuda.is_available():
+            warnings.warn("pin_memory=True has no effect: no GPU is available", stacklevel=2)
+        if cache is not None:
+            dataset.cache = cache
+        self.dataset, self.scheduler = dataset, scheduler
         self.epoch = 0
-        workers = default_num_workers() if num_workers is None else num_workers
-        options: dict[str, Any] = (
-            {"prefetch_factor": prefetch_factor, "persistent_workers": True} if workers else {}
+        self._closed = False
+        self.max_bad_samples = max_bad_samples
+        self.bad_samples: list[BadSample] = []  # of the last iteration, as far as delivered
+        self._num_bad = 0  # of the epoch, those before a resume included
+        self._max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)
+        self._emit = emit
+        self._recipe = Recipe(
+            dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0), on_bad_sample=on_bad_sample
         )
-        self._loader = DataLoader(
-            dataset,
-            batch_sampler=self._order,
-            collate_fn=partial(collate, pad_token_id=dataset.tokenizer.pad_token_id),
-            num_workers=workers,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-            generator=torch.Generator(),  # making an iterator must not draw from the global generator
-            **options,
-        )
+        self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
+        self._start = Setting(workers, ahead)
+        asked = {"num_workers": num_workers, "prefetch": prefetch}
+        self._tuned = [name for name, value in asked.items() if value == "auto"]
+        self._tuner: Tuner | None = None
+        self._asked_engine, self._engine_reason = engine, engine
+        self._engine = self._make_engine(engine)
+        self._plan: BatchPlan | Iterable[list[int]] = scheduler.plan(self._recipe.sizes, epoch=0)
+        self._num_done = 0  # batches of the epoch that were delivered, or had nothing to deliver
+        self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator, at the same place
+        self._plan_states: dict[int, Mapping[str, Any]] = {}  # after each batch drawn and not delivered
+        self._resume_from: Mapping[str, Any] | None = None
 
     @property
     def plan(self) -> BatchPlan:
         """The batches of the current epoch."""
-        return self._order.plan
+        return self._plan  # type: ignore[return-value]
 
     @plan.setter
-    def plan(self, plan: BatchPlan) -> None:
-        self._order.plan = plan
+    def plan(self, plan: BatchPlan | Iterable[list[int]]) -> None:
+        self._plan, self._num_done, self._num_bad = plan, 0, 0
+        self._plan_state = self._resume_from = None
+
+    @property
+    def start_batch(self) -> int:
+        """How many batches of the epoch the next iteration leaves out, because a loaded state says they are done."""
+        return self._resume_from["num_batches"] if self._resume_from is not None else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Plan the given epoch; takes effect at the next iteration."""
         if epoch != self.epoch:
-            self.epoch, self.plan = epoch, self.scheduler.plan(self._sizes, epoch=epoch)
+            self.epoch, self.plan = epoch, self.scheduler.plan(self._recipe.sizes, epoch=epoch)
+
+    def observe(self, values: Mapping[str, Any]) -> None:
+        """Tell the scheduler what a step measured, if it wants to know; it may plan the rest of the epoch anew."""
+        if hasattr(self.scheduler, "observe"):
+            self.scheduler.observe(values)
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
+        self._check_open()
+        return self._deliver()
+
+    def __enter__(self) -> PlannedLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers and threads at once; a loader that is closed delivers nothing more. May be called again.
+
+        Workers otherwise stay for the next epoch, and end with the loader.
+        """
+        self._closed = True
+        self._engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError(
+                "this loader is closed; make a new one, and give it this one's state_dict() to go on"
+            )
+
+    def _deliver(self) -> Iterator[Batch]:
+        jobs = self._jobs()
+        self._prepare_engine()
+        engine, tuner = self._engine, self._tuner
+        try:
+            with closing(engine.run(jobs)) as outcomes:
+                while True:
+                    self._check_open()
+                    started = perf_counter()
+                    done = next(outcomes, None)
+                    if done is None:
+                        break
+                    wait_s = perf_counter() - started
+                    engine.meter.deliver(len(done.job.rows), wait_s, done.num_hits)
+                    self._take_bad_samples(done)
+                    self._num_done = done.job.number + 1
+                    self._plan_state = self._plan_states.pop(done.job.number, None)
+                    self._report_stages(min_s=_REPORT_S)
+                    if tuner is not None and (setting := tuner.observe(len(done.job.rows), wait_s)):
+                        engine.resize(setting)
+                    if done.batch is not None:
+                        yield self._finish(done.batch, done.rows)
+                self._report_stages(min_s=0)
+        except GeneratorExit:  # let go of half-way; workers may stay for another epoch
+            raise
+        except BaseException:
+            engine.close()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands, behind the last batch delivered; a few integers, for `load_state_dict`."""
+        state: dict[str, Any] = {
+            "epoch": self.epoch,
+            "num_batches": self._num_done,
+            "num_bad_samples": self._num_bad,
+        }
+        if self._plan_state is not None:
+            state["plan"] = self._plan_state
+        if hasattr(self.scheduler, "state_dict"):
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin with the very batch that would have come; nothing is decoded again.
+
+        The engine and the number of workers may be others than before. For another number of ranks, see
+        `BatchScheduler.resume`.
+
+        Raises:
+            DataError: the state is of other data, another seed or other scheduler options (at the next iteration).
+        """
+        if "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
+        self.epoch = state["epoch"]
+        self.plan = self.scheduler.plan(self._recipe.sizes, epoch=self.epoch)
+        self._num_done, self._num_bad = state["num_batches"], state["num_bad_samples"]
+        self._plan_state, self._resume_from = state.get("plan"), state
+
+    def stage_report(self) -> StageReport:
+        """How busy each stage was in the current or last epoch, and which one is short."""
+        return self._engine.meter.report()
+
+    @property
+    def tuning(self) -> Tuning:
+        """The settings that were tried for `auto`, and the engine in use."""
+        return Tuning([] if self._tuner is None else self._tuner.trials, self._engine_reason)
+
+    def _make_engine(self, name: str) -> ThreadEngine | TorchEngine:
+        options: dict[str, Any] = {
+            **self._start._asdict(),
+            "copier": self._copier,
+            "max_bytes": self._max_bytes,
+        }
+        if name == "torch" and self._start.num_workers:
+            return TorchEngine(self._recipe, **options, warn=partial(_warn, self._emit))
+        return ThreadEngine(self._recipe, **options)
+
+    def _prepare_engine(self) -> None:
+        """Before an epoch: choose the engine if that was left open, and begin to measure."""
+        if self._asked_engine == "auto":
+            self._asked_engine, self._engine_reason = choose_engine(self._recipe, self._start.num_workers)
+            if self._asked_engine == "torch":
+                self._engine = self._make_engine("torch")
+        setting = Setting(self._engine.num_workers, self._engine.prefetch)
+        if self._tuner is not None:
+            self._tuner.begin_epoch(self._num_batches())
+        elif self._tuned and setting.num_workers:
+            ram_bytes, max_bytes = self._engine.ram_bytes, self._max_bytes
+            self._tuner = Tuner(setting, self._tuned, ram_bytes=ram_bytes, max_bytes=max_bytes)
+            self._tuner.begin_epoch(self._num_batches())
+
+    def _num_batches(self) -> int | None:
+        """Of the whole epoch; None where the plan does not say."""
+        return len(self._plan) if isinstance(self._plan, Sized) else None
+
+    def _jobs(self) -> Iterator[Job]:
+        """The batches that are left of the epoch, drawn from the plan one by one."""
+        state, self._resume_from = self._resume_from or {}, None
+        first = self._num_done = state.get("num_batches", 0)
+        self._num_bad = state.get("num_bad_samples", 0)
+        self.bad_samples = []
+        if "plan" in state:
+            batches: Any = iter(self.plan)
+            batches.load_state_dict(state["plan"])
+        else:
+            batches = iter(self.plan.skip(first) if first else self.plan)
+        self._plan_state, self._plan_states = state.get("plan"), {}
+        return self._drawn(batches, first, self.epoch)
+
+    def _drawn(self, batches: Any, number: int, epoch: int) -> Iterator[Job]:
+        keeps_state = hasattr(batches, "state_dict")
+        for rows in batches:
+            if keeps_state:
+                self._plan_states[number] = batches.state_dict()
+            yield Job(number, epoch, list(rows))
+            number += 1
+
+    def _finish(self, batch: Batch, rows: list[int]) -> Batch:
+        self._copier.arrive(batch)
+        if self.weights is not None:
+            weights = torch.from_numpy(self.weights[rows]).float()
+            batch.weights = weights.to(batch.pixel_values.device)
+        return batch
+
+    def _take_bad_samples(self, done: Done) -> None:
+        for bad in done.bad_samples:
+            self.bad_samples.append(bad)
+            self._num_bad += 1
+            if self._emit is not None:
+                self._emit(RunEvent.now("bad_sample", -1, asdict(bad)))
+            if bad.policy == "raise":
+                raise DataError(bad.message)
+            if self._emit is None:
+                fate = f"replaced by {bad.replaced_by!r}" if bad.replaced_by else "left out"
+                warnings.warn(f"{bad.message} ({fate})", RuntimeWarning, stacklevel=3)
+            if self._num_bad > self.max_bad_samples:
+                raise RunError(
+                    f"{self._num_bad} samples of epoch {self.epoch} could not be read, and max_bad_samples "
+                    f"is {self.max_bad_samples}; the last: {bad.message}"
+                )
+
+    def _report_stages(self, min_s: float) -> None:
+        if self._emit is not None and (report := self._engine.meter.since_last(min_s=min_s)) is not None:
+            cache = self.dataset.cache
+            for row in report.rows:
+                if row["stage"] == "read" and cache is not None:
+                    cache_bytes = cache.stats().cache_bytes
+                    row |= {"cache_hit_ratio": report.cache_hit_ratio, "cache_bytes": cache_bytes}
+                self._emit(RunEvent.now("stage", -1, row))
 
 
-class _CurrentPlan:
-    """The batch sampler that torch sees: whatever plan it holds when an epoch starts.
-
-    It does not know the loader. With a cycle of references, a loader that is let go of would keep its workers until the
-    garbage collector comes by, perhaps inside another loader's worker, which torch answers with a traceback.
-    """
-
-    def __init__(self, plan: BatchPlan) -> None:
-        self.plan = plan
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.plan)
-
-    def __len__(self) -> int:
-        return len(self.plan)
+def _warn(emit: Callable[[RunEvent], object] | None, message: str) -> None:
+    if emit is None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    else:
+        emit(RunEvent.now("warning", -1, {"message": message, "source": "loader"}))

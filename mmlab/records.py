@@ -38,6 +38,10 @@ class FileStore:
         """The file's bytes."""
         return Path(image_path).read_bytes()
 
+    def file_of(self, image_path: str) -> str:
+        """The file that holds an image, by which a cache sees whether it has changed."""
+        return image_path
+
 
 @dataclass(frozen=True, slots=True)
 class BadRow:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.errors import DataError, OptionError, unknown_name
 from mmlab.readers.files import read_data_file, read_folder
 from mmlab.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
+from mmlab.readers.remote import download, is_url
 from mmlab.readers.rows import Row, Table, to_records
 from mmlab.readers.tar import read_shards
 from mmlab.readers.tar_index import is_tar
@@ -36,6 +37,7 @@ def read_records(
     tokenizer: PreTrainedTokenizerFast | None = None,
     split: str | None = None,
     limit: int | None = None,
+    images_per_sample: str = "each",
     errors: str = "raise",
     allow_missing_modality: bool = False,
     progress: bool = True,
@@ -43,12 +45,15 @@ def read_records(
     """Read the metadata of image-text pairs from any of the formats in `docs/data_formats.md`.
 
     Args:
-        source: a file, a folder, a list of tar shards or a glob for them, a `datasets.Dataset`, or image paths.
+        source: a file, a folder, a list of tar shards or a glob for them, paths or URLs, a `datasets.Dataset`, or
+            image paths.
         texts: the texts of a list of image paths, one each.
         images: the folder of the images, where they are not beside the data file.
         tokenizer: measures text lengths; without it they are estimated (`mmlab.text.estimate_num_tokens`).
         split: keep one split; rows of others are not checked.
         limit: keep the first so many records.
+        images_per_sample: of a sample with a list of images, `"each"` makes a record, all in one group, or only the
+            `"first"` does.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
         allow_missing_modality: keep records that have a text only or an image only.
         progress: show a bar while image headers are read, if stderr is a terminal.
@@ -59,12 +64,16 @@ def read_records(
     """
     if errors not in ("raise", "report"):
         raise unknown_name("errors=", errors, ("raise", "report"))
+    if images_per_sample not in ("each", "first"):
+        raise unknown_name("images_per_sample=", images_per_sample, ("each", "first"))
     if limit is not None and limit < 1:
         raise OptionError(f"limit must be at least 1 record, found {limit}")
     folder = None if images is None else Path(images).expanduser()
     if folder is not None and not folder.is_dir():
         raise OptionError(f"images={images}: not a folder")
-    table = _table(source, texts, folder, allow_missing_modality)
+    table = _table(source, texts, folder, allow_missing_modality, progress)
+    if images_per_sample == "first":
+        table.rows = [row for row in table.rows if row.place == 0]
     if folder is not None and not isinstance(table.store, FileStore):
         warnings.warn("images= has no effect: these data hold their images themselves", stacklevel=2)
     records = to_records(
@@ -81,19 +90,28 @@ def read_records(
 
 
 def _table(
-    source: Any, texts: Iterable[str | None] | None, images: Path | None, allow_missing_modality: bool
+    source: Any,
+    texts: Iterable[str | None] | None,
+    images: Path | None,
+    allow_missing_modality: bool,
+    progress: bool,
 ) -> Table:
     if texts is not None:
         return _from_lists(source, texts, images)
     if is_dataset(source):
         return read_dataset(source, images, allow_missing_modality)
     if isinstance(source, list | tuple) and source:
-        return read_shards([Path(path) for path in source])
+        remote = any(map(is_url, source))
+        return read_shards(
+            download(list(map(str, source)), progress=progress) if remote else list(map(Path, source))
+        )
     if not isinstance(source, str | os.PathLike):
         kind = "an empty list" if isinstance(source, list | tuple) else type(source).__name__
         raise DataError(
             f"cannot read records from {kind}: pass a path, a datasets.Dataset, or image paths and texts"
         )
+    if is_url(source):
+        return read_shards(download([str(source)], progress=progress))
     path = Path(source).expanduser()
     if path.is_dir():
         if is_saved_dataset(path):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from mmlab.images import displayed_size
+from mmlab.decode import displayed_size
 from mmlab.readers.sidecar import Measurement, Stamp, measure_once
 
 Size = tuple[int, int]  # height, width in pixels, as displayed

@@ -7,7 +7,8 @@ image column the first time; nothing is remembered, since the rows have no files
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ _BATCH_SIZE = 1000  # rows
 
 
 class DatasetStore:
-    """Images inside datasets; the key is `SPLIT/ROW`. Keeps the image column only."""
+    """Images inside datasets; the key is `SPLIT/ROW`, with `#PLACE` in a list of images. Keeps their column only."""
 
     def __init__(self, columns: Mapping[str, tuple[Dataset, str]]) -> None:
         self._columns = dict(columns)  # split -> a dataset that does not decode, its image column
@@ -34,8 +35,10 @@ class DatasetStore:
             OSError: that file cannot be read.
         """
         split, _, row = image_path.rpartition("/")
+        row, _, place = row.partition("#")
         dataset, column = self._columns[split]
         value = dataset[int(row)][column]
+        value = value[int(place)] if place else value
         content = value if isinstance(value, bytes) else value["bytes"]
         return Path(value["path"]).read_bytes() if content is None else content
 
@@ -84,7 +87,7 @@ def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool)
         values = dataset.select_columns(others).to_dict()
         if inside is not None:
             image_columns[split] = inside, columns["image"]
-            values[columns["image"]] = _keys(inside, split)
+            values[columns["image"]] = list(_keys(inside, split))
             if columns.setdefault("id", "") == "":
                 values[""] = [f"{split}/{number}" if split else number for number in range(len(dataset))]
         for number, entry in enumerate(zip(*values.values(), strict=True)):
@@ -110,14 +113,17 @@ def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> D
     Raises:
         DataError: a column of another kind.
     """
-    from datasets import Image
+    from datasets import Image, LargeList, List
 
     if "image" not in columns:
         return None
     column = dataset.select_columns(columns["image"])
-    feature = dataset.features[columns["image"]]
+    stated = dataset.features[columns["image"]]
+    in_list = isinstance(stated, List | LargeList)
+    feature = stated.feature if in_list else stated
     if isinstance(feature, Image):
-        return column.cast_column(columns["image"], Image(decode=False))
+        encoded = Image(decode=False)
+        return column.cast_column(columns["image"], replace(stated, feature=encoded) if in_list else encoded)
     kind = getattr(feature, "dtype", "")
     if kind in ("string", "large_string"):
         return None
@@ -126,15 +132,24 @@ def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> D
     ):
         return column
     raise DataError(
-        f"{what}: column {columns['image']} holds {feature}, expected images, encoded bytes or paths"
+        f"{what}: column {columns['image']} holds {stated}, expected images, encoded bytes or paths, or lists of them"
     )
 
 
-def _keys(inside: Dataset, split: str) -> list[str | None]:
-    """The store's key of each row, None where the row has no image; the images stay where they are."""
-    absent = (
-        flag
-        for batch in inside.with_format("arrow").iter(_BATCH_SIZE)
-        for flag in batch.column(0).is_null().to_pylist()
-    )
-    return [None if flag else f"{split}/{number}" for number, flag in enumerate(absent)]
+def _keys(inside: Dataset, split: str) -> Iterator[str | list[str | None] | None]:
+    """The store's key of each row, or its list of them; None without an image. The images stay where they are."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    number = 0
+    for batch in inside.with_format("arrow").iter(_BATCH_SIZE):
+        column = batch.column(0)
+        in_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        absent = iter(pc.is_null(pc.list_flatten(column) if in_list else column).to_pylist())
+        for length in pc.list_value_length(column).to_pylist() if in_list else [None] * len(column):
+            row = f"{split}/{number}"
+            if in_list:
+                yield [None if next(absent) else f"{row}#{place}" for place in range(length or 0)]
+            else:
+                yield None if next(absent) else row
+            number += 1

@@ -17,7 +17,7 @@ from mmlab.errors import DataError
 from mmlab.readers.rows import Row
 
 SYNONYMS = {  # column -> names it may have, preferred first; compared in lower case with _ for space and -
-    "image": "image image_path img img_path image_file image_filename image_name file_name filename "
+    "image": "image images image_path image_paths img img_path image_file image_filename image_name file_name filename "
     "file_path filepath file path",
     "text": "text caption captions texts sentence sentences description alt_text comment",
     "id": "id key uid sample_id",
@@ -143,29 +143,38 @@ def _first_objects(text: str) -> list[dict[str, Any]]:
 
 
 def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, str]) -> Iterator[Row]:
-    """One row for each caption of an entry; a string in the entry's place says what is wrong with it."""
+    """One row for each image and caption of an entry; a string in its place says what is wrong with it."""
     if isinstance(entry, str):
         yield Row(where, None, None, problem=entry)
         return
     values = {column: entry.get(name) for column, name in columns.items()}
-    image, texts, row_id = values.get("image"), values.get("text"), values.get("id")
-    problem = ""
-    if image is not None and not isinstance(image, str):
-        image, problem = None, f"{columns['image']} must be a path, found {type(image).__name__}"
-    if "id" in columns and row_id is None:
-        problem = problem or f"no {columns['id']}"
-    many = isinstance(texts, list)
-    for number, text in enumerate(texts if many and texts else [None] if many else [texts]):
-        yield Row(
-            where,
-            image,
-            text,
-            id=None if row_id is None else f"{row_id}#{number}" if many else str(row_id),
-            label=values.get("label"),
-            split=None if values.get("split") is None else str(values["split"]),
-            group=None if values.get("group") is None else str(values["group"]),
-            problem=problem,
-        )
+    row_id = values.get("id")
+    no_id = f"no {columns['id']}" if "id" in columns and row_id is None else ""
+    sample = object() if isinstance(values.get("image"), list) else None
+    for place, image_number, image in _each(values.get("image")):
+        is_path = image is None or isinstance(image, str)
+        problem = "" if is_path else f"{columns['image']} must be a path, found {type(image).__name__}"
+        for _, text_number, text in _each(values.get("text")):
+            yield Row(
+                where,
+                image if is_path else None,
+                text,
+                id=None if row_id is None else f"{row_id}{image_number}{text_number}",
+                label=values.get("label"),
+                split=None if values.get("split") is None else str(values["split"]),
+                group=None if values.get("group") is None else str(values["group"]),
+                problem=problem or no_id,
+                sample=sample,
+                place=place,
+            )
+
+
+def _each(value: Any) -> Iterator[tuple[int, str, Any]]:
+    """The values of a list, at least one, each with its place and what its place adds to the id; else the value."""
+    if isinstance(value, list):
+        yield from ((place, f"#{place}", item) for place, item in enumerate(value or [None]))
+    else:
+        yield 0, "", value
 
 
 def decode_text(path: Path) -> str:
@@ -283,8 +292,9 @@ def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
 
 
 def _holds_strings(kind: Any) -> bool:
+    """Whether an Arrow type is of strings, or of lists of them."""
     import pyarrow as pa
 
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_dictionary(kind):
         kind = kind.value_type
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

@@ -8,7 +8,6 @@ groups. A row that fails becomes a `BadRow`; none vanishes. Costs one `lstat` an
 from __future__ import annotations
 
 import os
-import stat
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import numpy as np
 
 from mmlab.errors import DataError
 from mmlab.readers.headers import image_sizes
+from mmlab.readers.paths import FileResolver
 from mmlab.readers.sidecar import Stamp
 from mmlab.records import BadRow, FileStore, ImageStore, Records
 from mmlab.text import estimate_num_tokens
@@ -43,6 +43,8 @@ class Row:
     split: str | None = None
     group: object = None
     problem: str = ""  # what the format's reader found wrong
+    sample: object = None  # what the rows of a sample with several images have in common
+    place: int = 0  # of the image among them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,37 +172,6 @@ def _find_images(
     return images, stamps
 
 
-class FileResolver:
-    """Turns a path as written into the real path of a file inside `root`, in about one `lstat`."""
-
-    def __init__(self, root: Path | None) -> None:
-        self.root = None if root is None else os.path.realpath(root)
-        self._inside = "" if self.root is None else os.path.join(self.root, "")
-        self._folders: dict[str, str] = {}  # as written -> real
-
-    def __call__(self, name: str) -> tuple[str, Stamp] | str:
-        """The real path and its stamp, or why the file cannot be used."""
-        folder, base = os.path.split(os.path.join(self.root or "", name))
-        try:
-            if folder not in self._folders:
-                self._folders[folder] = os.path.realpath(folder)
-            path = os.path.join(self._folders[folder], base)
-            status = os.lstat(path)
-            if not stat.S_ISREG(status.st_mode):  # a symbolic link, "..", a folder
-                path = os.path.realpath(path)
-                status = os.stat(path)
-        except (OSError, ValueError) as error:  # ValueError: a null character in the name
-            if not isinstance(error, FileNotFoundError):
-                return f"cannot be opened: {error}"
-            where = f" in {self.root} (images=FOLDER says where the images are)" if self.root else ""
-            return f"file not found{where}"
-        if not path.startswith(self._inside):
-            return f"leads outside {self.root} (images=FOLDER names another folder)"
-        if not stat.S_ISREG(status.st_mode):
-            return "not a file"
-        return path, (status.st_size, status.st_mtime_ns)
-
-
 def _read_labels(
     all_rows: list[Row], rows: list[Row], reasons: dict[int, str]
 ) -> tuple[list[int] | None, tuple[str, ...]]:
@@ -251,17 +222,29 @@ def _check_repeats(rows: list[Row], images: dict[int, str], reasons: dict[int, s
 
 
 def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:
-    """Groups as stated, else one for each image, else one for each row; numbered as they appear."""
+    """Groups as stated, else the rows of one image or of one sample, and all that these lead to; else one for each row.
+
+    Numbered as they appear.
+    """
+    joined: dict[object, object] = {}  # key -> another one of its group
+
+    def first_of(key: object) -> object:
+        while key in joined:
+            key = joined[key]
+        return key
+
+    keys: list[object] = []
+    for row, image in owners:
+        if row.group is not None:
+            keys.append(("stated", row.group))
+            continue
+        keys.append(("row", row.id) if image is None else ("image", image))
+        if row.sample is not None:
+            one, other = first_of(("sample", row.sample)), first_of(keys[-1])
+            if one != other:
+                joined[other] = one
     numbers: dict[object, int] = {}
-    keys = (
-        ("stated", row.group)
-        if row.group is not None
-        else ("image", image)
-        if image is not None
-        else ("row", row.id)
-        for row, image in owners
-    )
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+    return np.array([numbers.setdefault(first_of(key), len(numbers)) for key in keys], dtype=np.int64)
 
 
 def _report(bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: str) -> None:

@@ -48,6 +48,10 @@ class TarStore:
             raise OSError(f"{shard} ends before byte {offset + num_bytes}")
         return content
 
+    def file_of(self, image_path: str) -> str:
+        """The shard that holds an image."""
+        return _locate(image_path)[0]
+
 
 def read_shards(shards: Sequence[Path]) -> Table:
     """One row for each caption of each sample, shards in the order given; file or folder names tell the split.
@@ -88,7 +92,9 @@ def read_shards(shards: Sequence[Path]) -> Table:
 def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
     path = os.path.realpath(shard)
     split = split_in(shard.stem) or split_in(shard.parent.name)
-    name = os.path.relpath(path, root).replace(os.sep, "/")
+    name = os.path.relpath(os.path.join(os.path.realpath(shard.parent), shard.name), root).replace(
+        os.sep, "/"
+    )
     samples: dict[str, dict[str, Member]] = {}
     damage = ""
     try:

@@ -177,3 +177,13 @@ def test_what_is_not_a_shard_is_refused(tmp_path):
     (tmp_path / "a.jpg").write_bytes(encoded())
     with pytest.raises(DataError, match=r"a.jpg: not a tar shard.*image_paths, texts"):
         read_records([tmp_path / "a.jpg"])
+
+
+def test_shards_that_are_links_keep_their_names(tmp_path):
+    real = shard(tmp_path / "blobs/5f3a", pairs("a"))
+    links = tmp_path / "snapshots/1/train"
+    links.mkdir(parents=True)
+    (links / "0.tar").symlink_to(real)
+    records = read_records(tmp_path / "snapshots/1")
+    assert (records.ids, records.splits) == (["0.tar/a"], ["train"])
+    assert records.read_image(0) == encoded(40, 30)

@@ -1,0 +1,27 @@
+"""The table of measured figures in the documentation is the one in the results."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TITLES = {"cold": "", "crops": "crops: ", "cached": ""}
+
+
+def test_the_documented_figures_are_the_measured_ones():
+    text = (ROOT / "docs/loading.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks/results/loading.json").read_text(encoding="utf-8"))
+    rows = {
+        TITLES[row["data"]] + row["loader"]: row
+        for row in results["rows"]
+        if row["kind"] == "speed" and row["data"] in TITLES
+    }
+    shown = re.findall(r"^\| ([^|]+) \|((?: [\d.]+ \|){3})$", text, re.MULTILINE)
+    assert {name for name, _ in shown} == set(rows)
+    for name, figures in shown:
+        images_per_s, cpu_ms, _ = map(float, figures.strip(" |").split(" | "))
+        assert np.median(rows[name]["images_per_s"]) == pytest.approx(images_per_s, abs=0.6)
+        assert np.median(rows[name]["cpu_ms_per_image"]) == pytest.approx(cpu_ms, abs=0.006)
