@@ -1,28 +1,28 @@
-"""Encoders: an image or a text becomes a sequence of features with a mask.
+"""Image encoders: an image becomes a sequence of features with a mask; and what every encoder offers.
 
 Every image encoder maps (pixels, pixel mask) to (features, feature mask) for any height and width, every text encoder
 maps (input ids, attention mask) to features. Pixels arrive normalised; what lies outside the pixel mask is set to
 zero, the mean colour. `ViT`, with or without `ConvStem`, gives the same features however much padding surrounds an
-image. `ResNet` sees padding at the borders inside each stage, and a Hugging Face vision model sees it everywhere;
-there only pooling and fusion leave it out, so prefer one image size (`square`) with those.
+image. `ResNet` sees padding at the borders inside each stage: there only pooling and fusion leave it out.
+
+`levels(..., num_levels=n)` gives features after n evenly spaced depths instead, the last as above, and
+`level_dims(n)` their widths.
 
 Legend: B samples, P image positions, T tokens, H x W pixels, D width.
 """
 
 from __future__ import annotations
 
-import inspect
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import OptionError, unknown_name
 from mmlab.images import PATCH
+from mmlab.model.packing import Segments, attend
 
 
 class ViT(nn.Module):
@@ -47,20 +47,38 @@ class ViT(nn.Module):
         self.embed_norm = nn.LayerNorm(dim)  # without it the positions drown the content
         self.blocks = nn.ModuleList(SelfAttention(dim, num_heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
+        self.packed = False  # see mmlab.model.packing
 
     def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
-        pixels, pixel_mask = _fill_grid(pixels, pixel_mask)
+        (features,), mask = self.levels(pixels, pixel_mask, num_levels=1)
+        return features, mask
+
+    def level_dims(self, num_levels: int) -> list[int]:
+        """Widths of the levels; a model of fewer blocks has fewer levels."""
+        return [self.dim] * len(depths(len(self.blocks), num_levels))
+
+    def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
+        """The same after several blocks, the last level normalised: features (B, P, D) each, and the mask (B, P)."""
+        pixels, pixel_mask = fill_grid(pixels, pixel_mask)
         grid = self.embed(pixels, pixel_mask)  # (B, D, H / 16, W / 16)
         mask = pixel_mask[:, ::PATCH, ::PATCH].flatten(1)  # (B, P)
         positions = _positions(grid.shape[2], grid.shape[3], self.dim, grid.device)
         features = self.embed_norm(rearrange(grid, "b d h w -> b (h w) d")) + positions.to(grid.dtype)
-        keys = (mask | ~mask.any(1, keepdim=True))[
-            :, None, None, :
-        ]  # a missing image attends to its padding: no NaN
-        for block in self.blocks:
+        segments = Segments(mask) if self.packed else None
+        keys: Tensor | tuple[Segments, Segments]
+        if segments is not None:
+            features, keys = segments.pack(features), (segments, segments)
+        else:  # a missing image attends to its padding: no NaN
+            keys = (mask | ~mask.any(1, keepdim=True))[:, None, None, :]
+        kept = []
+        *lower, _ = depths(len(self.blocks), num_levels)
+        for number, block in enumerate(self.blocks, start=1):
             features = block(features, keys)
-        return self.norm(features), mask
+            if number in lower:
+                kept.append(features)
+        kept.append(self.norm(features))
+        return kept if segments is None else [segments.unpack(level) for level in kept], mask
 
 
 class PatchEmbedding(nn.Module):
@@ -104,15 +122,15 @@ class SelfAttention(nn.Module):
         self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, features: Tensor, keys: Tensor) -> Tensor:
-        """(B, P, D), attending where `keys` (B, 1, 1, P) is True."""
+    def forward(self, features: Tensor, keys: Tensor | tuple[Segments, Segments]) -> Tensor:
+        """(B, P, D), attending where `keys` (B, 1, 1, P) is True, or inside the segments of a stream."""
         query, key, value = rearrange(
             self.query_key_value(self.norm(features)),
             "b p (three h d) -> three b h p d",
             three=3,
             h=self.num_heads,
         )
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=keys)
+        attended = attend(query, key, value, keys)
         features = features + self.out(rearrange(attended, "b h p d -> b p (h d)"))
         return features + self.mlp(self.mlp_norm(features))
 
@@ -144,111 +162,50 @@ class ResNet(nn.Module):
 
     def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
-        pixels, pixel_mask = _fill_grid(pixels, pixel_mask)
+        (features,), mask = self.levels(pixels, pixel_mask, num_levels=1)
+        return features, mask
+
+    def level_dims(self, num_levels: int) -> list[int]:
+        """Widths of the last stages, four at most."""
+        return [self.dim // 8, self.dim // 4, self.dim // 2, self.dim][-num_levels:]
+
+    def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
+        """The same after several stages, each averaged over the cells of the last stage's grid: features (B, P, D_l)
+        each, and the mask (B, P)."""
+        pixels, pixel_mask = fill_grid(pixels, pixel_mask)
         mask = pixel_mask[:, None, ::4, ::4]
         grid = self.stem(pixels) * mask
+        grids, masks = [], []
         for number, stage in enumerate(self.stages):
             mask = mask if number == 0 else mask[:, :, ::2, ::2]
             grid = stage(grid) * mask
-        return rearrange(grid, "b d h w -> b (h w) d"), mask.flatten(1)
+            if number >= len(self.stages) - num_levels:
+                grids.append(grid)
+                masks.append(mask)
+        lower = [
+            _coarser(grid, mask, 2**number)
+            for number, (grid, mask) in enumerate(zip(grids[-2::-1], masks[-2::-1], strict=True), start=1)
+        ]
+        kept = [rearrange(grid, "b d h w -> b (h w) d") for grid in [*reversed(lower), grid]]
+        return kept, mask.flatten(1)
 
 
-class HuggingFaceImages(nn.Module):
-    """Any `transformers` vision model: its last hidden state, class token included.
+def depths(depth: int, num_levels: int) -> list[int]:
+    """After how many of `depth` layers each level is taken.
 
-    Args:
-        model: a model object, or a name or path for `AutoModel.from_pretrained`.
+    >>> depths(12, 3), depths(2, 3)
+    ([4, 8, 12], [1, 2])
     """
-
-    def __init__(self, model: nn.Module | str) -> None:
-        super().__init__()
-        self.model = _load(model)
-        self.dim = _hidden_size(self.model.config)
-        self.patch = getattr(self.model.config, "patch_size", None)
-        accepted = inspect.signature(self.model.forward).parameters
-        self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in accepted else {}
-
-    def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
-        pixels, pixel_mask = _fill_grid(pixels, pixel_mask)
-        features = self.model(pixel_values=pixels, **self.options).last_hidden_state
-        if features.dim() == 4:  # convolutional models keep the grid
-            stride = pixels.shape[-1] // features.shape[-1]
-            return rearrange(features, "b d h w -> b (h w) d"), pixel_mask[:, ::stride, ::stride].flatten(1)
-        patch = self.patch if isinstance(self.patch, int) else PATCH
-        mask = pixel_mask[:, ::patch, ::patch].flatten(1)
-        num_special = features.shape[1] - mask.shape[1]
-        if num_special < 0:
-            mask = pixel_mask.flatten(1).any(1, keepdim=True).expand(-1, features.shape[1])
-        else:
-            mask = F.pad(mask, (num_special, 0), value=True)
-        return features, mask & pixel_mask.flatten(1).any(1, keepdim=True)
+    return sorted({-(-depth * level // num_levels) for level in range(1, num_levels + 1)})
 
 
-class HuggingFaceTexts(nn.Module):
-    """Any `transformers` text model: its last hidden state.
-
-    Args:
-        model: a model object, or a name or path for `AutoModel.from_pretrained`.
-
-    Raises:
-        DataError: a text is longer than the model's position table.
-    """
-
-    def __init__(self, model: nn.Module | str) -> None:
-        super().__init__()
-        self.model = _load(model)
-        self.dim = _hidden_size(self.model.config)
-        self.max_tokens = getattr(self.model.config, "max_position_embeddings", None)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, T) and (B, T) to features (B, T, D)."""
-        if self.max_tokens and input_ids.shape[1] > self.max_tokens:
-            raise DataError(
-                f"a text has {input_ids.shape[1]} tokens, the text encoder takes {self.max_tokens}; "
-                "truncate when tokenising, or build the model with a longer position table"
-            )
-        if input_ids.shape[1] == 0:
-            return self.model.get_input_embeddings().weight.new_zeros(len(input_ids), 0, self.dim)
-        first = torch.arange(input_ids.shape[1], device=input_ids.device) == 0
-        keys = attention_mask | (
-            first & ~attention_mask.any(1, keepdim=True)
-        )  # an empty text attends to one pad token
-        return self.model(input_ids=input_ids, attention_mask=keys.long()).last_hidden_state
+def _coarser(grid: Tensor, mask: Tensor, factor: int) -> Tensor:
+    """Mean of the real positions in each cell of `factor` x `factor`; the grid is zero outside its mask."""
+    share = F.avg_pool2d(mask.to(grid.dtype), factor, ceil_mode=True)
+    return F.avg_pool2d(grid, factor, ceil_mode=True) / share.clamp(min=1 / factor**2)
 
 
-def bert(
-    *, vocab_size: int, dim: int, depth: int, num_heads: int, max_tokens: int, dropout: float
-) -> HuggingFaceTexts:
-    """A BERT with random weights, built from its configuration."""
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=dim,
-        num_hidden_layers=depth,
-        num_attention_heads=num_heads,
-        intermediate_size=4 * dim,
-        max_position_embeddings=max_tokens,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    return HuggingFaceTexts(BertModel(config, add_pooling_layer=False))
-
-
-def _load(model: nn.Module | str) -> Any:
-    if isinstance(model, nn.Module):
-        return model
-    from transformers import AutoModel
-
-    return AutoModel.from_pretrained(model)
-
-
-def _hidden_size(config: Any) -> int:
-    return config.hidden_size if hasattr(config, "hidden_size") else config.hidden_sizes[-1]
-
-
-def _fill_grid(pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
+def fill_grid(pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Zero outside the mask, and pad bottom and right to whole patches, at least one."""
     height, width = pixels.shape[-2:]
     missing = (
@@ -260,7 +217,6 @@ def _fill_grid(pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(pixels * pixel_mask[:, None], missing), F.pad(pixel_mask, missing)
 
 
-@lru_cache(maxsize=256)
 def _positions(rows: int, columns: int, dim: int, device: torch.device) -> Tensor:
     """Sine and cosine of row and column, (rows x columns, dim)."""
     frequencies = 10_000.0 ** -(torch.arange(dim // 4, device=device) / (dim // 4))

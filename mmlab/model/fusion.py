@@ -1,6 +1,7 @@
 """Cross-attention between the features of two modalities: the articles' `MultimodalFusion`, batch-first and masked.
 
 Costs one attention of P queries over T keys a layer. It holds no encoder: give it features, or use `FusionModel`.
+Other ways to fuse are in `mmlab.model.fusions`.
 
 Legend: B samples, P image positions, T tokens, D width.
 """
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import OptionError
+from mmlab.model.packing import Segments, attend
 
 
 class MultimodalFusion(nn.Module):
@@ -47,16 +49,14 @@ class MultimodalFusion(nn.Module):
         num_layers: int = 1,
     ) -> None:
         super().__init__()
-        if hidden_dim % num_heads:
-            raise OptionError(
-                f"num_heads must divide hidden_dim, found {num_heads} heads for width {hidden_dim}"
-            )
         self.hidden_dim = hidden_dim
         self.image_projection = nn.Linear(img_dim, hidden_dim)
         self.text_projection = nn.Linear(text_dim, hidden_dim)
         self.null_token = nn.Parameter(torch.randn(1, 1, hidden_dim) * 0.02)
+        self.null_image = nn.Parameter(self.null_token.detach().clone())
         self.layers = nn.ModuleList(CrossAttention(hidden_dim, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(hidden_dim)
+        self.packed = False  # see mmlab.model.packing
 
     def forward(
         self, image_features: Tensor, text_features: Tensor, text_mask: Tensor | None = None
@@ -72,12 +72,36 @@ class MultimodalFusion(nn.Module):
         Returns:
             (B, P, hidden_dim)
         """
+        return self._attend(self.image_projection(image_features), text_features, text_mask)
+
+    def fuse(
+        self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Fused positions (B, P, D) and their mask; a learned query takes the first one of a missing image."""
+        stand_in = ~image_mask.any(1, keepdim=True) & (torch.arange(image.shape[1], device=image.device) == 0)
+        queries = torch.where(stand_in[..., None], self.null_image, self.image_projection(image))
+        mask = image_mask | stand_in
+        return self._attend(queries, text, text_mask, mask if self.packed else None), mask
+
+    def _attend(
+        self,
+        fused: Tensor,
+        text_features: Tensor,
+        text_mask: Tensor | None,
+        packed_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Queries (B, P, D) over text; where `packed_mask` (B, P) is given, in streams without padding."""
         null = self.null_token.expand(len(text_features), -1, -1)
         keys = torch.cat([null, self.text_projection(text_features)], dim=1)  # (B, 1 + T, D)
         mask = None if text_mask is None else F.pad(text_mask.bool(), (1, 0), value=True)  # (B, 1 + T)
-        fused = self.image_projection(image_features)
+        if packed_mask is not None and mask is not None:
+            segments = (Segments(packed_mask), Segments(mask))
+            stream, key_stream = segments[0].pack(fused), segments[1].pack(keys)
+            for layer in self.layers:
+                stream = layer(stream, key_stream, segments)
+            return segments[0].unpack(self.norm(stream))
         for layer in self.layers:
-            fused = layer(fused, keys, mask)
+            fused = layer(fused, keys, None if mask is None else mask[:, None, None, :])
         return self.norm(fused)
 
 
@@ -86,6 +110,8 @@ class CrossAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
+        if dim % num_heads:
+            raise OptionError(f"num_heads must divide hidden_dim, found {num_heads} heads for width {dim}")
         self.num_heads = num_heads
         self.query_norm, self.key_norm, self.mlp_norm = (
             nn.LayerNorm(dim),
@@ -99,13 +125,20 @@ class CrossAttention(nn.Module):
         )
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, queries: Tensor, keys: Tensor, key_mask: Tensor | None) -> Tensor:
-        """(B, P, D) attending to (B, T, D) where `key_mask` (B, T) is True."""
+    def forward(
+        self, queries: Tensor, keys: Tensor, key_mask: Tensor | tuple[Segments, Segments] | None
+    ) -> Tensor:
+        """(B, P, D) attending to (B, T, D) where `key_mask` (B, 1, 1, T) is True, or inside the segments of streams."""
         query = rearrange(self.query(self.query_norm(queries)), "b p (h d) -> b h p d", h=self.num_heads)
         key, value = rearrange(
             self.key_value(self.key_norm(keys)), "b t (two h d) -> two b h t d", two=2, h=self.num_heads
         )
-        mask = None if key_mask is None else key_mask[:, None, None, :]
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        attended = attend(query, key, value, key_mask)
         queries = queries + self.out(rearrange(attended, "b h p d -> b p (h d)"))
         return queries + self.mlp(self.mlp_norm(queries))
+
+
+def masked_mean(features: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the positions where mask (B, P) is True; zero where there is none. (B, P, D) -> (B, D)."""
+    weights = mask.to(features.dtype)
+    return (features * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)

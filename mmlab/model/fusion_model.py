@@ -1,8 +1,7 @@
-"""`FusionModel`: two encoders, an embedding of each modality, and cross-attention fusion for matching pairs.
+"""`FusionModel`: two encoders, an embedding of each modality, and a fusion that matches pairs and tells hidden tokens.
 
 The embeddings come from the encoders alone, so retrieval over N pairs costs N forward passes; the fusion runs only
-where a loss asks for it. `PRESETS` holds the shipped sizes; `build_model` makes one with random weights, without
-downloads.
+where a loss asks for it.
 
 Legend: B samples, P image positions, T tokens, N pairs to match, D embedding width.
 """
@@ -11,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from mmlab.errors import unknown_name
-from mmlab.model.encoders import HuggingFaceImages, HuggingFaceTexts, ResNet, ViT, bert
-from mmlab.model.fusion import MultimodalFusion
+from mmlab.errors import OptionError, unknown_name
+from mmlab.model.fusion import masked_mean
+from mmlab.model.fusions import FUSIONS
+from mmlab.model.token_head import TokenHead
 from mmlab.types import Batch
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -29,14 +30,53 @@ MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
 
 @dataclass(slots=True)
 class FusionOutput:
-    """What the objectives read."""
+    """What the objectives read. Tensors of one or more dimensions have a row for each sample."""
 
     image_embedding: Tensor  # (B, D) of length one
     text_embedding: Tensor  # (B, D) of length one
     logit_scale: Tensor  # () inverse temperature
-    match: Callable[
-        [Tensor, Tensor], Tensor
-    ]  # image rows (N,), text rows (N,) -> logits (N,) that they belong together
+    features: tuple[Tensor, Tensor, Tensor, Tensor]  # image (B, P, C), its mask, text (B, T, C), its mask
+    matcher: Callable[..., Tensor]  # features of N pairs -> logits (N,)
+    num_chunks: int = (
+        1  # in which pairs are matched, each computed again in the backward pass, to save memory
+    )
+    teller: Callable[..., Tensor] | None = None  # see `token_losses`
+
+    def match(self, image_rows: Tensor, text_rows: Tensor) -> Tensor:
+        """Logits (N,) that image rows (N,) and text rows (N,) belong together."""
+        image, image_mask, text, text_mask = self.features
+
+        def logits(image_rows: Tensor, text_rows: Tensor) -> Tensor:
+            return self.matcher(
+                image[image_rows], image_mask[image_rows], text[text_rows], text_mask[text_rows]
+            )
+
+        return self._in_chunks(logits, image_rows, text_rows)
+
+    def token_losses(
+        self, masked_ids: Tensor, attention_mask: Tensor, positions: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Cross-entropies (B, K), in nats, of the tokens that stood at hidden positions.
+
+        Args:
+            masked_ids: (B, T), the batch's texts with something else at the hidden positions.
+            attention_mask: (B, T)
+            positions: (B, K) where tokens are hidden; anything in [0, T) for those whose loss is not wanted.
+            targets: (B, K) the tokens.
+
+        Raises:
+            OptionError: the text encoder shows no `embedding`.
+        """
+        if self.teller is None:
+            raise OptionError("the text encoder has no `embedding` (V, E), which telling hidden tokens needs")
+        image, image_mask = self.features[:2]
+        return self._in_chunks(self.teller, image, image_mask, masked_ids, attention_mask, positions, targets)
+
+    def _in_chunks(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        if self.num_chunks == 1:
+            return compute(*tensors)
+        chunks = zip(*(tensor.chunk(self.num_chunks) for tensor in tensors), strict=True)
+        return torch.cat([checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 class FusionModel(nn.Module):
@@ -46,8 +86,15 @@ class FusionModel(nn.Module):
         image_encoder: (pixels, pixel mask) -> (features (B, P, C), mask (B, P)); has `dim`.
         text_encoder: (input ids, attention mask) -> features (B, T, C); has `dim`.
         embed_dim: width of the embeddings.
+        fusion: a name in `mmlab.model.FUSIONS`.
         hidden_dim, num_heads, num_layers: of the fusion.
+        num_levels: depths of each encoder that "multiscale" reads; the encoders need `levels` and `level_dims`.
+        modality_dropout: in training, the share of the pairs whose image or text (evenly) the fusion does not get to
+            see; the embeddings are not touched, nor is a text whose tokens are to be told.
         mean, std: of the pixels in [0, 1], per channel.
+
+    Raises:
+        OptionError: an unknown fusion, sizes that do not divide, or a rate outside [0, 1).
     """
 
     pixel_mean: Tensor
@@ -59,141 +106,102 @@ class FusionModel(nn.Module):
         text_encoder: Any,
         *,
         embed_dim: int = 512,
+        fusion: str = "cross",
         hidden_dim: int = 512,
         num_heads: int = 8,
         num_layers: int = 1,
+        num_levels: int = 3,
+        modality_dropout: float = 0.0,
         mean: tuple[float, float, float] = IMAGENET_MEAN,
         std: tuple[float, float, float] = IMAGENET_STD,
     ) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        self.fusion = MultimodalFusion(
-            image_encoder.dim,
-            text_encoder.dim,
-            hidden_dim=hidden_dim,
-            num_heads=num_heads,
-            num_layers=num_layers,
+        if fusion not in FUSIONS:
+            raise unknown_name("fusion", fusion, FUSIONS)
+        if fusion == "multiscale" and num_levels < 2:
+            raise OptionError(f"multiscale fusion needs num_levels of at least 2, found {num_levels}")
+        if not 0 <= modality_dropout < 1:
+            raise OptionError(f"modality_dropout must lie in [0, 1), found {modality_dropout}")
+        self.modality_dropout = modality_dropout
+        self.num_levels = num_levels if fusion == "multiscale" else 1
+        encoders = (image_encoder, text_encoder)
+        dims = [item.level_dims(num_levels) if fusion == "multiscale" else item.dim for item in encoders]
+        self.fusion: Any = FUSIONS[fusion](
+            *dims, hidden_dim=hidden_dim, num_heads=num_heads, num_layers=num_layers
         )
         self.image_head = nn.Linear(image_encoder.dim, embed_dim)
         self.text_head = nn.Linear(text_encoder.dim, embed_dim)
         self.match_head = nn.Linear(hidden_dim, 1)
+        embedding = getattr(text_encoder, "embedding", None)
+        self.token_head: Any = (
+            None if embedding is None else TokenHead(text_encoder.dim, hidden_dim, num_heads, embedding)
+        )
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether both encoders run without padding, see `mmlab.model.packing`."""
+        return all(getattr(encoder, "packed", False) for encoder in (self.image_encoder, self.text_encoder))
+
     def forward(self, batch: Batch) -> FusionOutput:
         """Encode a batch; a sample without image or without text gets a finite embedding that means nothing."""
         pixels = (batch.pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
-        image_features, image_mask = self.image_encoder(pixels, batch.pixel_mask)
-        text_features = self.text_encoder(batch.input_ids, batch.attention_mask)
-        text_mask = batch.attention_mask
-
-        def match(image_rows: Tensor, text_rows: Tensor) -> Tensor:
-            fused = self.fusion(image_features[image_rows], text_features[text_rows], text_mask[text_rows])
-            return self.match_head(_masked_mean(fused, image_mask[image_rows])).squeeze(1)
-
+        image, image_fusable, image_mask = self._encode_images(pixels, batch.pixel_mask)
+        text, text_fusable = self._encode_texts(batch.input_ids, batch.attention_mask)
         return FusionOutput(
-            image_embedding=F.normalize(self.image_head(_masked_mean(image_features, image_mask)), dim=1),
-            text_embedding=F.normalize(self.text_head(_masked_mean(text_features, text_mask)), dim=1),
+            image_embedding=F.normalize(self.image_head(masked_mean(image, image_mask)), dim=1),
+            text_embedding=F.normalize(self.text_head(masked_mean(text, batch.attention_mask)), dim=1),
             logit_scale=self.log_logit_scale.exp().clamp(max=MAX_LOGIT_SCALE),
-            match=match,
+            features=self._drop(image_fusable, image_mask, text_fusable, batch.attention_mask),
+            matcher=self._match,
+            teller=self._tell if self.token_head else None,
         )
 
+    def _encode_images(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Features (B, P, C), those that the fusion reads, and their mask (B, P)."""
+        if self.num_levels == 1:
+            features, mask = self.image_encoder(pixels, pixel_mask)
+            return features, features, mask
+        levels, mask = self.image_encoder.levels(pixels, pixel_mask, num_levels=self.num_levels)
+        return levels[-1], self.fusion.mix_images(levels), mask
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Sizes of a `FusionModel` with random weights."""
+    def _encode_texts(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (B, T, C), and those that the fusion reads."""
+        if self.num_levels == 1:
+            features = self.text_encoder(input_ids, attention_mask)
+            return features, features
+        levels = self.text_encoder.levels(input_ids, attention_mask, num_levels=self.num_levels)
+        return levels[-1], self.fusion.mix_texts(levels)
 
-    image: str  # "vit", "conv-vit", or a torchvision ResNet
-    image_dim: int = 768
-    image_depth: int = 12
-    text_dim: int = 768
-    text_depth: int = 12
-    head_dim: int = 64
-    embed_dim: int = 512
-    hidden_dim: int = 512  # of the fusion
-    fusion_heads: int = 8
-    fusion_layers: int = 1
-    max_tokens: int = 512
-    dropout: float = 0.0  # in the text encoder
+    def _drop(
+        self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In training, hide the image or the text of some pairs behind its mask."""
+        if self.training and self.modality_dropout:
+            drawn = torch.rand(len(image), 1, device=image.device)
+            whole = image_mask.any(1, keepdim=True) & text_mask.any(1, keepdim=True)
+            image_mask = image_mask & ~(whole & (drawn < self.modality_dropout / 2))
+            text_mask = text_mask & ~(whole & (drawn > 1 - self.modality_dropout / 2))
+        return image, image_mask, text, text_mask
 
+    def _match(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
+        return self.match_head(masked_mean(*self.fusion.fuse(image, image_mask, text, text_mask))).squeeze(1)
 
-PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(
-        image="conv-vit",
-        image_dim=128,
-        image_depth=2,
-        text_dim=128,
-        text_depth=2,
-        head_dim=32,
-        embed_dim=128,
-        hidden_dim=128,
-    ),
-    "small": ModelConfig(image="vit", image_dim=384, image_depth=6, text_dim=384, text_depth=6),
-    "base": ModelConfig(image="vit", fusion_layers=2),
-    "resnet18": ModelConfig(image="resnet18", text_dim=384, text_depth=6),
-    "resnet50": ModelConfig(image="resnet50"),
-}
-
-
-def build_model(
-    preset: str = "small",
-    *,
-    vocab_size: int,
-    image_encoder: nn.Module | str | None = None,
-    text_encoder: nn.Module | str | None = None,
-    **changes: Any,
-) -> FusionModel:
-    """Build a preset, with other encoders or sizes where they are given.
-
-    >>> model = build_model("tiny", vocab_size=100, embed_dim=64)
-    >>> model.image_head.out_features
-    64
-
-    Args:
-        preset: a name in `PRESETS`.
-        vocab_size: of the tokenizer.
-        image_encoder, text_encoder: a `transformers` model, or a name or path for `AutoModel.from_pretrained`,
-            instead of the preset's own; a torchvision ResNet is `image="resnet18"`.
-        changes: fields of `ModelConfig`.
-
-    Raises:
-        OptionError: no such preset, or sizes that do not divide.
-    """
-    if preset not in PRESETS:
-        raise unknown_name("model preset", preset, PRESETS)
-    config = replace(PRESETS[preset], **changes)
-    return FusionModel(
-        _image_encoder(config) if image_encoder is None else HuggingFaceImages(image_encoder),
-        bert(
-            vocab_size=vocab_size,
-            dim=config.text_dim,
-            depth=config.text_depth,
-            num_heads=config.text_dim // config.head_dim,
-            max_tokens=config.max_tokens,
-            dropout=config.dropout,
-        )
-        if text_encoder is None
-        else HuggingFaceTexts(text_encoder),
-        embed_dim=config.embed_dim,
-        hidden_dim=config.hidden_dim,
-        num_heads=config.fusion_heads,
-        num_layers=config.fusion_layers,
-    )
-
-
-def _image_encoder(config: ModelConfig) -> nn.Module:
-    if config.image in ("vit", "conv-vit"):
-        return ViT(
-            dim=config.image_dim,
-            depth=config.image_depth,
-            num_heads=config.image_dim // config.head_dim,
-            conv_stem=config.image == "conv-vit",
-        )
-    return ResNet(config.image)
-
-
-def _masked_mean(features: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the positions where mask (B, P) is True; zero where there is none. (B, P, D) -> (B, D)."""
-    weights = mask.to(features.dtype)
-    return (features * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
+    def _tell(
+        self,
+        image: Tensor,
+        image_mask: Tensor,
+        masked_ids: Tensor,
+        attention_mask: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
+        text, fusable = self._encode_texts(masked_ids, attention_mask)
+        fused, fused_mask = self.fusion.fuse(image, image_mask, fusable, attention_mask)
+        asked = text.gather(1, positions[..., None].expand(-1, -1, text.shape[2]))
+        logits = self.token_head(asked, fused, fused_mask, self.text_encoder.embedding).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)

@@ -1,39 +1,59 @@
-"""`LossModel`: any module whose forward returns `.loss` trains on mmlab's batches.
+"""`LossModel`: any module whose forward returns a loss trains on mmlab's batches.
 
 It calls the module with the arguments that its forward names, out of `input_ids`, `attention_mask`, `pixel_values`,
-`pixel_mask`, `labels`, `return_loss` and `interpolate_pos_encoding`. Pixels become floats, normalised. The module
-computes its own mean, so only a loss that is a mean over samples or over label tokens accumulates exactly; CLIP's
-depends on the batch.
-
-Does not mask tokens: a masked-language-modelling model needs its labels in `Batch.labels`.
+`pixel_mask`, `labels`, `return_loss`, `interpolate_pos_encoding` and `batch`, and makes only those. Pixels become
+floats, normalised, padded to whole patches. The module computes its own mean, so only a loss that is a mean over
+samples or over label tokens accumulates exactly; CLIP's depends on the batch, and takes two captions of one image for
+strangers.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.types import Batch
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+LABELS = ("batch", "text", "masked")
+OFFERED = ("input_ids", "attention_mask", "pixel_values", "pixel_mask", "labels", "batch")
+_ALSO = ("return_loss", "interpolate_pos_encoding")
 _IGNORED = -100  # the label that transformers leaves out of a loss
 
 
+class Loss(NamedTuple):
+    """The output of a module that gives its loss alone, or in a dict."""
+
+    loss: Tensor
+
+
+def taking_batches(model: nn.Module) -> nn.Module:
+    """The model where its forward has an argument `batch`, else a `LossModel` of it."""
+    return model if "batch" in inspect.signature(model.forward).parameters else LossModel(model)
+
+
 class LossModel(nn.Module):
-    """Calls a module with what it takes and gives its loss as a sum.
+    """Calls a module with what it takes and gives its output, which has `.loss`.
 
     Args:
-        module: its forward returns an object with `.loss`, a mean.
-        labels: "batch" for `Batch.labels`, "text" for the input ids with padding left out (captioning, language
-            modelling); None chooses "text" for a model that can generate.
-        mean, std: of the pixels in [0, 1], per channel; CLIP's by default.
+        module: its forward returns a mean loss: as a tensor, as `.loss`, or under the key "loss".
+        labels: "batch" for `Batch.labels`; "text" for the input ids with padding left out (captioning, language
+            modelling); "masked" for hidden tokens that are to be told. None chooses "text" for a model that can
+            generate, and "masked" for a `transformers` model for masked language modelling.
+        processor: the model's own, as `AutoProcessor.from_pretrained` gives it, or a tokenizer: its mean and deviation
+            of pixels and its mask token are used. `MultimodalDataset(processor=...)` takes the rest.
+        mean, std: of the pixels in [0, 1], per channel; the processor's unless given, and CLIP's without one.
+        mask_ratio: share of a text's tokens that "masked" hides. In evaluation they are the same at every time.
 
     Raises:
-        OptionError: forward names none of the arguments above.
+        OptionError: forward takes none of a batch's tensors, or requires something else; hidden tokens without a mask
+            token.
     """
 
     pixel_mean: Tensor
@@ -44,28 +64,49 @@ class LossModel(nn.Module):
         module: nn.Module,
         *,
         labels: str | None = None,
-        mean: tuple[float, float, float] = CLIP_MEAN,
-        std: tuple[float, float, float] = CLIP_STD,
+        processor: Any = None,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        mask_ratio: float = 0.15,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.accepted = inspect.signature(module.forward).parameters
-        if not {"input_ids", "pixel_values"} & self.accepted.keys():
-            raise OptionError(
-                f"{type(module).__name__}.forward takes {', '.join(self.accepted)}; "
-                "expected input_ids or pixel_values, or one argument named batch"
-            )
-        can_generate = getattr(module, "can_generate", lambda: False)()
-        self.labels = labels or ("text" if can_generate else "batch")
+        self.module, self.mask_ratio = module, mask_ratio
+        self.accepted = tuple(_check_signature(module))
         config = getattr(module, "config", None)
+        if labels is not None and labels not in LABELS:
+            raise unknown_name("kind of labels", labels, LABELS)
+        self.labels = labels or _usual_labels(module)
         self.shifts_labels = self.labels == "text" and not getattr(config, "is_encoder_decoder", False)
-        self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self.mask_id = getattr(tokenizer, "mask_token_id", None)
+        self.special_ids = tuple(sorted(getattr(tokenizer, "all_special_ids", ())))
+        if self.labels == "masked" and self.mask_id is None:
+            raise OptionError(
+                f"{type(module).__name__} tells hidden tokens and needs the tokenizer's mask token: "
+                "LossModel(module, processor=...) with a processor or tokenizer that has one, or labels='text'"
+            )
+        own_mean, own_std = _normalisation(getattr(processor, "image_processor", None))
+        self.register_buffer("pixel_mean", torch.tensor(mean or own_mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(std or own_std).view(3, 1, 1), persistent=False)
+        image_config = _first(config, "vision_config", "image_config", "encoder")
+        self.image_size = _pair(getattr(image_config, "image_size", None))
+        self.patch = _pair(getattr(image_config, "patch_size", None)) or (1, 1)
+        self.max_tokens = getattr(_first(config, "text_config", "decoder"), "max_position_embeddings", None)
+        self._interpolates = "interpolate_pos_encoding" in _takes(getattr(module, "encoder", None))
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the loss sets the samples of a batch against each other, as CLIP's does."""
+        return hasattr(self.module, "logit_scale")
 
     def num_terms(self, batch: Batch) -> Tensor | int:
         """How many samples or label tokens the module's mean is over."""
-        labels = self._labels(batch)
-        if "labels" not in self.accepted or labels is None:
+        if "labels" not in self.accepted:
+            return len(batch)
+        if self.labels == "masked":
+            return num_hidden(can_hide(batch, self.special_ids), self.mask_ratio).sum()
+        labels = _text_labels(batch) if self.labels == "text" else batch.labels
+        if labels is None:
             return len(batch)
         return (labels[:, 1:] if self.shifts_labels else labels).ne(_IGNORED).sum()
 
@@ -73,28 +114,157 @@ class LossModel(nn.Module):
         """The module's own output.
 
         Raises:
-            DataError: the module gave no loss.
+            DataError: the module gave no loss, or a text is too long for it.
+            OptionError: the module takes images of one size, and these have another.
         """
-        offered = {
-            "input_ids": batch.input_ids,
-            "attention_mask": batch.attention_mask.long(),
-            "pixel_mask": batch.pixel_mask.long(),
-            "labels": self._labels(batch),
-            "return_loss": True,
-            "interpolate_pos_encoding": True,
-        }
-        if "pixel_values" in self.accepted:
-            pixels = (batch.pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
-            offered["pixel_values"] = pixels * batch.pixel_mask[:, None]
-        output = self.module(**{name: value for name, value in offered.items() if name in self.accepted})
-        if getattr(output, "loss", None) is None:
+        values = self._arguments(batch)
+        try:
+            output = self.module(**values)
+        except (ValueError, RuntimeError) as error:
+            size = tuple(batch.pixel_values.shape[-2:])
+            if isinstance(error, torch.OutOfMemoryError) or self.image_size in (None, size):
+                raise
+            if "pixel_values" not in values or "interpolate_pos_encoding" in values or "pixel_mask" in values:
+                raise
+            height, width = self.image_size
+            raise OptionError(
+                f"{type(self.module).__name__} takes images of {height} x {width} pixels, the batch has {size[0]} x "
+                f"{size[1]} ({str(error).splitlines()[0]}); use the image policy square:{height}"
+            ) from error
+        if isinstance(output, Tensor):
+            output = Loss(output)
+        elif isinstance(output, dict) and not hasattr(output, "loss") and "loss" in output:
+            output = Loss(output["loss"])
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            had = [name for name in OFFERED if name != "labels" or self._has_labels(batch)]
             raise DataError(
                 f"{type(self.module).__name__} returned no loss; it takes {', '.join(self.accepted)}, the batch has "
-                f"{', '.join(name for name, value in offered.items() if value is not None)}"
+                f"{', '.join(had)}"
+            )
+        if loss.numel() != 1:
+            raise DataError(
+                f"{type(self.module).__name__} returned a loss of shape {tuple(loss.shape)}; expected one mean"
             )
         return output
 
-    def _labels(self, batch: Batch) -> Tensor | None:
-        if self.labels == "batch":
-            return batch.labels
-        return batch.input_ids.masked_fill(~batch.attention_mask, _IGNORED)
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        """What forward names, by name."""
+        reads = "input_ids" in self.accepted or self.labels == "text"
+        if self.max_tokens and reads and batch.input_ids.shape[1] > self.max_tokens:
+            raise DataError(
+                f"a text has {batch.input_ids.shape[1]} tokens, {type(self.module).__name__} takes "
+                f"{self.max_tokens}; use MultimodalDataset(max_tokens={self.max_tokens})"
+            )
+        accepted = self.accepted
+        values: dict[str, Any] = {name: True for name in _ALSO if name in accepted}
+        if self._interpolates:
+            values["interpolate_pos_encoding"] = True
+        if "batch" in accepted:
+            values["batch"] = batch
+        if "pixel_values" in accepted:
+            values["pixel_values"] = self._pixels(batch)
+        if "pixel_mask" in accepted:
+            values["pixel_mask"] = self._whole_patches(batch.pixel_mask).long()
+        if (
+            "attention_mask" in accepted and "input_ids" in accepted
+        ):  # an image model's own has no padding to hide
+            values["attention_mask"] = batch.attention_mask.long()
+        input_ids, labels = batch.input_ids, batch.labels
+        if "labels" in accepted and self.labels == "text":
+            labels = _text_labels(batch)
+        elif "labels" in accepted and self.labels == "masked":
+            input_ids, labels = self._hide(batch)
+        if "input_ids" in accepted:
+            values["input_ids"] = input_ids
+        if "labels" in accepted:
+            values["labels"] = labels
+        return values
+
+    def _pixels(self, batch: Batch) -> Tensor:
+        """(B, 3, H, W) normalised, zero outside the images."""
+        pixels = (batch.pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
+        return self._whole_patches(pixels * batch.pixel_mask[:, None])
+
+    def _whole_patches(self, pixels: Tensor) -> Tensor:
+        rows, columns = (-side % patch for side, patch in zip(pixels.shape[-2:], self.patch, strict=True))
+        return F.pad(pixels, (0, columns, 0, rows)) if rows or columns else pixels
+
+    def _hide(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Ids with the mask token at the hidden positions, and labels that ask for those alone."""
+        generator = None if self.training else torch.Generator(batch.input_ids.device).manual_seed(0)
+        _, _, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio, generator)
+        assert self.mask_id is not None
+        return batch.input_ids.masked_fill(hidden, self.mask_id), batch.input_ids.masked_fill(
+            ~hidden, _IGNORED
+        )
+
+    def _has_labels(self, batch: Batch) -> bool:
+        return self.labels != "batch" or batch.labels is not None
+
+
+def _check_signature(module: nn.Module) -> list[str]:
+    """Names that forward takes.
+
+    Raises:
+        OptionError: no tensor of a batch among them, or a required one that a batch does not have.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    name, takes = type(module).__name__, ", ".join(parameters)
+    if not {"input_ids", "pixel_values", "batch"} & set(parameters):
+        raise OptionError(
+            f"{name}.forward takes {takes}; expected input_ids or pixel_values, or one argument named batch"
+        )
+    missing = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.name not in OFFERED + _ALSO
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if missing:
+        raise OptionError(
+            f"{name}.forward requires {', '.join(missing)}; it takes {takes}, a batch has {', '.join(OFFERED[:-1])}; "
+            "wrap it in a module whose forward takes one argument named batch"
+        )
+    return list(parameters)
+
+
+def _usual_labels(module: nn.Module) -> str:
+    if getattr(module, "can_generate", lambda: False)():
+        return "text"
+    return "masked" if type(module).__name__.endswith("ForMaskedLM") else "batch"
+
+
+def _text_labels(batch: Batch) -> Tensor:
+    return batch.input_ids.masked_fill(~batch.attention_mask, _IGNORED)
+
+
+def _normalisation(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation, of pixels in [0, 1], that an image processor takes; CLIP's without one."""
+    if images is None:
+        return CLIP_MEAN, CLIP_STD
+    scale = 255 * images.rescale_factor if images.do_rescale else 255.0
+    normalises = images.do_normalize
+    mean, std = (images.image_mean, images.image_std) if normalises else ((0.0,) * 3, (1.0,) * 3)
+    return tuple(value / scale for value in mean), tuple(value / scale for value in std)
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first part of a configuration that exists, or else the whole."""
+    return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    """Height and width of a side, or of both."""
+    if isinstance(size, int):
+        return size, size
+    return tuple(size) if isinstance(size, list | tuple) and len(size) == 2 else None
+
+
+def _takes(module: Any) -> frozenset[str]:
+    return (
+        frozenset(inspect.signature(module.forward).parameters)
+        if isinstance(module, nn.Module)
+        else frozenset()
+    )

@@ -1,0 +1,87 @@
+"""`Compiled`: a model's forward pass through `torch.compile`, with a bounded number of variants.
+
+Batches of a plan differ in all of B, T, H and W, so these are compiled as unknowns: one variant serves all shapes, and
+another is made only where torch tells sizes apart after all (a single sample or token) or what else the code depends on
+changes. Beyond `max_variants` nothing more is compiled: batches that no variant serves run as they are. The first
+steps wait for the compiler, up to minutes on a CPU. Losses are those of the model as it is within rounding (1e-4,
+relative, in fp32), except that dropout draws other masks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmlab.errors import OptionError, unknown_name
+from mmlab.types import Batch
+
+MAX_VARIANTS = 8
+
+
+class Compiled:
+    """Calls a model, compiled; its weights and their names stay as they are.
+
+    Args:
+        model: its forward takes a batch.
+        backend: a name in `torch.compiler.list_backends`.
+        on_limit: told once, for a person, that no further variant will be compiled.
+
+    Raises:
+        OptionError: an unknown backend, or no compiler for it on this machine.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        backend: str = "inductor",
+        max_variants: int = MAX_VARIANTS,
+        on_limit: Callable[[str], object],
+    ) -> None:
+        known = torch.compiler.list_backends(exclude_tags=None)
+        if backend not in known:
+            raise unknown_name("backend of torch.compile", backend, known)
+        if backend == "inductor":
+            _check_compiler(device)
+        self.num_variants, self.max_variants, self._on_limit = 0, max_variants, on_limit
+        self._model, self._num_graphs = model, 0
+        self._lookup = torch._dynamo.lookup_backend(backend)
+        self._compiled = torch.compile(model, backend=self._compile, dynamic=True)
+
+    def __call__(self, batch: Batch) -> Any:
+        """The model's output."""
+        if self.num_variants >= self.max_variants:
+            with torch.compiler.set_stance("eager_on_recompile"):
+                return self._compiled(batch)
+        before = self._num_graphs
+        output = self._compiled(batch)
+        if self._num_graphs > before:
+            self.num_variants += 1
+            if self.num_variants == self.max_variants:
+                self._on_limit(
+                    f"compiled {self.num_variants} variants of {type(self._model).__name__}, the last for a batch of "
+                    f"{tuple(batch.shape)} (samples, tokens, height, width); others run without compilation from here"
+                )
+        return output
+
+    def _compile(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        self._num_graphs += 1
+        return self._lookup(graph, inputs, **options)
+
+
+def _check_compiler(device: torch.device) -> None:
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise OptionError("compile=True needs triton for a GPU, and it is not installed; use compile=False")
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    if device.type == "cpu" and not any(name and shutil.which(name) for name in names):
+        raise OptionError(
+            "compile=True needs a C++ compiler, and neither g++ nor clang++ was found; install one or name it in CXX, "
+            "or use compile=False"
+        )

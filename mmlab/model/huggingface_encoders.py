@@ -1,0 +1,177 @@
+"""Encoders from the `transformers` library behind the interface of `mmlab.model.encoders`, and BERT built from sizes.
+
+A vision model sees padding everywhere; only pooling and fusion leave it out, so prefer one image size (`square`).
+
+Legend: B samples, P image positions, T tokens, H x W pixels, D width, V vocabulary, E width of a token's embedding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmlab.errors import DataError, OptionError
+from mmlab.images import PATCH
+from mmlab.model.encoders import depths, fill_grid
+from mmlab.model.packing import Segments
+
+
+class HuggingFaceImages(nn.Module):
+    """Any `transformers` vision model: its last hidden state, class token included.
+
+    Args:
+        model: a model object, or a name or path for `AutoModel.from_pretrained`.
+    """
+
+    def __init__(self, model: nn.Module | str) -> None:
+        super().__init__()
+        self.model = _load(model)
+        self.dim = _hidden_size(self.model.config)
+        self.patch = getattr(self.model.config, "patch_size", None)
+        accepted = inspect.signature(self.model.forward).parameters
+        self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in accepted else {}
+
+    def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
+        pixels, pixel_mask = fill_grid(pixels, pixel_mask)
+        return self._with_mask(
+            self.model(pixel_values=pixels, **self.options).last_hidden_state, pixels, pixel_mask
+        )
+
+    def level_dims(self, num_levels: int) -> list[int]:
+        """Widths of the levels.
+
+        Raises:
+            OptionError: a model whose layers do not keep one sequence, such as a convolutional one.
+        """
+        depth = getattr(self.model.config, "num_hidden_layers", None)
+        if depth is None:
+            raise OptionError(
+                f"{type(self.model).__name__} has no layers of one width, so there are no levels to fuse; "
+                "choose another fusion, or image='resnet50' for features of several stages"
+            )
+        return [self.dim] * len(depths(depth, num_levels))
+
+    def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
+        """The same after several layers: features (B, P, D) each, and the mask (B, P)."""
+        pixels, pixel_mask = fill_grid(pixels, pixel_mask)
+        output = self.model(pixel_values=pixels, output_hidden_states=True, **self.options)
+        features, mask = self._with_mask(output.last_hidden_state, pixels, pixel_mask)
+        return [*_lower(output.hidden_states, num_levels), features], mask
+
+    def _with_mask(self, features: Tensor, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
+        if features.dim() == 4:  # convolutional models keep the grid
+            stride = pixels.shape[-1] // features.shape[-1]
+            return rearrange(features, "b d h w -> b (h w) d"), pixel_mask[:, ::stride, ::stride].flatten(1)
+        patch = self.patch if isinstance(self.patch, int) else PATCH
+        mask = pixel_mask[:, ::patch, ::patch].flatten(1)
+        num_special = features.shape[1] - mask.shape[1]
+        if num_special < 0:
+            mask = pixel_mask.flatten(1).any(1, keepdim=True).expand(-1, features.shape[1])
+        else:
+            mask = F.pad(mask, (num_special, 0), value=True)
+        return features, mask & pixel_mask.flatten(1).any(1, keepdim=True)
+
+
+class HuggingFaceTexts(nn.Module):
+    """Any `transformers` text model: its last hidden state.
+
+    Args:
+        model: a model object, or a name or path for `AutoModel.from_pretrained`.
+
+    Raises:
+        DataError: a text is longer than the model's position table.
+    """
+
+    def __init__(self, model: nn.Module | str) -> None:
+        super().__init__()
+        self.model = _load(model)
+        self.dim = _hidden_size(self.model.config)
+        self.max_tokens = getattr(self.model.config, "max_position_embeddings", None)
+        if getattr(self.model, "_supports_attention_backend", False):
+            self.packed = False  # see mmlab.model.packing
+
+    @property
+    def embedding(self) -> Tensor:
+        """(V, E) weights that a token's number is looked up in."""
+        return self.model.get_input_embeddings().weight
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, T) and (B, T) to features (B, T, D)."""
+        (features,) = self.levels(input_ids, attention_mask, num_levels=1)
+        return features
+
+    def level_dims(self, num_levels: int) -> list[int]:
+        """Widths of the levels; a model of fewer layers has fewer levels."""
+        return [self.dim] * len(depths(self.model.config.num_hidden_layers, num_levels))
+
+    def levels(self, input_ids: Tensor, attention_mask: Tensor, *, num_levels: int) -> list[Tensor]:
+        """The same after several layers, (B, T, D) each."""
+        if self.max_tokens and input_ids.shape[1] > self.max_tokens:
+            raise DataError(
+                f"a text has {input_ids.shape[1]} tokens, the text encoder takes {self.max_tokens}; "
+                "truncate when tokenising, or build the model with a longer position table"
+            )
+        if input_ids.shape[1] == 0:
+            num_kept = 1 if num_levels == 1 else len(self.level_dims(num_levels))
+            return [self.embedding.new_zeros(len(input_ids), 0, self.dim)] * num_kept
+        first = torch.arange(input_ids.shape[1], device=input_ids.device) == 0
+        keys = attention_mask | (
+            first & ~attention_mask.any(1, keepdim=True)
+        )  # an empty text attends to one pad token
+        options = {"output_hidden_states": True} if num_levels > 1 else {}
+        if getattr(self, "packed", False):
+            segments = Segments(keys)
+            stream = segments.pack(input_ids[..., None])[..., 0]
+            output = self.model(input_ids=stream, position_ids=segments.within, segments=segments, **options)
+        else:
+            segments = None
+            output = self.model(input_ids=input_ids, attention_mask=keys.long(), **options)
+        lower = _lower(output.hidden_states, num_levels) if options else []
+        levels = [*lower, output.last_hidden_state]
+        return levels if segments is None else [segments.unpack(level) for level in levels]
+
+
+def bert(
+    *, vocab_size: int, dim: int, depth: int, num_heads: int, max_tokens: int, dropout: float
+) -> HuggingFaceTexts:
+    """A BERT with random weights, built from its configuration."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=dim,
+        num_hidden_layers=depth,
+        num_attention_heads=num_heads,
+        intermediate_size=4 * dim,
+        max_position_embeddings=max_tokens,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return HuggingFaceTexts(BertModel(config, add_pooling_layer=False))
+
+
+def _lower(hidden_states: Sequence[Tensor], num_levels: int) -> list[Tensor]:
+    """All levels but the last, from the embeddings and the output of every layer."""
+    return [hidden_states[depth] for depth in depths(len(hidden_states) - 1, num_levels)[:-1]]
+
+
+def _load(model: nn.Module | str) -> Any:
+    if isinstance(model, nn.Module):
+        return model
+    from transformers import AutoModel
+
+    try:
+        return AutoModel.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{model!r} is no encoder that transformers can load: {error}") from error
+
+
+def _hidden_size(config: Any) -> int:
+    return config.hidden_size if hasattr(config, "hidden_size") else config.hidden_sizes[-1]

@@ -1,0 +1,121 @@
+"""A model's parameters by the part that they belong to, and as groups of an optimizer.
+
+Parts are `image`, `text`, `fusion` and `heads`, by the names of modules; what belongs to none of the first three is a
+head. Depth is the number that follows `blocks`, `layers`, `layer`, `stages` or `h` in a parameter's name; what has none
+lies below the first layer where it is defined before it (embeddings), and at the last where after (norms, projections).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from mmlab.errors import OptionError, unknown_name
+
+PARTS = ("image", "text", "fusion", "heads")
+_NAMES = (
+    ("fusion", re.compile(r"fusion|cross")),
+    # a vision-encoder-decoder's images are its plain `encoder`
+    ("image", re.compile(r"^(module\.)?encoder\.|image_encoder|vision|visual(?!_projection)|pixel|patch")),
+    ("text", re.compile(r"text_encoder|text_model|language|embeddings|decoder|bert")),
+)
+_DEPTH = re.compile(r"(?:blocks|layers?|stages|h)\.(\d+)\.")
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter of this name belongs to.
+
+    >>> part_of("image_encoder.blocks.0.norm.weight"), part_of("match_head.bias")
+    ('image', 'heads')
+    """
+    return next((part for part, pattern in _NAMES if pattern.search(name)), "heads")
+
+
+def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The trainable parameters of each part that has any."""
+    parts: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            parts[part_of(name)].append(weight)
+    return {part: weights for part, weights in parts.items() if weights}
+
+
+def learning(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters.
+
+    Raises:
+        OptionError: there is none.
+    """
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if not weights:
+        raise OptionError(f"{type(model).__name__} has nothing to train: no parameter asks for a gradient")
+    return weights
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
+    """Stop training the parameters whose names match a pattern (`image_encoder.*`); returns how many.
+
+    Raises:
+        OptionError: a pattern that matches nothing.
+    """
+    frozen = 0
+    for pattern in patterns:
+        weights = [weight for name, weight in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not weights:
+            known = sorted({name.split(".")[0] + ".*" for name, _ in model.named_parameters()})
+            raise OptionError(
+                f"freeze pattern {pattern!r} matches no parameter; for example {', '.join(known)}"
+            )
+        for weight in weights:
+            weight.requires_grad_(False)
+        frozen += len(weights)
+    return frozen
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    lr_factors: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: `params`, `weight_decay`, and `lr_factor`, to be multiplied with the learning rate.
+
+    Args:
+        weight_decay: of weights of two or more dimensions; none for biases, norms and scalars.
+        lr_factors: by part; 1 where a part is not named.
+        layer_decay: factor on the learning rate for each layer below an encoder's last (Clark et al. 2020, ELECTRA).
+
+    Raises:
+        OptionError: a part that does not exist, or a decay outside (0, 1].
+    """
+    for part in lr_factors or {}:
+        if part not in PARTS:
+            raise unknown_name("part of the model", part, PARTS)
+    if not 0 < layer_decay <= 1:
+        raise OptionError(f"layer_decay must lie in (0, 1], found {layer_decay}")
+    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    depths, last = {}, dict.fromkeys(PARTS, 0)
+    for name, _ in named:
+        depths[name] = _depth(name) or last[part_of(name)]
+        last[part_of(name)] = max(last[part_of(name)], depths[name])
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, weight in named:
+        part = part_of(name)
+        below = last[part] - depths[name] if part in ("image", "text") and layer_decay < 1 else 0
+        factor = (lr_factors or {}).get(part, 1.0) * layer_decay**below
+        groups.setdefault((factor, weight_decay if weight.dim() > 1 else 0.0), []).append(weight)
+    return [
+        {"params": weights, "weight_decay": decay, "lr_factor": factor}
+        for (factor, decay), weights in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+    ]
+
+
+def _depth(name: str) -> int:
+    """Of the layer that a parameter belongs to, from 1; 0 below the first layer."""
+    found = _DEPTH.search(name)
+    return int(found[1]) + 1 if found else 0

@@ -1,0 +1,117 @@
+"""`PRESETS`: the shipped sizes of a `FusionModel`; `build_model` makes one, with random weights, without downloads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from mmlab.errors import OptionError, unknown_name
+from mmlab.model.encoders import ResNet, ViT
+from mmlab.model.fusion_model import FusionModel
+from mmlab.model.huggingface_encoders import HuggingFaceImages, HuggingFaceTexts, bert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a `FusionModel` with random weights."""
+
+    image: str  # "vit", "conv-vit", or a torchvision ResNet
+    image_dim: int = 768
+    image_depth: int = 12
+    text_dim: int = 768
+    text_depth: int = 12
+    head_dim: int = 64
+    embed_dim: int = 512
+    fusion: str = "cross"  # a name in FUSIONS
+    hidden_dim: int = 512  # of the fusion
+    fusion_heads: int = 8
+    fusion_layers: int = 1
+    fusion_levels: int = 3  # depths of each encoder that "multiscale" reads
+    modality_dropout: float = 0.0  # share of the pairs that the fusion sees one half of
+    max_tokens: int = 512
+    dropout: float = 0.0  # in the text encoder
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(
+        image="conv-vit",
+        image_dim=128,
+        image_depth=2,
+        text_dim=128,
+        text_depth=2,
+        head_dim=32,
+        embed_dim=128,
+        hidden_dim=128,
+    ),
+    "small": ModelConfig(image="vit", image_dim=384, image_depth=6, text_dim=384, text_depth=6),
+    "base": ModelConfig(image="vit", fusion_layers=2),
+    "resnet18": ModelConfig(image="resnet18", text_dim=384, text_depth=6),
+    "resnet50": ModelConfig(image="resnet50"),
+}
+
+
+def build_model(
+    preset: str = "small",
+    *,
+    vocab_size: int,
+    image_encoder: nn.Module | str | None = None,
+    text_encoder: nn.Module | str | None = None,
+    **changes: Any,
+) -> FusionModel:
+    """Build a preset, with other encoders or sizes where they are given.
+
+    >>> model = build_model("tiny", vocab_size=100, embed_dim=64)
+    >>> model.image_head.out_features
+    64
+
+    Args:
+        preset: a name in `PRESETS`.
+        vocab_size: of the tokenizer.
+        image_encoder, text_encoder: a `transformers` model, or a name or path for `AutoModel.from_pretrained`,
+            instead of the preset's own; a torchvision ResNet is `image="resnet18"`.
+        changes: fields of `ModelConfig`.
+
+    Raises:
+        OptionError: no such preset, or sizes that do not divide.
+    """
+    if preset not in PRESETS:
+        raise unknown_name("model preset", preset, PRESETS)
+    config = replace(PRESETS[preset], **changes)
+    if not 0 <= config.dropout < 1:
+        raise OptionError(f"dropout must lie in [0, 1), found {config.dropout}")
+    for name in ("image_dim", "text_dim"):
+        if (dim := getattr(config, name)) < 1 or dim % config.head_dim:
+            raise OptionError(f"head_dim must divide {name}, found {config.head_dim} for width {dim}")
+    return FusionModel(
+        _image_encoder(config) if image_encoder is None else HuggingFaceImages(image_encoder),
+        bert(
+            vocab_size=vocab_size,
+            dim=config.text_dim,
+            depth=config.text_depth,
+            num_heads=config.text_dim // config.head_dim,
+            max_tokens=config.max_tokens,
+            dropout=config.dropout,
+        )
+        if text_encoder is None
+        else HuggingFaceTexts(text_encoder),
+        embed_dim=config.embed_dim,
+        fusion=config.fusion,
+        hidden_dim=config.hidden_dim,
+        num_heads=config.fusion_heads,
+        num_layers=config.fusion_layers,
+        num_levels=config.fusion_levels,
+        modality_dropout=config.modality_dropout,
+    )
+
+
+def _image_encoder(config: ModelConfig) -> nn.Module:
+    if config.image in ("vit", "conv-vit"):
+        return ViT(
+            dim=config.image_dim,
+            depth=config.image_depth,
+            num_heads=config.image_dim // config.head_dim,
+            conv_stem=config.image == "conv-vit",
+        )
+    return ResNet(config.image)
