@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmlab.errors import DataError
-from mmlab.losses import contrastive_losses, pairs
+from mmlab.losses import one_way_losses, pairs
 from mmlab.types import Batch
 
 _ROWS_PER_BLOCK = 1024
@@ -68,11 +68,9 @@ def recalls(embeddings: Embeddings, *, at: tuple[int, ...] = (1, 5, 10)) -> dict
     Returns:
         `image_to_text_r1`, `text_to_image_r1` and so on for each k, and `chance_r1`, 1 / G in both directions.
     """
-    _, group_of_text = embeddings.groups.unique(return_inverse=True)  # (N,) 0..G-1
-    num_texts, num_images = len(group_of_text), int(group_of_text.max()) + 1
-    rows = torch.arange(num_texts, device=group_of_text.device)
-    group_of_image = rows[:num_images]
-    first = rows.new_full((num_images,), num_texts).scatter_reduce(0, group_of_text, rows, "amin")
+    first, group_of_text = distinct_images(embeddings.groups)
+    num_images = len(first)
+    group_of_image = torch.arange(num_images, device=first.device)
     images, texts = embeddings.image[first].float(), embeddings.text.float()  # (G, D), (N, D)
     to_text = torch.cat(list(_ranks(images, group_of_image, texts, group_of_text)))
     to_image = torch.cat(list(_ranks(texts, group_of_text, images, group_of_image)))
@@ -83,32 +81,48 @@ def recalls(embeddings: Embeddings, *, at: tuple[int, ...] = (1, 5, 10)) -> dict
     return found
 
 
-def candidate_loss(
+def distinct_images(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Each image's first row, (G,), and the number of each row's image, (N,) in 0..G-1."""
+    _, number = groups.unique(return_inverse=True)
+    rows = torch.arange(len(groups), device=groups.device)
+    first = rows.new_full((int(number.max()) + 1,), len(groups)).scatter_reduce(0, number, rows, "amin")
+    return first, number
+
+
+def candidate_losses(
     embeddings: Embeddings, logit_scale: Tensor, *, num_candidates: int = 32, seed: int = 0
-) -> float:
-    """Mean symmetric contrastive loss of each pair among `num_candidates` pairs drawn once from all of them.
+) -> dict[str, float]:
+    """Mean contrastive losses of each pair among `num_candidates` pairs drawn once from all of them.
 
     The N pairs are shuffled by `seed` and cut into sets; the last set is filled up from the first, whose pairs are
     not counted twice. Other captions of an image are not its negatives; the rest is scaled up to `num_candidates -
     1`.
 
     Returns:
-        nats; ln(num_candidates) by chance. NaN with fewer than two images.
+        nats: `image_to_text_loss`, in which an image chooses among texts, `text_to_image_loss`, and `loss`, the mean of
+        the two; ln(num_candidates) by chance. NaN with fewer than two images.
     """
     groups, scale = embeddings.groups, logit_scale.float()
     size = min(num_candidates, len(groups))
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(groups.device)
-    total, count = 0.0, 0
+    total, count = torch.zeros(2, dtype=torch.float64), 0
     for start in range(0, len(groups), size):
         places = torch.arange(start, start + size, device=groups.device)
         rows = order[places % len(groups)]
         allowed = groups[rows][:, None] != groups[rows]
         logits = (embeddings.image[rows] @ embeddings.text[rows].T).float() * scale
-        losses = contrastive_losses(logits, allowed, num_negatives=num_candidates - 1)
+        losses = torch.stack(
+            [one_way_losses(way, allowed, num_negatives=num_candidates - 1) for way in (logits, logits.T)]
+        )
         counted = (places < len(groups)) & allowed.any(1)
-        total += float(losses[counted].double().sum())
+        total += losses[:, counted].double().sum(1).cpu()
         count += int(counted.sum())
-    return total / count if count else math.nan
+    to_text, to_image = (total / count).tolist() if count else (math.nan, math.nan)
+    return {
+        "loss": (to_text + to_image) / 2,
+        "image_to_text_loss": to_text,
+        "text_to_image_loss": to_image,
+    }
 
 
 def _ranks(

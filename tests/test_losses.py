@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from mmlab.errors import DataError, OptionError
 from mmlab.losses import Contrastive, Matching, contrastive_losses, negatives
 from mmlab.model import FusionOutput
-from mmlab.retrieval import Embeddings, candidate_loss, joined, of_pairs, recalls
+from mmlab.retrieval import Embeddings, candidate_losses, joined, of_pairs, recalls
 from mmlab.types import Batch
 
 
@@ -29,7 +29,14 @@ def pairs_batch(num_samples: int, groups: list[int] | None = None) -> Batch:
 
 
 def output_of(image: torch.Tensor, text: torch.Tensor, match=None) -> FusionOutput:
-    return FusionOutput(image, text, torch.tensor(10.0, dtype=torch.float64), match)
+    rows = torch.arange(len(image))
+    return FusionOutput(
+        image,
+        text,
+        torch.tensor(10.0, dtype=torch.float64),
+        features=(rows, rows, rows, rows),
+        matcher=lambda images, _, texts, __: match(images, texts),
+    )
 
 
 def test_contrastive_is_the_sum_of_two_cross_entropies():
@@ -164,8 +171,21 @@ def test_candidate_loss_is_about_a_fixed_number_of_candidates():
     scale = torch.tensor(0.0)
     for num_pairs in (8, 20, 33):
         part = embeddings(unit(num_pairs), unit(num_pairs, seed=1), list(range(num_pairs)))
-        assert candidate_loss(part, scale, num_candidates=8) == pytest.approx(math.log(8))
-    assert math.isnan(candidate_loss(embeddings(unit(2), unit(2), [3, 3]), scale))
+        assert candidate_losses(part, scale, num_candidates=8)["loss"] == pytest.approx(math.log(8))
+    assert math.isnan(candidate_losses(embeddings(unit(2), unit(2), [3, 3]), scale)["loss"])
+
+
+def test_candidate_losses_tell_the_directions_apart():
+    image, text = unit(4), unit(4, seed=1)
+    logits = 5 * image @ text.T
+    found = candidate_losses(embeddings(image, text, [0, 1, 2, 3]), torch.tensor(5.0), num_candidates=4)
+    assert found["image_to_text_loss"] == pytest.approx(
+        float(F.cross_entropy(logits, torch.arange(4))), rel=1e-5
+    )
+    assert found["text_to_image_loss"] == pytest.approx(
+        float(F.cross_entropy(logits.T, torch.arange(4))), rel=1e-5
+    )
+    assert found["loss"] == pytest.approx((found["image_to_text_loss"] + found["text_to_image_loss"]) / 2)
 
 
 def test_held_out_figures_do_not_depend_on_the_batches():
@@ -182,7 +202,7 @@ def test_held_out_figures_do_not_depend_on_the_batches():
             )
             parts.append(of_pairs(part, image[rows], text[rows]))
         together = joined(parts)
-        return {**recalls(together), "loss": candidate_loss(together, torch.tensor(5.0), num_candidates=5)}
+        return {**recalls(together), **candidate_losses(together, torch.tensor(5.0), num_candidates=5)}
 
     assert measure([list(range(12))]) == measure([[11, 3, 5], [0, 1, 2, 4], [10, 9, 8, 7, 6]])
 

@@ -1,0 +1,269 @@
+"""Weights of several objectives that follow training, slowly: `WEIGHTINGS` by name.
+
+The trainer multiplies each objective's mean by its weight, and tells the means after every step. Every `interval` steps
+a rule turns their averages over those steps into target shares; the weights then move part of the way. Four brakes keep
+noise out: the average, the interval, the exponential smoothing, and bounds on every share. The weights' sum never
+changes, so the learning rate keeps its meaning. Costs nothing, except `gradnorm`, which wants the norm of each
+objective's own gradient once an interval: one backward pass an objective.
+
+The means may be those of training steps or of evaluations on held-out samples, but of one kind throughout. Which
+weights are best for what comes after training, no rule here knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmlab.errors import OptionError, unknown_name
+
+_LEAST = 1e-8  # below which a loss or a norm counts as this
+
+
+class Weighting:
+    """What all rules share; alone it is `fixed`: the weights stay as they were given.
+
+    >>> Weighting(["contrastive", "matching"]).weights()
+    {'contrastive': 1.0, 'matching': 1.0}
+
+    Args:
+        start: the objectives' names, for a weight of one each, or weights by name.
+        interval: steps from one update to the next.
+        smoothing: how far the weights go towards their target at an update, above 0 to 1; 1 goes all the way.
+        min_share, max_share: bounds of the share of the weights' sum that an objective is led to.
+
+    Raises:
+        OptionError: no objective, a weight that is not above zero, or bounds that the shares cannot all keep.
+    """
+
+    wants_norms = False
+
+    def __init__(
+        self,
+        start: Sequence[str] | Mapping[str, float],
+        *,
+        interval: int = 50,
+        smoothing: float = 0.1,
+        min_share: float = 0.05,
+        max_share: float = 0.9,
+    ) -> None:
+        weights = dict(start) if isinstance(start, Mapping) else dict.fromkeys(start, 1.0)
+        if not weights or not all(0 < weight < math.inf for weight in weights.values()):
+            raise OptionError(f"every objective needs a weight above 0, found {weights or 'no objective'}")
+        if interval < 1 or not 0 < smoothing <= 1:
+            raise OptionError(
+                f"interval must be at least 1 and smoothing above 0 and at most 1, found {interval} and {smoothing}"
+            )
+        if not 0 <= min_share * len(weights) <= 1 <= max_share * len(weights):
+            raise OptionError(
+                f"{len(weights)} shares between {min_share} and {max_share} cannot add up to 1: min_share may be "
+                f"at most {1 / len(weights):.3g}, and max_share must be at least that"
+            )
+        self.total = sum(weights.values())
+        self.shares = {name: weight / self.total for name, weight in weights.items()}
+        self.interval, self.smoothing, self.bounds = interval, smoothing, (min_share, max_share)
+        self._last_step = 0
+        self._sums = dict.fromkeys(weights, 0.0)
+        self._counts = dict.fromkeys(weights, 0)
+        self._first: dict[str, float] = {}  # averages of the first interval that each objective was seen in
+        self._before: dict[str, float] = {}  # of the interval before
+
+    def weights(self) -> dict[str, float]:
+        """The factor of each objective's mean."""
+        return {name: self.total * share for name, share in self.shares.items()}
+
+    def wants_grad_norms(self, step: int) -> bool:
+        """Whether `update` at this step needs gradient norms."""
+        return self.wants_norms and self._is_due(step)
+
+    def update(
+        self, step: int, means: Mapping[str, float], grad_norms: Mapping[str, float] | None = None
+    ) -> dict[str, float] | None:
+        """Take in the means of a step; the new weights come back where this changed them.
+
+        An objective that was not seen, or not finite, since the last update keeps its share.
+
+        Args:
+            step: optimizer steps done, this one included.
+            means: of the objectives that counted anything, without weights.
+            grad_norms: of each mean's own gradient, without weights; wanted where `wants_grad_norms(step)`.
+
+        Raises:
+            OptionError: gradient norms were wanted and are not there.
+        """
+        for name, mean in means.items():
+            if math.isfinite(mean):
+                self._sums[name] += mean
+                self._counts[name] += 1
+        if not self._is_due(step):
+            return None
+        averages = {name: self._sums[name] / count for name, count in self._counts.items() if count}
+        self._last_step = step
+        self._sums, self._counts = dict.fromkeys(self.shares, 0.0), dict.fromkeys(self.shares, 0)
+        self._first = averages | self._first
+        scores = self._scores({name: max(mean, _LEAST) for name, mean in averages.items()}, grad_norms)
+        self._before |= averages
+        if not scores:
+            return None
+        free = sum(self.shares[name] for name in scores)
+        target = self.shares | {name: free * score / sum(scores.values()) for name, score in scores.items()}
+        target = _bounded(target, *self.bounds)
+        self.shares = {
+            name: share + self.smoothing * (target[name] - share) for name, share in self.shares.items()
+        }
+        return self.weights()
+
+    def _is_due(self, step: int) -> bool:
+        return step - self._last_step >= self.interval
+
+    def _scores(
+        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
+    ) -> dict[str, float]:
+        """Numbers above zero that the target shares are proportional to; none for objectives to be left alone."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on alike; plain numbers, fit for JSON."""
+        return {
+            name: dict(value) if isinstance(value, dict) else value for name, value in self._state().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict` of the same objectives.
+
+        Raises:
+            OptionError: it is of other objectives.
+        """
+        if state["shares"].keys() != self.shares.keys():
+            raise OptionError(
+                f"the saved weights are of {', '.join(state['shares'])}, these objectives are {', '.join(self.shares)}"
+            )
+        for name in self._state():
+            value = state[name]
+            setattr(self, name, dict(value) if isinstance(value, dict) else value)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            name: getattr(self, name)
+            for name in ("shares", "_last_step", "_sums", "_counts", "_first", "_before")
+        }
+
+
+class Uncertainty(Weighting):
+    """Shares in inverse proportion to the losses.
+
+    Kendall's loss, the sum of exp(-s) L + s, is least at exp(-s) = 1 / L: this takes the minimum itself, by averages,
+    where Kendall learns s beside the model's weights.
+
+    Source: Kendall et al. 2018 (arXiv:1705.07115).
+    """
+
+    def _scores(
+        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
+    ) -> dict[str, float]:
+        return {name: 1 / mean for name, mean in averages.items()}
+
+
+class Trend(Weighting):
+    """More for the objective whose loss falls more slowly than the others': dynamic weight average.
+
+    Args:
+        start: see `Weighting`.
+        temperature: 2 as in the source; the larger, the more alike the shares.
+        options: see `Weighting`.
+
+    Source: Liu et al. 2019 (arXiv:1803.10704).
+    """
+
+    def __init__(
+        self, start: Sequence[str] | Mapping[str, float], *, temperature: float = 2.0, **options: Any
+    ) -> None:
+        super().__init__(start, **options)
+        self.temperature = temperature
+
+    def _scores(
+        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
+    ) -> dict[str, float]:
+        seen = {name: mean for name, mean in averages.items() if name in self._before}
+        ratios = {name: mean / max(self._before[name], _LEAST) for name, mean in seen.items()}
+        most = max(ratios.values(), default=0.0)
+        return {name: math.exp((ratio - most) / self.temperature) for name, ratio in ratios.items()}
+
+
+class GradNorm(Weighting):
+    """Gradients of like size, a little larger for the objective that has come down less from where it began.
+
+    The source learns the weights by gradient descent towards w g = mean(w g) r^alpha; this takes the solution,
+    w proportional to r^alpha / g, as its target. r is the loss over its value in the first interval.
+
+    Args:
+        start: see `Weighting`.
+        alpha: how strongly the slower objectives are helped; 0 makes all gradients alike. The source has 0.12 to 1.5.
+        options: see `Weighting`.
+
+    Source: Chen et al. 2018 (arXiv:1711.02257).
+    """
+
+    wants_norms = True
+
+    def __init__(
+        self, start: Sequence[str] | Mapping[str, float], *, alpha: float = 0.5, **options: Any
+    ) -> None:
+        super().__init__(start, **options)
+        self.alpha = alpha
+
+    def _scores(
+        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
+    ) -> dict[str, float]:
+        if grad_norms is None:
+            raise OptionError(
+                "gradnorm needs the gradient norm of each objective: update(..., grad_norms=...)"
+            )
+        return {
+            name: (mean / max(self._first[name], _LEAST)) ** self.alpha / max(grad_norms[name], _LEAST)
+            for name, mean in averages.items()
+            if math.isfinite(grad_norms.get(name, math.inf))
+        }
+
+
+WEIGHTINGS: dict[str, type[Weighting]] = {
+    "fixed": Weighting,
+    "uncertainty": Uncertainty,
+    "trend": Trend,
+    "gradnorm": GradNorm,
+}
+
+
+def make_weighting(name: str, start: Sequence[str] | Mapping[str, float], **options: Any) -> Weighting:
+    """A weighting by name, with its options.
+
+    >>> make_weighting("trend", ["contrastive", "matching"], interval=10).interval
+    10
+
+    Raises:
+        OptionError: an unknown name or a number out of range.
+    """
+    if name not in WEIGHTINGS:
+        raise unknown_name("weighting", name, WEIGHTINGS)
+    return WEIGHTINGS[name](start, **options)
+
+
+def _bounded(shares: Mapping[str, float], least: float, most: float) -> dict[str, float]:
+    """Shares that add up to one, in [least, most], the free ones in the proportions that came in.
+
+    >>> bounded = _bounded({"a": 0.98, "b": 0.01, "c": 0.01}, 0.05, 0.9)
+    >>> {name: round(share, 6) for name, share in bounded.items()}
+    {'a': 0.9, 'b': 0.05, 'c': 0.05}
+    """
+    shares = {name: max(share, _LEAST) for name, share in shares.items()}
+
+    def scaled(factor: float) -> dict[str, float]:
+        return {name: min(most, max(least, factor * share)) for name, share in shares.items()}
+
+    low, high = _LEAST, most / min(shares.values())
+    for _ in range(60):  # the sum grows with the factor
+        factor = math.sqrt(low * high)
+        low, high = (factor, high) if sum(scaled(factor).values()) < 1 else (low, factor)
+    bounded = scaled(high)
+    return {name: share / sum(bounded.values()) for name, share in bounded.items()}
