@@ -1,23 +1,23 @@
 """Read how much memory is in use and how busy the device is, and count the live bytes of tensors.
 
-`DeviceMeter` asks the best source there is and names it: for a GPU NVML, then torch's allocator; for a CPU, or when
-both fail, this process's resident memory and CPU time. A source that fails (no driver, no permission, a GPU that
-disappears) is replaced by the next one for that reading, and the reading keeps the reason. A process's figures are
-never called a GPU's. `LiveBytes` counts the bytes of live tensors exactly, on any device: so a step's peak can be
-measured on a CPU, where no allocator keeps statistics.
+`DeviceMeter` asks the best source there is and names it: for a GPU NVML (for those of AMD, Apple and Intel what torch
+tells), then torch's allocator; for a CPU, or when these fail, this process's resident memory and CPU time. A source
+that fails (no driver, no permission, a GPU that disappears) is replaced by the next one for that reading, and the
+reading keeps the reason. A process's figures are never called a GPU's. `LiveBytes` counts the bytes of live tensors
+exactly, on any device: so a step's peak can be measured on a CPU, where no allocator keeps statistics.
 
-Costs: a reading takes 0.05 ms on a CPU, about 1 ms with NVML: take it in the monitor's thread, never in the training
-loop. `LiveBytes` adds about 12 us to each operation and never synchronises.
-Does not: read other GPUs than CUDA's (and ROCm's, by torch's allocator); count what worker processes use, nor
-(`LiveBytes`) scratch memory inside one operation.
+Costs: a reading takes 0.05 ms on a CPU; with NVML about 1 ms of CPU time and 40 ms of waiting: take it in the monitor's
+thread, never in the training loop. `LiveBytes` adds about 12 us to each operation and never synchronises.
+Does not: count what worker processes use, nor (`LiveBytes`) scratch memory inside one operation.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlab.errors import OptionError
 from mmlab.machine import num_usable_cores, process_rss_bytes, total_memory_bytes
+from mmlab.nvml import Gpu
 
 Held = torch.Tensor | torch.nn.Module | torch.optim.Optimizer
 
@@ -40,13 +41,16 @@ class DeviceReading:
     device: str
     memory_bytes: int  # in use: by everybody (NVML), by this process (the other sources)
     memory_total_bytes: int
-    memory_source: str  # "NVML", "torch allocator", "process RSS"
+    memory_source: str  # "NVML", "torch accelerator", "torch allocator", "process RSS"
     utilization_ratio: (
         float  # 0-1: share of time that a kernel ran (NVML), share of this process's cores (process CPU)
     )
-    utilization_source: str  # "NVML", "process CPU"
+    utilization_source: str  # "NVML", "torch", "process CPU"
     allocated_bytes: int | None  # by live tensors, as torch's allocator counts; None on a CPU
     reserved_bytes: int | None  # taken from the device by torch's allocator; None on a CPU
+    details: Mapping[
+        str, Any
+    ]  # power, clocks, temperature, ...: keys of a `device` event, where NVML gives them
     notes: tuple[str, ...]  # why a better source was not used
 
 
@@ -72,12 +76,11 @@ class DeviceMeter:
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
         self.since = (time.perf_counter(), time.process_time())  # of the reading before: wall clock, CPU time
-        self._nvml: Any = None
-        self._handle: Any = None
+        self._gpu: Any = None
         self._no_nvml = ""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and torch.version.hip is None:
             try:
-                self._open_nvml()
+                self._gpu = Gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
             except Exception as error:  # whatever the driver says: every reading keeps it as its note
                 self._no_nvml = _reason(error)
 
@@ -88,11 +91,14 @@ class DeviceMeter:
         use: dict[str, Callable[[], float]] = {"process CPU": self._process_use}
         allocator: dict[str, Any] = {}
         if self.device.type == "cuda":
-            memory = {"NVML": self._nvml_memory, "torch allocator": self._torch_memory, **memory}
-            use = {"NVML": self._nvml_use, **use}
+            memory = {"torch allocator": self._torch_memory, **memory}
             allocator = torch.cuda.memory_stats(self.device)  # empty before CUDA is used
+        if self.device.type == "cuda" and torch.version.hip is None:
+            memory = {"NVML": lambda: self._nvml().memory(), **memory}
+            use = {"NVML": lambda: self._nvml().utilization(), **use}
         elif self.device.type != "cpu":
-            notes.append(f"no readings of {self.device.type} devices")
+            memory = {"torch accelerator": self._accelerator_memory, **memory}
+            use = {"torch": lambda: torch.cuda.utilization(self.device) / 100, **use}
         (memory_bytes, total_bytes), memory_source = _first(memory, "memory", notes)
         utilization_ratio, utilization_source = _first(use, "utilization", notes)
         return DeviceReading(
@@ -104,14 +110,15 @@ class DeviceMeter:
             utilization_source=utilization_source,
             allocated_bytes=allocator.get("allocated_bytes.all.current"),
             reserved_bytes=allocator.get("reserved_bytes.all.current"),
+            details=self._details(memory_source, notes),
             notes=tuple(notes),
         )
 
     def close(self) -> None:
         """Let go of NVML."""
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-            self._nvml = None
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
 
     def __enter__(self) -> DeviceMeter:
         return self
@@ -119,32 +126,26 @@ class DeviceMeter:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _open_nvml(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml = pynvml
-        # by UUID: NVML counts every GPU of the machine, torch those that CUDA_VISIBLE_DEVICES leaves
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-        )
-
-    def _nvml_memory(self) -> tuple[int, int]:
-        self._need_handle()
-        info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
-        return info.used, info.total
-
-    def _nvml_use(self) -> float:
-        self._need_handle()
-        return self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
-
-    def _need_handle(self) -> None:
-        if self._handle is None:
+    def _nvml(self) -> Any:
+        if self._gpu is None:
             raise RuntimeError(self._no_nvml)
+        return self._gpu
 
     def _torch_memory(self) -> tuple[int, int]:
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         return torch.cuda.memory_reserved(self.device), total_bytes
+
+    def _accelerator_memory(self) -> tuple[int, int]:
+        """Of AMD's, Apple's and Intel's devices, where this torch can tell."""
+        free_bytes, total_bytes = torch.accelerator.get_memory_info(self.device)
+        return total_bytes - free_bytes, total_bytes
+
+    def _details(self, memory_source: str, notes: list[str]) -> dict[str, Any]:
+        if self._gpu is None or memory_source != "NVML":
+            return {}
+        values, missing = self._gpu.details(os.getpid())
+        notes += missing
+        return values
 
     def _process_use(self) -> float:
         now = (time.perf_counter(), time.process_time())
@@ -167,6 +168,22 @@ def reset_peak_bytes(device: str | torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(_cuda(device))
 
 
+def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str, Any]:
+    """What a `step` event tells of memory: the peak since it was reset, and what counted it; see docs/memory.md."""
+    rss_bytes = process_rss_bytes()
+    if live is not None:
+        return {"rss_bytes": rss_bytes, "peak_bytes": live.peak_bytes, "memory_source": "live tensors"}
+    if device.type != "cuda":
+        return {"rss_bytes": rss_bytes, "peak_bytes": rss_bytes, "memory_source": "process RSS"}
+    return {
+        "rss_bytes": rss_bytes,
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "allocated_bytes": torch.cuda.memory_allocated(device),
+        "reserved_bytes": torch.cuda.memory_reserved(device),
+        "memory_source": "torch allocator",
+    }
+
+
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of live tensors, exactly: each storage once, from when it is first seen until it is freed.
 
@@ -182,10 +199,15 @@ class LiveBytes(TorchDispatchMode):
     ...     del b, c
     >>> live.current_bytes, live.peak_bytes
     (400, 800)
+
+    Args:
+        granule_bytes: each storage counts as a multiple of this, as an allocator rounds.
+        device_type: count tensors of this type of device only, "cuda" or "cpu"; None counts all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, granule_bytes: int = 1, device_type: str | None = None) -> None:
         super().__init__()
+        self.granule_bytes, self.device_type = granule_bytes, device_type
         self.current_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}  # bytes of each live storage, by its address
@@ -215,9 +237,14 @@ class LiveBytes(TorchDispatchMode):
                 if tensor.layout != torch.strided or tensor.is_meta:
                     continue
                 storage = tensor.untyped_storage()
-                key, num_bytes = storage._cdata, storage.nbytes()
-                if key not in self._sizes:
+                key = storage._cdata
+                if (
+                    key not in self._sizes
+                ):  # asking a fake tensor for its device takes long, so once a storage
+                    if self.device_type is not None and tensor.device.type != self.device_type:
+                        continue
                     self._refs[key] = weakref.ref(storage, partial(self._forget, key))
+                num_bytes = -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
                 self.current_bytes += num_bytes - self._sizes.get(key, 0)  # a storage may have been resized
                 self._sizes[key] = num_bytes
             self.peak_bytes = max(self.peak_bytes, self.current_bytes)

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from mmlab.types import Batch
 
 
-def measure_padding(batches: Sequence[Batch]) -> dict[str, float]:
+def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[str, float]:
     """The padding values of a `step` event.
+
+    Args:
+        packed: the model takes the padding out before it computes, see `mmlab.model.packing`: nothing is wasted.
 
     Returns:
         `text_waste`, `image_waste` and `combined_waste`, the shares of tokens, of patches and of both together that
@@ -29,6 +32,9 @@ def measure_padding(batches: Sequence[Batch]) -> dict[str, float]:
         padded_tokens += batch.attention_mask.numel()
         patches += int(patch_mask.count_nonzero())
         padded_patches += patch_mask.numel()
+    if packed:
+        padded_tokens, padded_patches = max(1, tokens), max(1, patches)
+        tokens, patches = padded_tokens, padded_patches
     return {
         "text_waste": 1 - tokens / padded_tokens,
         "image_waste": 1 - patches / padded_patches,

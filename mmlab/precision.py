@@ -1,20 +1,30 @@
 """Mixed precision in one object: autocast, loss scaling, unscaling, clipping and the optimizer's step.
 
-`fp32` computes in the weights' own type; `bf16` and `fp16` run matrix products and convolutions in 16 bits under
-autocast, with weights, gradients and losses in fp32; `fp16` also scales the loss so that small gradients do not
-vanish, and skips the steps in which a gradient overflowed. Costs one device synchronisation a step, to read the
-gradient norm.
+`fp32` computes in the weights' own type, on CUDA without TF32; `tf32` lets CUDA's tensor cores round the inputs of
+products; `bf16` and `fp16` run matrix products and convolutions in 16 bits under autocast, with weights, gradients and
+losses in fp32; `fp16` also scales the loss so that small gradients do not vanish, and skips the steps in which a
+gradient overflowed. Costs one device synchronisation a step, to read the gradient norms.
 
-What torch supports (2.11 to 2.15): `fp32` everywhere; `bf16` and `fp16`, scaler included, on cpu and cuda. On a CPU
-both are emulated where the instruction set has no 16-bit products (AVX512-BF16 / FP16, AMX): right, but slower than
-fp32.
+What torch supports (2.11 to 2.15): `fp32` everywhere; `tf32` on cuda; `bf16` and `fp16`, scaler included, on cpu and
+cuda. On a CPU both are emulated where the instruction set has no 16-bit products (AVX512-BF16 / FP16, AMX): right, but
+slower than fp32.
+
+What is refused, and why:
+
+========================  ==========================================================================
+tf32 off CUDA             it is how CUDA's tensor cores round
+bf16, fp16 elsewhere      devices other than cpu and cuda have no autocast and scaler that were tried
+bf16 before capability 8  the GPU would emulate it, slower than fp32
+fp16 with 16-bit weights  their gradients cannot be unscaled without overflow
+========================  ==========================================================================
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +32,12 @@ from torch import Tensor, nn
 
 from mmlab.errors import OptionError, unknown_name
 
-PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "fp32": None,
+    "tf32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class StepResult(NamedTuple):
@@ -31,6 +46,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # L2, before clipping; infinite or NaN after an overflow
     skipped: bool  # weights left as they were: a gradient was not finite, or there was none
     loss_scale: float  # factor used in this step; 1 without a scaler
+    part_norms: dict[str, float]  # the same norm of each part of the model that had a gradient
 
 
 class Precision:
@@ -49,6 +65,8 @@ class Precision:
         if name not in PRECISIONS:
             raise unknown_name("precision", name, PRECISIONS)
         self.name, self.device, self.dtype = name, torch.device(device), PRECISIONS[name]
+        if name == "tf32" and self.device.type != "cuda":
+            raise OptionError(f"tf32 is how CUDA's tensor cores round, found device {self.device}; use fp32")
         if self.dtype is not None and self.device.type not in ("cpu", "cuda"):
             raise OptionError(f"{name} is supported on cpu and cuda, found device {self.device}; use fp32")
         if (
@@ -61,6 +79,7 @@ class Precision:
                 "use fp16"
             )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
+        self._done: dict[Any, Any] = {}  # what the step in hand has done so far
 
     @classmethod
     def parse(cls, precision: str | Precision, device: torch.device | str = "cpu") -> Precision:
@@ -89,36 +108,93 @@ class Precision:
         """The context of the forward pass and the loss."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss, scaled where the precision asks for it."""
-        self.scaler.scale(loss).backward()
+    def scaled(self, loss: Tensor) -> Tensor:
+        """A loss times the factor that the precision asks for."""
+        return self.scaler.scale(loss)
+
+    def backward(self, loss: Tensor | None, taught: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Add the gradient of a loss, scaled where the precision asks for it, in one pass with what else is known.
+
+        Args:
+            taught: tensors of the graph, and gradients of theirs that are scaled already.
+        """
+        roots: list[tuple[Tensor, Tensor | None]] = (
+            [*taught] if loss is None else [(self.scaled(loss), None), *taught]
+        )
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Around forward, backward and step: products in TF32 under `tf32`, in full fp32 otherwise (CUDA only)."""
+        cudnn: Any = torch.backends.cudnn
+        backends = (torch.backends.cuda.matmul, cudnn.conv)
+        if self.device.type != "cuda":
+            yield
+            return
+        before = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "tf32" if self.name == "tf32" else "ieee"
+        try:
+            yield
+        finally:
+            for backend, value in zip(backends, before, strict=True):
+                backend.fp32_precision = value
 
     def step(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Iterable[nn.Parameter],
-        max_grad_norm: float = math.inf,
+        parameters: Iterable[nn.Parameter] | Mapping[str, Sequence[nn.Parameter]],
+        max_grad_norm: float | Mapping[str, float] = math.inf,
     ) -> StepResult:
         """Unscale once, clip once, step unless a gradient is not finite or there is none, and clear the gradients.
 
+        Where it fails because memory ran out it may be called again, and goes on where it stopped. Norms take one pass
+        over the gradients; clipping takes another only where a limit is exceeded.
+
         Args:
-            parameters: those to clip together.
-            max_grad_norm: L2 limit of their gradient; infinity measures without clipping.
+            parameters: the weights, or the weights of each part of the model.
+            max_grad_norm: L2 limit of all gradients together, or of each part by itself; infinity does not clip.
         """
-        loss_scale = self.scaler.get_scale()
-        parameters = [weight for weight in parameters if weight.grad is not None]
-        if not parameters:
-            return StepResult(0.0, True, loss_scale)
-        self.scaler.unscale_(optimizer)
-        grad_norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm))
-        skipped = not math.isfinite(grad_norm)
+        parts = parameters if isinstance(parameters, Mapping) else {"all": list(parameters)}
+        gradients = {
+            name: [weight.grad for weight in weights if weight.grad is not None]
+            for name, weights in parts.items()
+        }
+        gradients = {name: tensors for name, tensors in gradients.items() if tensors}
+        if not gradients:
+            return StepResult(0.0, True, self.scaler.get_scale(), {})
+        done = self._done
+        if "loss_scale" not in done:
+            done["loss_scale"] = self.scaler.get_scale()
+        if "unscaled" not in done:
+            self.scaler.unscale_(optimizer)
+            done["unscaled"] = True
+        if "norms" not in done:
+            done["norms"] = dict(zip(gradients, _norms(list(gradients.values())), strict=True))
+        grad_norm = math.hypot(*done["norms"].values())
+        finite = math.isfinite(grad_norm)
+        for name, tensors in gradients.items():
+            if not finite or ("clipped", name) in done:
+                continue
+            if isinstance(max_grad_norm, Mapping):
+                norm, limit = done["norms"][name], max_grad_norm.get(name, math.inf)
+            else:
+                norm, limit = grad_norm, max_grad_norm
+            if norm > limit:
+                torch._foreach_mul_(tensors, limit / (norm + 1e-6))
+            done["clipped", name] = True
+        if "stepped" not in done:
+            if finite and self.scales:  # the scaler looks at entries: a norm can overflow where they do not
+                self.scaler.step(optimizer)
+            elif finite:
+                optimizer.step()
+            done["stepped"] = True
         if self.scales:
-            self.scaler.step(optimizer)
             self.scaler.update()
-        elif not skipped:
-            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm, skipped, loss_scale)
+        self._done = {}
+        return StepResult(grad_norm, not finite, done["loss_scale"], done["norms"])
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without one."""
@@ -128,3 +204,17 @@ class Precision:
         """Go on with a scaler's state."""
         if self.scales:
             self.scaler.load_state_dict(state)
+
+
+def _norms(parts: Sequence[Sequence[Tensor]]) -> list[float]:
+    """L2 norm of each part's gradients: one pass over them, one wait for the device."""
+    norms = torch._foreach_norm([tensor for part in parts for tensor in part])
+    of_parts = [
+        torch.stack(norms_of_part).float() for norms_of_part in _split(norms, [len(part) for part in parts])
+    ]
+    return torch.stack([torch.linalg.vector_norm(norms_of_part) for norms_of_part in of_parts]).tolist()
+
+
+def _split(values: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+    rest = iter(values)
+    return (list(islice(rest, size)) for size in sizes)

@@ -2,40 +2,63 @@
 
 The gradient of an optimizer step is that of the window's samples taken together: each objective's sum is divided by
 its count over the *whole* window of micro-batches, also in the last, shorter one. (A contrastive loss still finds
-its negatives inside each micro-batch; see `mmlab.losses`.) Dropout and negatives are drawn from torch's generators,
-seeded from (seed, step), so no generator state is kept and a resumed run draws the same. Clocks are read after the
-device has finished.
+its negatives inside each micro-batch, of one rank or of all; see `mmlab.losses`.) Dropout and negatives are drawn from
+torch's generators, seeded from (seed, step), so no generator state is kept and a resumed run draws the same. Clocks are
+read after the device has finished.
 
 Costs beside the model: AdamW's two moments a weight, a window of batches in host memory, one synchronisation a step.
-It does not write checkpoints (`state_dict` gives what they hold) nor print: effects leave through `emit(event)`.
+It does not print: effects leave through `emit(event)`, checkpoints through `mmlab.checkpoint.Checkpoints`.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from mmlab.control import Control
 from mmlab.errors import OptionError, RunError, unknown_name
+from mmlab.evaluation import evaluate, offending
 from mmlab.events import RunEvent
-from mmlab.losses import OBJECTIVES, LossTerms, Objective, OwnLoss
-from mmlab.machine import process_rss_bytes
-from mmlab.model import LossModel
+from mmlab.interrupts import signals_held
+from mmlab.losses import (
+    OBJECTIVES,
+    AllRanks,
+    Interrupted,
+    JoinedRows,
+    LossTerms,
+    Objective,
+    parse_objectives,
+)
+from mmlab.meters import LiveBytes, step_memory
+from mmlab.model import enable_checkpointing, taking_batches
+from mmlab.model.compiling import Compiled
+from mmlab.model.parameters import PARTS, learning, parameter_groups, parts_of
+from mmlab.model.parameters import freeze as freeze_parameters
+from mmlab.optimizer import RestartableAdamW, warmup_cosine
+from mmlab.out_of_memory import Result, retried
 from mmlab.padding import measure_padding
-from mmlab.precision import Precision
-from mmlab.retrieval import candidate_loss, joined, of_pairs, recalls
-from mmlab.types import Batch
+from mmlab.parallel import Ranks
+from mmlab.precision import Precision, StepResult
+from mmlab.types import Batch, CostModel
+from mmlab.weighting import Weighting, make_weighting
+from mmlab.window import Window
 
+if TYPE_CHECKING:
+    from mmlab.checkpoint import Checkpoints
+
+NONFINITE_POLICIES = ("raise", "skip")
+OUT_OF_MEMORY_POLICIES = ("split", "raise")
+WEIGHTING_ON = ("training", "held_out")
 StepValues = dict[str, Any]  # keys of mmlab.events.EVENT_KEYS
 
 
@@ -46,16 +69,32 @@ class FusionTrainer:
         model: a module whose forward takes one argument `batch` gets the `Batch` and its output goes to the
             objectives; any other is wrapped in `LossModel`.
         objectives: names in `mmlab.losses.OBJECTIVES`, or objects by name; their means are added. Unused with a
-            `LossModel`.
-        precision: "fp32", "bf16" or "fp16".
+            `LossModel`. "contrastive_all_ranks" is "contrastive" with negatives from all ranks.
+        weighting: factors of several objectives: a name in `mmlab.weighting.WEIGHTINGS`, or a `Weighting`.
+        weighting_on: which losses the weighting follows: "training", those of every step, or "held_out", those of the
+            evaluations in `fit`, so that its interval is over at the first evaluation after so many steps.
+        eval_every: optimizer steps between evaluations in mid-epoch; None leaves those after each epoch.
+        eval_batches: held-out batches of an evaluation in mid-epoch, the loader's first; None takes all.
+        precision: "fp32", "tf32", "bf16" or "fp16".
         device: "cpu", "cuda:0"; None takes a GPU if there is one.
         lr: highest learning rate, reached after `warmup_ratio` of the steps, then a cosine down to zero.
         weight_decay: on weights of two or more dimensions; not on biases, norms or the temperature.
         total_steps: length of the schedule; None lets `fit` work it out (and `train_step` alone keep `lr` constant).
         accumulation_steps: micro-batches in one optimizer step.
-        max_grad_norm: L2 limit of the gradient.
+        max_grad_norm: L2 limit of the whole gradient, or a limit for each part (image, text, fusion, heads).
+        lr_factors: factors on the learning rate of parts.
+        layer_decay: factor on the learning rate for each layer below an encoder's last.
+        freeze: names of parameters that are not trained, with wildcards (`image_encoder.*`).
+        checkpointing: compute activations again in the backward pass instead of keeping them.
+        compile: True calls the model through `torch.compile`, see `mmlab.model.compiling`; evaluation does not. A name
+            chooses another of torch's backends.
+        channels_last: keep images and convolutions in the memory order that tensor cores prefer.
+        on_out_of_memory: "split" does the step again in parts, with the same gradient; "raise" leaves it to the caller.
+        on_nonfinite: what to do when a loss, or a gradient without a scaler, is not finite: "raise" or "skip".
         seed: of dropout and drawn negatives.
         emit: takes each `RunEvent`, for example `RunLog(folder).emit`.
+        memory: predicts a step's peak in bytes; the prediction is logged beside what was measured.
+        live: counts live tensors during each step, exactly but slowly; the way to a peak on a CPU.
 
     Raises:
         OptionError: an unknown objective, a precision that the device does not support, or a number out of range.
@@ -66,6 +105,10 @@ class FusionTrainer:
         model: nn.Module,
         *,
         objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
+        weighting: str | Weighting = "fixed",
+        weighting_on: str = "training",
+        eval_every: int | None = None,
+        eval_batches: int | None = None,
         precision: str | Precision = "fp32",
         device: torch.device | str | None = None,
         lr: float = 1e-4,
@@ -73,31 +116,82 @@ class FusionTrainer:
         warmup_ratio: float = 0.05,
         total_steps: int | None = None,
         accumulation_steps: int = 1,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | Mapping[str, float] = 1.0,
+        lr_factors: Mapping[str, float] | None = None,
+        layer_decay: float = 1.0,
+        freeze: Sequence[str] = (),
+        checkpointing: bool = False,
+        compile: bool | str = False,
+        channels_last: bool = False,
+        on_out_of_memory: str = "split",
+        on_nonfinite: str = "raise",
         seed: int = 0,
         emit: Callable[[RunEvent], object] | None = None,
+        memory: CostModel | None = None,
+        live: LiveBytes | None = None,
     ) -> None:
-        if accumulation_steps < 1:
-            raise OptionError(f"accumulation_steps must be at least 1, found {accumulation_steps}")
+        _check_options(on_out_of_memory, on_nonfinite, max_grad_norm)
+        _check_ranges(
+            lr=(lr, 0, math.inf),
+            weight_decay=(weight_decay, 0, math.inf),
+            warmup_ratio=(warmup_ratio, 0, 1),
+            total_steps=(1 if total_steps is None else total_steps, 1, math.inf),
+            accumulation_steps=(accumulation_steps, 1, math.inf),
+            eval_every=(1 if eval_every is None else eval_every, 1, math.inf),
+            eval_batches=(1 if eval_batches is None else eval_batches, 1, math.inf),
+            seed=(seed, 0, math.inf),
+        )
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        takes_batch = "batch" in inspect.signature(model.forward).parameters
-        self.model = (model if takes_batch else LossModel(model)).to(self.device)
-        self.objectives = _objectives(self.model, objectives)
+        self.model = taking_batches(model).to(self.device)
+        freeze_parameters(self.model, freeze)
+        if checkpointing:
+            enable_checkpointing(self.model)
+        if channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        self.objectives = parse_objectives(self.model, objectives)
+        if isinstance(weighting, str):
+            bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
+            weighting = make_weighting(weighting, list(self.objectives), **bounds)
+        self.weighting, self.weighting_on = weighting, weighting_on
+        _check_weighting(weighting, weighting_on)
+        self.eval_every, self.eval_batches = eval_every, eval_batches
         self.precision = Precision.parse(precision, self.device)
-        self.parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.parameters = learning(self.model)
         self.precision.check(self.parameters)
-        decayed = [weight for weight in self.parameters if weight.dim() > 1]
-        others = [weight for weight in self.parameters if weight.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
+        self.optimizer = RestartableAdamW(
+            parameter_groups(
+                self.model, weight_decay=weight_decay, lr_factors=lr_factors, layer_decay=layer_decay
+            ),
             lr=lr,
             fused=self.device.type in ("cpu", "cuda"),
         )
         self.lr, self.warmup_ratio, self.total_steps = lr, warmup_ratio, total_steps
         self.accumulation_steps, self.max_grad_norm, self.seed = accumulation_steps, max_grad_norm, seed
-        self.step = self.epoch = self.num_samples = 0
+        self.on_nonfinite, self._parts = on_nonfinite, parts_of(self.model)
+        self.step = self.epoch = self.num_samples = self.last_epoch = 0
         self.epoch_batches = 0  # done in the current epoch
         self._fixed_schedule = total_steps is not None
+        self.memory, self._live = memory, live
+        if live is not None:
+            if compile:
+                raise OptionError(
+                    "live counts tensors operation by operation; it cannot see into compile=True"
+                )
+            live.add(self.model, self.optimizer)
+        self.ranks = Ranks()
+        self.num_out_of_memory = 0
+        self._all_ranks = AllRanks.of(self.objectives, self.ranks, self.device)
+        self._window = Window(
+            self.model,
+            self.objectives,
+            self.precision,
+            self.device,
+            seed=lambda draw: self._seed(self.step, draw),
+            on_failure=self._ran_out,
+            recover=on_out_of_memory == "split",
+            forward=self._compiled(compile) if compile else None,
+            all_ranks=self._all_ranks,
+        )
         self._emit = emit or (lambda event: None)
         self._stopping = threading.Event()
 
@@ -118,27 +212,32 @@ class FusionTrainer:
             step.
         """
         started = self._start_step()
-        counts = [{name: goal.count(batch) for name, goal in self.objectives.items()} for batch in batches]
-        terms = LossTerms({name: sum(count[name] for count in counts) for name in self.objectives})
-        for micro_batch, count in zip(batches, counts, strict=True):
-            if any(count.values()):
-                batch = micro_batch.to(self.device)
-                with self.precision.autocast():
-                    output = self.model(batch)
-                    loss = terms.add({name: goal(output, batch) for name, goal in self.objectives.items()})
-                self.precision.backward(loss)
-        result = self.precision.step(self.optimizer, self.parameters, self.max_grad_norm)
-        means = terms.means()
-        if not math.isfinite(sum(means.values())) or (result.skipped and means and not self.precision.scales):
-            ids = ", ".join(record_id for batch in batches for record_id in batch.record_ids)
-            raise RunError(
-                f"step {self.step}: loss {means}, gradient norm {result.grad_norm}, for the samples {ids}"
+        num_failures = self.num_out_of_memory
+        counts, joined = self._counts(batches)
+        learnt = [batch for batch, count in zip(batches, counts, strict=True) if any(count.values())]
+        tried = learnt if self._all_ranks is None else _or_none(batches, counts)
+        local = {name: sum(count[name] for count in counts) for name in self.objectives}
+        if self._live is not None:
+            self._live.add(*(tensor for batch in learnt for tensor in batch.tensors()))
+        weights, norms = self.weighting.weights(), None
+        with self._live or nullcontext(), self.precision.arithmetic():
+            if self.weighting.wants_grad_norms(self.step + 1):
+                norms = self._norms_by_objective(tried, local, joined)
+            means, num_parts = self._gradient(tried, local, weights, joined)
+            if not math.isfinite(sum(means.values())):  # its gradient may look sound all the same
+                self.model.zero_grad(set_to_none=True)
+            result = self._retried(
+                lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm)
             )
+        if not math.isfinite(sum(means.values())) or (result.skipped and means and not self.precision.scales):
+            self._not_finite(learnt, means, result)
         self.step += 1
+        if self.weighting_on == "training":
+            self.weighting.update(self.step, means, norms)
         self.epoch_batches += len(batches)
         num_samples = sum(map(len, batches))
         self.num_samples += num_samples
-        waste = measure_padding(batches)
+        waste = measure_padding(batches, packed=getattr(self.model, "is_packed", False))
         step_s = self._clock() - started + data_wait_s
         shapes = [batch.shape for batch in batches]
         return {
@@ -148,61 +247,219 @@ class FusionTrainer:
             "num_tokens": max(shape.num_tokens for shape in shapes),
             "height": max(shape.height for shape in shapes),
             "width": max(shape.width for shape in shapes),
-            "loss": sum(means.values()) if means else math.nan,
+            "loss": sum(weights[name] * mean for name, mean in means.items()) if means else math.nan,
             **{f"{name}_loss": mean for name, mean in means.items() if name in OBJECTIVES},
-            "lr": self.optimizer.param_groups[0]["lr"],
-            **result._asdict(),
+            **{f"{name}_weight": weights[name] for name in means if name in OBJECTIVES},
+            "lr": self.learning_rate(self.step - 1),
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "loss_scale": result.loss_scale,
+            **{f"{part}_grad_norm": norm for part, norm in result.part_norms.items()},
             "step_s": step_s,
             "data_wait_s": data_wait_s,
             "samples_per_s": num_samples / step_s,
             **waste,
-            **self._peak(),
+            **({} if self.memory is None else {"predicted_bytes": int(max(map(self.memory, shapes)))}),
+            **step_memory(self.device, self._live),
+            "num_parts": num_parts,
+            "num_out_of_memory": self.num_out_of_memory - num_failures,
         }
 
+    def _compiled(self, backend: bool | str) -> Compiled:
+        def warn(message: str) -> None:
+            self._emit_event("warning", {"message": message, "source": "compile"})
+
+        name = "inductor" if backend is True else str(backend)
+        return Compiled(self.model, self.device, backend=name, on_limit=warn)
+
+    def _counts(self, batches: Sequence[Batch]) -> tuple[list[dict[str, int]], list[JoinedRows]]:
+        """Of each micro-batch by objective; and what all ranks hold, where an objective joins it."""
+        if self._all_ranks is not None:
+            return self._all_ranks.meet(batches, self.objectives, f"step {self.step}")
+        return [{name: goal.count(batch) for name, goal in self.objectives.items()} for batch in batches], []
+
+    def _norms_by_objective(
+        self, batches: Sequence[Batch | None], counts: Mapping[str, int], joined: Sequence[JoinedRows]
+    ) -> dict[str, float]:
+        """L2 norm of the gradient of each objective's mean by itself."""
+        norms = {}
+        for name in self.objectives:
+            alone = {other: float(other == name) for other in self.objectives}
+            means, _ = self._gradient(batches, counts, alone, joined)
+            gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
+            scale = self.precision.scaler.get_scale()
+            if name in means:  # else there was nothing to learn from: no gradient is not a small one
+                norms[name] = float(torch.nn.utils.get_total_norm(gradients)) / scale
+            self.model.zero_grad(set_to_none=True)
+        return norms
+
+    def _gradient(
+        self,
+        batches: Sequence[Batch | None],
+        counts: Mapping[str, int],
+        weights: Mapping[str, float],
+        joined: Sequence[JoinedRows],
+    ) -> tuple[dict[str, float], int]:
+        """Leave the window's gradient in the parameters.
+
+        Returns:
+            Mean losses over all ranks, and the parts of the micro-batch that was cut most.
+        """
+        totals = dict(zip(counts, self.ranks.sums(list(counts.values()), self.device), strict=True))
+        problem: Exception | None = None
+        terms, num_parts = LossTerms(totals, weights), 1
+        try:
+            terms, num_parts = self._window.gradient(batches, totals, weights, joined)
+        except Interrupted:
+            pass  # the rank that gave up is named below
+        except Exception as error:
+            problem = error
+        self.ranks.agree(problem, self.device, f"step {self.step}")
+        self.ranks.add_gradients(self.parameters, self.device)
+        shares = self._retried(terms.means)
+        means = self.ranks.sums([shares.get(name, 0.0) for name in self.objectives], self.device)
+        return {
+            name: mean for name, mean in zip(self.objectives, means, strict=True) if totals[name]
+        }, num_parts
+
+    def _not_finite(self, batches: Sequence[Batch], means: Mapping[str, float], result: StepResult) -> None:
+        """Name the samples at fault, and raise or go on, as asked."""
+        self._window.forget()
+        ids = offending(self.model, batches, self.precision, self.device)
+        whom = f"samples {', '.join(ids)}" if ids else "no sample by itself: the gradient overflowed"
+        message = (
+            f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {whom}"
+        )
+        if self.on_nonfinite == "raise" or not result.skipped:
+            raise RunError(f"{message}; mend or remove them, lower lr, or use on_nonfinite='skip'")
+        self._emit_event("warning", {"message": message, "source": "trainer"})
+
+    def _retried(self, work: Callable[[], Result]) -> Result:
+        return retried(work, self.device, lambda failure: self._ran_out("step", failure, 1))
+
+    def _ran_out(self, phase: str, failure: str, num_parts: int) -> None:
+        self.num_out_of_memory += 1
+        values = {"phase": phase, "operation": failure, "num_parts": num_parts}
+        self._emit_event("out_of_memory", values)
+
     def fit(
-        self, loader: Iterable[Batch], *, num_epochs: int = 1, eval_loader: Iterable[Batch] | None = None
+        self,
+        loader: Iterable[Batch],
+        *,
+        num_epochs: int = 1,
+        eval_loader: Iterable[Batch] | None = None,
+        checkpoints: Checkpoints | None = None,
+        control: Control | None = None,
     ) -> list[StepValues]:
         """Train for `num_epochs` epochs; after a resume in mid-epoch the first of them is the rest of that epoch.
 
         At each epoch's start `loader.set_epoch(epoch)` is called where it exists. `stop()`, or an interrupt from the
-        keyboard, ends the loop after the step in hand, with the trainer's state intact; the interrupt is then raised
-        again. torch's generators are left as they were found.
+        keyboard, ends the loop after the step or evaluation in hand, with the trainer's state intact; the interrupt is
+        then raised again. A second one ends it at once. torch's generators are left as they were found.
 
         Args:
             loader: gives the batches of one epoch each time it is iterated; it needs a length where `total_steps` is
                 not given.
-            eval_loader: evaluated after every epoch.
+            eval_loader: evaluated after every epoch, and in between where `eval_every` says so.
+            checkpoints: saves when due, after every epoch, and when `stop()`, an interrupt or SIGTERM ends the loop.
+            control: pauses and stops the loop between two steps, as somebody asks by a file; of several ranks that
+                of rank 0 holds. Time spent in a pause is in no step's figures.
 
         Returns:
             The values of every step, in order.
+
+        Raises:
+            OptionError: weights that follow held-out losses, and no `eval_loader`.
         """
+        if self.weighting_on == "held_out" and eval_loader is None:
+            raise OptionError("weighting_on='held_out' follows held-out losses: give fit an eval_loader")
         self._stopping.clear()
+        control = control or Control(None)
         history: list[StepValues] = []
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            if not self._fixed_schedule:
-                num_batches = len(loader)  # type: ignore[arg-type]
-                rest = math.ceil((num_batches - self.epoch_batches) / self.accumulation_steps)
-                further = (num_epochs - 1) * math.ceil(num_batches / self.accumulation_steps)
-                self.total_steps = self.step + rest + further
-            last_epoch = self.epoch + num_epochs
-            while self.epoch < last_epoch and not self._stopping.is_set():
+        held = (signal.SIGINT,) if checkpoints is None else (signal.SIGINT, signal.SIGTERM)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), signals_held(*held) as signals:
+            self._plan_schedule(loader, self.epoch + num_epochs)
+            while self.epoch < self.last_epoch and not self._asked_to_stop(signals, control):
                 for batches, data_wait_s in self._windows(loader):
-                    with _interrupt_after():
-                        history.append(self.train_step(batches, data_wait_s=data_wait_s))
-                        self._emit_event("step", history[-1])
-                    if self._stopping.is_set():
+                    history.append(self.train_step(batches, data_wait_s=data_wait_s))
+                    self._emit_event("step", history[-1])
+                    if eval_loader is not None and self.eval_every and not self.step % self.eval_every:
+                        self._evaluate_midway(eval_loader)
+                    if hasattr(loader, "observe"):
+                        loader.observe(history[-1])
+                    stopping = self._asked_to_stop(signals, control)
+                    if stopping or (checkpoints is not None and self._agreed(checkpoints.due(self.step))):
+                        self._save(checkpoints, loader)
+                    if stopping:
                         return history
                 self._emit_event("epoch", {"epoch": self.epoch, "num_steps": self.step})
                 self.epoch, self.epoch_batches = self.epoch + 1, 0
-                if eval_loader is not None:
-                    self._emit_event("eval", self.evaluate(eval_loader))
+                found = {} if eval_loader is None else self._evaluate_in_fit(eval_loader)
+                self._save(checkpoints, loader, found)
         return history
+
+    def _evaluate_midway(self, loader: Iterable[Batch]) -> None:
+        """Evaluate between two steps, and leave torch's generators and the modules' modes as they are."""
+        training = [module for module in self.model.modules() if module.training]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self._evaluate_in_fit(islice(iter(loader), self.eval_batches))
+        for module in training:
+            module.training = True
+
+    def _evaluate_in_fit(self, loader: Iterable[Batch]) -> StepValues:
+        """Evaluate, say so, and let the weights follow where they are to."""
+        measured = self._measure(loader, by_objective=self.weighting_on == "held_out")
+        means = measured.pop("by_objective", {})
+        if means:  # of the same samples on every rank, but devices round differently
+            counted = self.ranks.sums([means.get(name, math.nan) for name in self.objectives], self.device)
+            means = {
+                name: total / self.ranks.world_size
+                for name, total in zip(self.objectives, counted, strict=True)
+                if not math.isnan(total)
+            }
+            self.weighting.update(self.step, means)
+        self._emit_event("eval", measured)
+        return measured
+
+    def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
+        """Work out the schedule's length, unless it was given, or this is the rest of a run that has one."""
+        if not self._fixed_schedule and (self.total_steps is None or last_epoch != self.last_epoch):
+            num_batches = len(loader)  # type: ignore[arg-type]
+            rest = math.ceil((num_batches - self.epoch_batches) / self.accumulation_steps)
+            further = (last_epoch - self.epoch - 1) * math.ceil(num_batches / self.accumulation_steps)
+            self.total_steps = self.step + rest + further
+        self.last_epoch = last_epoch
+
+    def _asked_to_stop(self, signals: Sequence[int], control: Control) -> bool:
+        """Whether any rank wants to stop; waits while the run is paused."""
+        return control.told_to_stop(
+            lambda: signals or self._stopping.is_set(),
+            agree=lambda level: self.ranks.largest(level, self.device),
+            emit=self._emit_event,
+        )
+
+    def _agreed(self, wanted: bool) -> bool:
+        """Whether any rank wants it."""
+        return self.ranks.largest(float(wanted), self.device) > 0
+
+    def _save(
+        self, checkpoints: Checkpoints | None, loader: Iterable[Batch], found: StepValues | None = None
+    ) -> None:
+        """Rank 0 writes a checkpoint; the others wait for it."""
+        if checkpoints is not None:
+            state = self.state_dict()
+            if hasattr(loader, "start_batch"):  # it can go on by itself
+                state["loader"] = loader.state_dict()  # type: ignore[attr-defined]
+            checkpoints.start_interval()  # on every rank, or those that do not write ask for the next one at once
+            if self.ranks.rank == 0:
+                self._emit_event("checkpoint", checkpoints.save(state, values=found))
+            self._agreed(False)
 
     def stop(self) -> None:
         """End `fit` after the step in hand; safe to call from any thread."""
         self._stopping.set()
 
-    @torch.no_grad()
     def evaluate(self, loader: Iterable[Batch], *, num_candidates: int = 32) -> StepValues:
         """Measure on held-out samples; how they are batched matters only to a `LossModel` with a loss of that kind.
 
@@ -217,48 +474,29 @@ class FusionTrainer:
         Raises:
             DataError: retrieval without a single pair.
         """
+        return self._measure(loader, num_candidates=num_candidates)
+
+    def _measure(
+        self, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
+    ) -> StepValues:
         started = self._clock()
-        self.model.eval()
-        total, count, num_samples = 0.0, 0, 0
-        parts, logit_scale = [], torch.ones(())
-        for held_out in loader:
-            batch = held_out.to(self.device)
-            with self.precision.autocast():
-                output = self.model(batch)
-            num_samples += len(batch)
-            if isinstance(self.model, LossModel):
-                num_terms = int(self.model.num_terms(batch))
-                total, count = total + float(output.loss) * num_terms, count + num_terms
-                if getattr(output, "image_embeds", None) is not None:
-                    parts.append(of_pairs(batch, output.image_embeds, output.text_embeds))
-            else:
-                parts.append(of_pairs(batch, output.image_embedding, output.text_embedding))
-                logit_scale = output.logit_scale
-        measured = {}
-        if parts:
-            embeddings = joined(parts)
-            measured = {
-                **recalls(embeddings),
-                "loss": candidate_loss(embeddings, logit_scale, num_candidates=num_candidates),
-            }
-        if isinstance(self.model, LossModel):
-            measured["loss"] = total / count if count else math.nan
-        return {
-            "epoch": self.epoch,
-            "num_samples": num_samples,
-            "eval_s": self._clock() - started,
-            **measured,
-        }
+        measured = evaluate(
+            self.model,
+            loader,
+            self.precision,
+            self.device,
+            num_candidates=num_candidates,
+            objectives=self.objectives,
+            by_objective=by_objective,
+            on_failure=lambda failure: self._ran_out("evaluation", failure, 2),
+        )
+        means = measured.get("by_objective", {})
+        measured |= {f"{name}_loss": mean for name, mean in means.items() if name in OBJECTIVES}
+        return {"epoch": self.epoch, "eval_s": self._clock() - started, **measured}
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero at `total_steps`; `lr` throughout where there is no schedule."""
-        if self.total_steps is None:
-            return self.lr
-        num_warmup = math.ceil(self.warmup_ratio * self.total_steps)
-        if step < num_warmup:
-            return self.lr * (step + 1) / num_warmup
-        progress = min(1.0, (step - num_warmup) / max(1, self.total_steps - num_warmup))
-        return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
+        """Of a step: linear warm-up, then a cosine to zero at `total_steps`; `lr` throughout without a schedule."""
+        return self.lr * warmup_cosine(step, self.total_steps, self.warmup_ratio)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it."""
@@ -266,14 +504,28 @@ class FusionTrainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
+            "weighting": {**self.weighting.state_dict(), "on": self.weighting_on},
             "progress": {name: getattr(self, name) for name in _PROGRESS},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Go on from a `state_dict`.
+
+        Raises:
+            OptionError: its objectives' weights follow other losses than this trainer's.
+        """
+        followed = state["weighting"].get("on", "training")
+        if followed != self.weighting_on:
+            raise OptionError(
+                f"the checkpoint's weights follow {followed} losses; use weighting_on={followed!r} to go on from it"
+            )
         self.model.load_state_dict(state["model"])
+        own = [(group["weight_decay"], group["lr_factor"]) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, options in zip(self.optimizer.param_groups, own, strict=True):  # not the checkpoint's
+            group["weight_decay"], group["lr_factor"] = options
         self.precision.load_state_dict(state["precision"])
+        self.weighting.load_state_dict(state["weighting"])
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
 
@@ -290,7 +542,7 @@ class FusionTrainer:
         }
 
     def _emit_event(self, kind: str, values: StepValues) -> None:
-        self._emit(RunEvent(kind, self.step, 0, time.time(), values))
+        self._emit(RunEvent(kind, self.step, self.ranks.rank, time.time(), values))
 
     def _windows(self, loader: Iterable[Batch]) -> Iterator[tuple[list[Batch], float]]:
         """Windows of micro-batches, the last one shorter where need be, each with the time spent waiting for it."""
@@ -298,27 +550,30 @@ class FusionTrainer:
             loader.set_epoch(self.epoch)
         started = time.perf_counter()
         self._seed(-1 - self.epoch)  # a loader may draw its order from torch's generator
-        batches = islice(iter(loader), self.epoch_batches, None)
+        goes_on = getattr(loader, "start_batch", 0) > 0  # by itself, behind the batches that are done
+        batches = islice(iter(loader), 0 if goes_on else self.epoch_batches, None)
         while window := list(islice(batches, self.accumulation_steps)):
             yield window, time.perf_counter() - started
             started = time.perf_counter()
 
     def _start_step(self) -> float:
-        """Seed, set the learning rate and start the clock."""
+        """Set the learning rate and start the clock; the window seeds."""
         started = self._clock()
-        self._seed(self.step)
         if not self.model.training:
             self.model.train()
         lr = self.learning_rate(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        if self._live is not None:
+            self._live.reset_peak()
         return started
 
-    def _seed(self, moment: int) -> None:
-        """Seed torch's generators for one step (from 0) or one epoch's order (below 0)."""
-        key = np.random.SeedSequence([self.seed, abs(moment), moment < 0]).generate_state(1, np.uint64)
+    def _seed(self, moment: int, draw: int = 0) -> None:
+        """Seed torch's generators for a draw of one step (from 0) or for one epoch's order (below 0)."""
+        entropy = [self.seed, abs(moment), moment < 0, draw, self.ranks.rank]
+        key = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         torch.default_generator.manual_seed(int(key[0]))
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(int(key[0]))
@@ -328,38 +583,43 @@ class FusionTrainer:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _peak(self) -> StepValues:
-        if self.device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            return {"peak_bytes": peak_bytes, "memory_source": "torch allocator"}
-        return {"peak_bytes": process_rss_bytes(), "memory_source": "process RSS"}
+
+def _or_none(batches: Sequence[Batch], counts: Sequence[Mapping[str, int]]) -> list[Batch | None]:
+    """None in the place of what there is nothing to learn from, so that numbers agree between ranks."""
+    return [batch if any(count.values()) else None for batch, count in zip(batches, counts, strict=True)]
 
 
-_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps")
+_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch")
 
 
-def _objectives(model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> dict[str, Objective]:
-    if isinstance(model, LossModel):
-        return {"own": OwnLoss(model)}
-    if isinstance(asked, Mapping):
-        return dict(asked)
-    unknown = next((name for name in asked if name not in OBJECTIVES), None)
-    if unknown is not None:
-        raise unknown_name("objective", unknown, OBJECTIVES)
-    return {name: OBJECTIVES[name]() for name in asked}
+def _check_options(
+    on_out_of_memory: str, on_nonfinite: str, max_grad_norm: float | Mapping[str, float]
+) -> None:
+    if on_out_of_memory not in OUT_OF_MEMORY_POLICIES:
+        raise unknown_name("policy for out-of-memory", on_out_of_memory, OUT_OF_MEMORY_POLICIES)
+    if on_nonfinite not in NONFINITE_POLICIES:
+        raise unknown_name("policy for losses that are not finite", on_nonfinite, NONFINITE_POLICIES)
+    for part in max_grad_norm if isinstance(max_grad_norm, Mapping) else ():
+        if part not in PARTS:
+            raise unknown_name("part of the model", part, PARTS)
+    limits = max_grad_norm if isinstance(max_grad_norm, Mapping) else {"all": max_grad_norm}
+    if not all(limit > 0 for limit in limits.values()):
+        raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {max_grad_norm}")
 
 
-@contextmanager
-def _interrupt_after() -> Iterator[None]:
-    """Hold back an interrupt from the keyboard until the block is done (signals reach the main thread only)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[tuple[int, Any]] = []
-    previous = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if received and callable(previous):
-        previous(*received[0])
+def _check_weighting(weighting: Weighting, on: str) -> None:
+    if on not in WEIGHTING_ON:
+        raise unknown_name("losses for the weighting", on, WEIGHTING_ON)
+    if on == "held_out" and weighting.wants_norms:
+        raise OptionError(
+            f"{type(weighting).__name__.lower()} needs the gradients of training steps, which held-out losses have "
+            "none of; use weighting_on='training', or the weighting 'trend' or 'uncertainty'"
+        )
+
+
+def _check_ranges(**numbers: tuple[float, float, float]) -> None:
+    """Each number, the least and the most that it may be."""
+    for name, (number, least, most) in numbers.items():
+        if not least <= number <= most:
+            bounds = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
+            raise OptionError(f"{name} must be {bounds}, found {number}")

@@ -94,9 +94,20 @@ class Batch:
         """The same batch with every tensor on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def part(self, rows: slice) -> Batch:
+        """The samples of some rows, padded as they are."""
+        return replace(self._map(lambda tensor: tensor[rows]), record_ids=self.record_ids[rows])
+
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; torch's DataLoader calls this."""
         return self._map(lambda tensor: tensor.pin_memory())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the batch."""
+        import torch
+
+        values = (getattr(self, item.name) for item in fields(self))
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         import torch
@@ -137,6 +148,12 @@ class SampleSizes:
 
     def __len__(self) -> int:
         return len(self.num_tokens)
+
+    @property
+    def alone(self) -> NDArray[np.int64]:
+        """(N, 4) the shape of each sample in a batch of its own, as in `BatchShape`."""
+        columns = (np.ones(len(self)), self.num_tokens, self.height, self.width)
+        return np.stack(columns, axis=1).astype(np.int64)
 
     def resized(self, policy: ImagePolicy) -> SampleSizes:
         """The same samples with image sizes after `policy`."""

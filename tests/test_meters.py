@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import time
 from itertools import accumulate
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 import torch
 from torch import nn
 
 from mmlab.errors import OptionError
+from mmlab.event_keys import EVENT_KEYS
 from mmlab.machine import process_rss_bytes
 from mmlab.meters import DeviceMeter, LiveBytes, peak_bytes, read_device
+from mmlab.nvml import Gpu, details_of
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -57,47 +61,122 @@ def test_without_a_gpu_the_next_source_answers_and_the_reasons_are_kept() -> Non
         peak_bytes("cpu")
 
 
-class _Gpu:
-    """Stands where the driver's library stands: answers, then is lost, as a GPU that falls off its bus."""
+class _Driver:
+    """Stands where NVIDIA's bindings stand: answers what it is told to, then is lost, as a GPU off its bus."""
 
-    memory = type("Memory", (), {"used": 3 * 2**30, "total": 8 * 2**30})
-    rates = type("Rates", (), {"gpu": 75})
+    NVML_ERROR_NOT_FOUND, NVML_ERROR_NOT_SUPPORTED = (
+        pynvml.NVML_ERROR_NOT_FOUND,
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+    )
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = range(3)
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = range(2)
 
-    def __init__(self) -> None:
-        self.lost = self.closed = False
+    def __init__(self, **answers: object) -> None:
+        memory, rates = SimpleNamespace(used=3 * 2**30, total=8 * 2**30), SimpleNamespace(gpu=75, memory=40)
+        self.answers = {"MemoryInfo": memory, "UtilizationRates": rates, **answers}
+        self.lost, self.asked = False, []
 
-    def nvmlDeviceGetMemoryInfo(self, handle: object) -> object:
-        return self._answer(self.memory)
+    def __getattr__(self, name: str) -> object:
+        return lambda *arguments: self._answer(name.removeprefix("nvmlDeviceGet"))
 
-    def nvmlDeviceGetUtilizationRates(self, handle: object) -> object:
-        return self._answer(self.rates)
-
-    def nvmlShutdown(self) -> None:
-        self.closed = True
-
-    def _answer(self, value: object) -> object:
+    def _answer(self, name: str) -> object:
+        self.asked.append(name)
         if self.lost:
-            import pynvml
-
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        return value
+        if name.startswith("nvml") or name == "HandleByUUID":
+            return None
+        answer = self.answers.get(name, pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if isinstance(answer, int) and name not in ("PowerUsage", "Temperature"):
+            raise pynvml.NVMLError(answer)
+        return answer
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_gpu_that_disappears_and_comes_back() -> None:
-    gpu = _Gpu()
+    driver = _Driver()
     with DeviceMeter("cuda") as meter:
-        meter._nvml, meter._handle = gpu, object()
+        meter._gpu = Gpu("GPU-0", driver)
         reading = meter.read()
         assert (reading.memory_bytes, reading.memory_total_bytes) == (3 * 2**30, 8 * 2**30)
-        assert (reading.memory_source, reading.utilization_ratio, reading.notes) == ("NVML", 0.75, ())
-        gpu.lost = True
+        assert (reading.memory_source, reading.utilization_ratio) == ("NVML", 0.75)
+        driver.lost = True
         reading = meter.read()
         assert (reading.memory_source, reading.utilization_source) == ("process RSS", "process CPU")
         assert reading.notes[0] == "memory not from NVML: NVMLError_GpuIsLost: GPU is lost"
-        gpu.lost = False
+        assert reading.details == {}
+        driver.lost = False
         assert meter.read().memory_source == "NVML"
-    assert gpu.closed
+    assert driver.asked[-1] == "nvmlShutdown"
+
+
+def test_what_the_driver_refuses_is_left_out_with_its_reason_and_not_asked_again() -> None:
+    driver = _Driver(
+        PowerUsage=312_500,
+        Temperature=61,
+        ComputeRunningProcesses=pynvml.NVML_ERROR_NO_PERMISSION,
+        ProcessUtilization=pynvml.NVML_ERROR_NOT_FOUND,
+    )
+    gpu = Gpu("GPU-0", driver)
+    values, missing = gpu.details(7)
+    assert values == {"memory_utilization_ratio": 0.4, "power_w": 312.5, "temperature_c": 61}
+    assert "no processes from NVML: NVMLError_NoPermission: Insufficient Permissions" in missing
+    assert any("no sm clock from NVML: NVMLError_NotSupported" in note for note in missing)
+    assert not any("process use" in note for note in missing), "no sample yet is no fault"
+    driver.asked.clear()
+    assert gpu.details(7) == (values, missing)
+    assert "ClockInfo" not in driver.asked
+    assert "ComputeRunningProcesses" in driver.asked, "a permission may be given later"
+
+
+# As an H100 answers under load, in the form that the bindings give; written down, not read from a device here.
+RECORDED = {
+    "memory_use": 48,
+    "power": 643_211,
+    "power_limit": 700_000,
+    "temperature": 68,
+    "sm_clock": 1755,
+    "memory_clock": 2619,
+    "throttling": 0x4,
+    "pcie_sent": 51_200,
+    "pcie_received": 2_048_000,
+    "processes": [(4021, 61 * 2**30), (99, 2**30)],
+    "process_use": [(4021, 1_000, 88), (4021, 2_000, 93), (99, 2_500, 5)],
+}
+
+
+def test_raw_answers_become_the_units_of_the_key_table() -> None:
+    found = details_of(RECORDED, 4021)
+    assert found == {
+        "memory_utilization_ratio": pytest.approx(0.48),
+        "power_w": pytest.approx(643.211),
+        "power_limit_w": pytest.approx(700),
+        "temperature_c": 68,
+        "sm_clock_mhz": 1755,
+        "memory_clock_mhz": 2619,
+        "throttle_reasons": "power cap",
+        "pcie_sent_bytes_per_s": 50 * 2**20,
+        "pcie_received_bytes_per_s": 2000 * 2**20,
+        "process_bytes": 61 * 2**30,
+        "process_utilization_ratio": 0.93,
+    }
+    assert all("device" in EVENT_KEYS[key].kinds for key in found)
+    assert details_of({}, 1) == {}
+    assert "process_bytes" not in details_of(RECORDED, 1), (
+        "in a container the driver knows us by another number"
+    )
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_other_devices_that_this_torch_cannot_read_fall_back_with_a_reason(device: str) -> None:
+    if getattr(torch, device).is_available():
+        pytest.skip(f"there is a device {device}")
+    with DeviceMeter(device) as meter:
+        reading = meter.read()
+    assert (reading.memory_source, reading.utilization_source) == ("process RSS", "process CPU")
+    assert [note.split(":")[0] for note in reading.notes] == [
+        "memory not from torch accelerator",
+        "utilization not from torch",
+    ]
 
 
 @needs_cuda

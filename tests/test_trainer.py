@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import signal
@@ -13,11 +14,13 @@ from batches import make_batch, merge
 from torch import nn
 from torch.utils.data import DataLoader
 
+from mmlab.checkpoint import Checkpoints
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.events import RunLog, read_events
-from mmlab.losses import Contrastive
+from mmlab.losses import Contrastive, MaskedLanguage
 from mmlab.model import LossModel, build_model
 from mmlab.trainer import FusionTrainer
+from mmlab.weighting import make_weighting
 
 SIZES = [
     (4, 32, 48),
@@ -258,6 +261,23 @@ def test_events_carry_the_keys_of_the_table_and_measured_times(tmp_path):
     assert {*wanted.split(), "predicted_cost", "peak_bytes", "memory_source"} <= first.keys()
 
 
+def test_the_loss_scale_and_skipped_steps_are_in_the_events(tmp_path):
+    """The first scale overflows in fp16, so that steps are skipped and the scale halved until gradients fit."""
+    with RunLog(tmp_path) as log:
+        trainer = FusionTrainer(tiny_model(), precision="fp16", emit=log.emit, device="cpu")
+        trainer.precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        before = [weight.detach().clone() for weight in trainer.parameters]
+        trainer.fit([make_batch(SIZES)] * 2)
+        assert all(map(torch.equal, before, trainer.parameters))
+        trainer.precision.scaler.update(2.0**10)
+        trainer.fit([make_batch(SIZES)])
+    events, _ = read_events(log.path)
+    found = [
+        (event.values["loss_scale"], event.values["skipped"]) for event in events if event.kind == "step"
+    ]
+    assert found == [(2.0**40, True), (2.0**39, True), (2.0**10, False)]
+
+
 def test_waste_is_counted_in_the_batches_own_masks():
     trainer = FusionTrainer(tiny_model(), device="cpu")
     values = trainer.train_step(
@@ -293,12 +313,37 @@ def test_a_loss_that_is_not_finite_names_the_samples_and_keeps_the_weights(preci
     with torch.no_grad():
         trainer.model.log_logit_scale.fill_(math.nan)
     before = [weight.detach().clone() for weight in trainer.parameters]
-    with pytest.raises(RunError, match=r"loss .*nan.*for the samples sample 0, sample 1"):
+    with pytest.raises(RunError, match=r"loss .*nan.*not finite for samples sample 0, sample 1"):
         trainer.train_step([make_batch(SIZES)])
     assert all(
         torch.equal(old, new) or old.isnan().all()
         for old, new in zip(before, trainer.parameters, strict=True)
     )
+
+
+def test_a_sample_that_is_not_finite_is_named_and_can_be_skipped():
+    class Poisoned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny_model()
+
+        def forward(self, batch):
+            output = self.inner(batch)
+            poison = torch.tensor([math.nan if name == "sample 2" else 0.0 for name in batch.record_ids])
+            output.image_embedding = output.image_embedding + poison[:, None]
+            return output
+
+    with pytest.raises(RunError, match=r"not finite for samples sample 2; mend or remove them"):
+        FusionTrainer(Poisoned(), device="cpu").train_step([make_batch(SIZES)])
+    events = []
+    trainer = FusionTrainer(Poisoned(), device="cpu", on_nonfinite="skip", emit=events.append)
+    before = [weight.detach().clone() for weight in trainer.parameters]
+    values = trainer.train_step([make_batch(SIZES)])
+    assert values["skipped"]
+    assert all(map(torch.equal, before, trainer.parameters))
+    assert [event.kind for event in events] == ["warning"]
+    assert "sample 2" in events[0].values["message"]
+    assert not trainer.train_step([make_batch(SIZES[:2])])["skipped"]
 
 
 def test_a_missing_modality_trains():
@@ -328,6 +373,26 @@ def test_biases_norms_and_temperature_do_not_decay():
     assert others["weight_decay"] == 0.0
     assert all(weight.dim() >= 2 for weight in decayed["params"])
     assert any(weight is trainer.model.log_logit_scale for weight in others["params"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0, found -1.0"),
+        ({"lr": math.nan}, "lr must be at least 0, found nan"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        ({"warmup_ratio": 5.0}, r"warmup_ratio must be in \[0, 1\], found 5.0"),
+        ({"total_steps": 0}, "total_steps must be at least 1, found 0"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be above 0 .*found -1.0"),
+        ({"max_grad_norm": {"text": 0.0}}, "max_grad_norm must be above 0"),
+        ({"freeze": ["*"]}, "FusionModel has nothing to train"),
+        ({"objectives": ()}, "no objective; known are contrastive"),
+    ],
+)
+def test_numbers_that_cannot_train_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        FusionTrainer(tiny_model(), device="cpu", **options)
 
 
 def test_options_out_of_range_are_refused():
@@ -416,3 +481,155 @@ def test_num_negatives_reaches_the_loss():
         for number in (3, 300)
     )
     assert few.train_step([batch])["contrastive_loss"] < many.train_step([batch])["contrastive_loss"]
+
+
+@pytest.mark.parametrize("weighting", ["uncertainty", "trend", "gradnorm"])
+def test_weights_of_objectives_scale_the_gradient_are_logged_and_resumed(weighting):
+    def trainer_with(seed: int = 0) -> FusionTrainer:
+        chosen = make_weighting(weighting, ["contrastive", "matching"], interval=2, smoothing=0.5)
+        return FusionTrainer(
+            tiny_model(seed),
+            objectives=["contrastive", "matching"],
+            weighting=chosen,
+            device="cpu",
+            total_steps=20,
+        )
+
+    batches = [make_batch(SIZES, seed=seed) for seed in range(6)]
+    trainer = trainer_with()
+    history = [trainer.train_step([batch]) for batch in batches]
+    weights = [(values["contrastive_weight"], values["matching_weight"]) for values in history]
+    assert weights[0] == (1.0, 1.0) != weights[-1]
+    assert all(sum(pair) == pytest.approx(2.0) for pair in weights)
+    last = history[-1]
+    parts = [last[f"{name}_weight"] * last[f"{name}_loss"] for name in ("contrastive", "matching")]
+    assert last["loss"] == pytest.approx(sum(parts))
+
+    resumed = trainer_with()
+    for batch in batches[:3]:
+        resumed.train_step([batch])
+    state = copy.deepcopy(resumed.state_dict())
+    resumed = trainer_with(seed=1)
+    resumed.load_state_dict(state)
+    assert [resumed.train_step([batch])["loss"] for batch in batches[3:]] == [
+        values["loss"] for values in history[3:]
+    ]
+
+
+def test_a_weight_scales_its_objectives_gradient():
+    def gradient_by_name(weights: dict[str, float]) -> dict[str, torch.Tensor]:
+        trainer = FusionTrainer(
+            tiny_model().double(),
+            objectives=list(weights),
+            weighting=make_weighting("fixed", weights, min_share=0.0, max_share=1.0),
+            device="cpu",
+            max_grad_norm=math.inf,
+        )
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(*_):
+            found.update(
+                {
+                    name: weight.grad
+                    for name, weight in trainer.model.named_parameters()
+                    if weight.grad is not None
+                }
+            )
+
+        trainer.optimizer.register_step_pre_hook(keep)
+        trainer.train_step([make_batch(SIZES)])
+        return found
+
+    both = gradient_by_name({"contrastive": 0.5, "matching": 2.0})
+    contrastive, matching = gradient_by_name({"contrastive": 0.5}), gradient_by_name({"matching": 2.0})
+    for name, gradient in both.items():
+        expected = contrastive.get(name, 0.0) + matching.get(name, 0.0)
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+class Broken(nn.Module):
+    """A model in which one sample's image has no finite embedding."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch):
+        output = self.inner(batch)
+        rows = torch.tensor([name == "sample 2" for name in batch.record_ids])
+        output.image_embedding = output.image_embedding.masked_fill(rows[:, None], math.nan)
+        return output
+
+
+def test_hard_negatives_of_a_sample_that_is_not_finite_can_be_drawn():
+    events = []
+    trainer = FusionTrainer(
+        Broken(tiny_model()),
+        device="cpu",
+        objectives=("contrastive", "matching"),
+        on_nonfinite="skip",
+        emit=events.append,
+    )
+    assert trainer.train_step([make_batch(SIZES)])["skipped"]
+    assert "samples sample 2" in events[0].values["message"]
+
+
+def test_batch_normalisation_neither_hides_the_sample_at_fault_nor_learns_from_it():
+    def spoil(module, inputs, output):
+        rows = inputs[0].flatten(1).abs().amax(1) == 0  # the one black image
+        return output.masked_fill(rows[:, None, None, None], math.inf)
+
+    torch.manual_seed(0)
+    sizes = {"text_dim": 64, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
+    model, events = build_model("resnet18", vocab_size=50, **sizes), []
+    model.image_encoder.stem[0].register_forward_hook(spoil)
+    trainer = FusionTrainer(model, device="cpu", on_nonfinite="skip", emit=events.append)
+    batch = make_batch(
+        [(4, 32, 32), (3, 32, 32), (5, 32, 32)]
+    )  # one cell at the end: no statistics of one sample
+    batch.pixel_mask[1] = False
+    batch.groups = None
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert trainer.train_step([dataclasses.replace(batch)])["skipped"]
+    assert "samples sample 1" in events[0].values["message"]
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_an_infinite_loss_with_a_finite_gradient_does_not_reach_the_weights():
+    class Infinite(PairDistance):
+        def __call__(self, output, batch):
+            return super().__call__(output, batch) + math.inf
+
+    trainer = FusionTrainer(
+        tiny_model(), device="cpu", objectives={"distance": Infinite()}, on_nonfinite="skip"
+    )
+    before = [weight.detach().clone() for weight in trainer.parameters]
+    assert trainer.train_step([make_batch(SIZES)])["skipped"]
+    assert all(map(torch.equal, before, trainer.parameters))
+
+
+def test_an_objective_without_samples_at_an_update_keeps_its_weight():
+    objectives = {"contrastive": Contrastive(), "masked_language": MaskedLanguage(mask_id=4)}
+    weighting = make_weighting("gradnorm", list(objectives), interval=2, smoothing=1.0)
+    trainer = FusionTrainer(tiny_model(), device="cpu", objectives=objectives, weighting=weighting)
+    trainer.train_step([make_batch(SIZES)])
+    trainer.train_step([make_batch([(5, 0, 0), (6, 0, 0)])])  # texts alone: nothing to contrast
+    assert weighting.weights() == pytest.approx({"contrastive": 1.0, "masked_language": 1.0})
+
+
+def test_options_given_at_a_resume_are_not_those_of_the_checkpoint():
+    first = FusionTrainer(tiny_model(), device="cpu", weight_decay=0.01)
+    first.train_step([make_batch(SIZES)])
+    second = FusionTrainer(tiny_model(), device="cpu", weight_decay=0.5)
+    second.load_state_dict(first.state_dict())
+    assert {group["weight_decay"] for group in second.optimizer.param_groups} == {0.0, 0.5}
+
+
+def test_a_rank_that_does_not_write_counts_the_interval_too(tmp_path):
+    trainer = FusionTrainer(tiny_model(), device="cpu", total_steps=4)
+    trainer.ranks.rank = 1
+    checkpoints = Checkpoints(tmp_path, every_minutes=1e-9)
+    started = checkpoints._saved_s
+    trainer.fit([make_batch(SIZES)], checkpoints=checkpoints)
+    assert checkpoints.paths == []
+    assert checkpoints._saved_s > started

@@ -1,0 +1,108 @@
+"""What the ranks of a data-parallel run say to each other: sums of counts, one verdict, rows, the sum of the gradients.
+
+Built on `torch.distributed`, started by `torchrun`; a single process needs none of it and pays nothing. Gradients are
+reduced once a step, after the last backward pass, in flat buckets: no collective runs while a step may still run out
+of memory on one rank, so that ranks can agree before they go on. The price is that communication does not overlap
+with the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import distributed, nn
+
+from mmlab.errors import RunError
+from mmlab.out_of_memory import retried
+
+_BUCKET_BYTES = 32 * 2**20
+
+
+class Ranks:
+    """The process group of a run, or a lone process.
+
+    Every method is a collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self) -> None:
+        joined = distributed.is_available() and distributed.is_initialized()
+        self.rank = distributed.get_rank() if joined else 0
+        self.world_size = distributed.get_world_size() if joined else 1
+
+    def sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Each number summed over the ranks, in double precision."""
+        return (
+            self._reduced(numbers, device, distributed.ReduceOp.SUM) if self.world_size > 1 else list(numbers)
+        )
+
+    def largest(self, number: float, device: torch.device) -> float:
+        """The largest of the ranks' numbers."""
+        return self.largest_of([number], device)[0]
+
+    def largest_of(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """The same of several numbers, each by itself."""
+        if self.world_size == 1:
+            return list(numbers)
+        return self._reduced(numbers, device, distributed.ReduceOp.MAX)
+
+    def agree(self, problem: Exception | None, device: torch.device, doing: str) -> None:
+        """Go on only if no rank has a problem.
+
+        Raises:
+            RunError: another rank has one, and it is named; this rank's own is raised as it is.
+        """
+        failed = self.largest(0 if problem is None else self.rank + 1, device)
+        if problem is not None:
+            raise problem
+        if failed:
+            raise RunError(f"rank {failed - 1:.0f} could not do {doing}; its own error says why")
+
+    def gather(self, rows: torch.Tensor, into: torch.Tensor, device: torch.device) -> None:
+        """Every rank's rows (N, ...), one rank after the other, into a tensor of (world_size x N, ...)."""
+        retried(lambda: distributed.all_gather_into_tensor(into, rows), device)
+
+    def add_gradients(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        """Replace every gradient by its sum over the ranks; one that no rank has stays None."""
+        if self.world_size == 1:
+            return
+        there = self._reduced(
+            [weight.grad is not None for weight in parameters], device, distributed.ReduceOp.MAX
+        )
+        for weight, has_gradient in zip(parameters, there, strict=True):
+            if has_gradient and weight.grad is None:
+                weight.grad = retried(partial(torch.zeros_like, weight), device)
+        for bucket in _buckets([weight.grad for weight in parameters if weight.grad is not None]):
+            self._add(bucket, device)
+
+    def _add(self, bucket: Sequence[torch.Tensor], device: torch.device) -> None:
+        flat = retried(lambda: torch.cat([gradient.flatten() for gradient in bucket]), device)
+        retried(lambda: distributed.all_reduce(flat), device)
+
+        def copy_back() -> None:
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+        retried(copy_back, device)
+
+    def _reduced(
+        self, numbers: Sequence[float], device: torch.device, operation: distributed.ReduceOp.RedOpType
+    ) -> list[float]:
+        values = retried(lambda: torch.tensor(numbers, dtype=torch.float64, device=device), device)
+        retried(lambda: distributed.all_reduce(values, op=operation), device)
+        return retried(values.tolist, device)
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Gradients of one type together, about 32 MiB a bucket."""
+    buckets: list[list[torch.Tensor]] = []
+    room = 0
+    for gradient in sorted(gradients, key=lambda gradient: str(gradient.dtype)):
+        if not buckets or room < gradient.nbytes or buckets[-1][0].dtype != gradient.dtype:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(gradient)
+        room -= gradient.nbytes
+    return buckets
