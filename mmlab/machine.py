@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from mmlab import __version__
 
@@ -17,6 +18,8 @@ _MEMORY_LIMITS = (  # of a container: control groups of version 2 and 1
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+_MEMORY_USED = ("memory.current", "memory.usage_in_bytes")  # beside each of them
+GIB = 2**30
 SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "tokenizers", "numpy", "pandas", "pillow", "numba")
 
 
@@ -32,6 +35,24 @@ def total_memory_bytes() -> int:
     return min([total_bytes, *(int(limit) for limit in limits if limit != "max")])
 
 
+def available_memory_bytes() -> int:
+    """Memory that can still be taken without swapping: of the machine, or of its container where that is less.
+
+    Files that the system keeps in memory count as available. Takes 0.1 ms.
+    """
+    import psutil
+
+    available_bytes = psutil.virtual_memory().available
+    for limit, used in zip(_MEMORY_LIMITS, _MEMORY_USED, strict=True):
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            in_use = int(limit.with_name(used).read_text())
+            kept = re.search(
+                r"^(?:total_)?inactive_file (\d+)$", limit.with_name("memory.stat").read_text(), re.MULTILINE
+            )
+            available_bytes = min(available_bytes, int(text) - in_use + (int(kept[1]) if kept else 0))
+    return max(0, available_bytes)
+
+
 def process_rss_bytes() -> int:
     """Resident memory of this process; not of its worker processes."""
     if _STATM.exists():  # Linux
@@ -41,6 +62,28 @@ def process_rss_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def this_process() -> dict[str, Any]:
+    """What a `start` event says of the process that writes it, so that others can see whether it is still there."""
+    return {"process_id": os.getpid(), "host_name": platform.node()}
+
+
+def process_runs(process_id: int, host_name: str, since_s: float) -> bool:
+    """Whether a process of this machine, seen at `since_s` (seconds since 1970), still runs; True of other machines'.
+
+    A process that began later has only taken over the number.
+    """
+    if host_name != platform.node():
+        return True
+    import psutil
+
+    try:
+        process = psutil.Process(process_id)
+        # the system counts from its own start, known to the second
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < since_s + 2
+    except psutil.NoSuchProcess:
+        return False
+
+
 def cpu_name() -> str:
     """The processor's own name, as far as the system tells it."""
     if _CPUINFO.exists() and (
@@ -48,6 +91,11 @@ def cpu_name() -> str:
     ):
         return found[1]
     return platform.processor() or platform.machine()
+
+
+def describe_host() -> dict[str, Any]:
+    """Operating system, processor and cores, ready for JSON."""
+    return {"platform": platform.platform(), "processor": cpu_name(), "cores": num_usable_cores()}
 
 
 def versions(names: Iterable[str] = SHOWN_LIBRARIES) -> dict[str, str | None]:

@@ -1,0 +1,126 @@
+"""Pause, resume or stop a run from anywhere: a small file in the run's folder, read between two optimizer steps.
+
+`send` replaces the file in one piece; `Control`, in the training process, looks at it after every step and waits while
+it says pause. Whoever can write to the folder can steer the run: a notebook, a terminal, a kernel that was restarted.
+
+>>> import tempfile
+>>> folder = tempfile.mkdtemp()
+>>> control = Control(folder)
+>>> send(folder, "stop")
+>>> control.told_to_stop()
+True
+
+Costs: one `stat` of the file for every step, about two microseconds; the file is read only when it has changed.
+Does not: interrupt a step, an evaluation or a read of a file; those are finished first. It compares clocks, so a folder
+that two machines share needs clocks that agree to the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmlab.errors import unknown_name
+
+CONTROL = "control.json"
+POLL_S = 0.05  # how often a paused run looks whether it may go on
+_LEVELS = {"resume": 0, "pause": 1, "stop": 2}  # of several ranks the highest holds
+
+Emit = Callable[[str, dict[str, Any]], object]  # takes the kind of an event and its values
+
+
+def send(folder: str | Path, command: str) -> None:
+    """Tell the run that writes into `folder` what to do: `pause`, `resume` or `stop`. Returns at once.
+
+    The run does it after the step in hand. A command is for the run that is going on: one that starts later does not
+    see it.
+
+    Raises:
+        OptionError: another command.
+        OSError: the folder is not there or cannot be written to.
+    """
+    if command not in _LEVELS:
+        raise unknown_name("command to a run", command, _LEVELS)
+    path = Path(folder) / CONTROL
+    replace_file(path, json.dumps({"command": command, "time_s": time.time()}))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a small file in one piece: who reads it finds the old text or the new one, never a part."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    new.write_text(text)
+    new.replace(path)
+
+
+class Control:
+    """What a run was told, seen from its training loop. Use from one thread.
+
+    Args:
+        folder: of the run; None is told nothing, as the ranks other than 0 are: what rank 0 reads holds for all.
+        since_s: commands given before this time (seconds since 1970) were for an earlier run; now, unless given.
+    """
+
+    def __init__(self, folder: str | Path | None, *, since_s: float | None = None) -> None:
+        self._path = None if folder is None else Path(folder) / CONTROL
+        self._since_s = time.time() if since_s is None else since_s
+        self._seen: tuple[int, int] | None = None  # inode and time of the file as last read
+        self._wanted = "resume"
+        self.paused_s = 0.0  # spent waiting so far
+        self.stopped = False  # the last answer of `told_to_stop`
+
+    @property
+    def wanted(self) -> str:
+        """The latest command: `resume` where there was none."""
+        if self._path is not None:
+            try:
+                found = os.stat(self._path)
+            except OSError:  # nothing was said
+                return self._wanted
+            if (found.st_ino, found.st_mtime_ns) != self._seen:
+                self._seen = (found.st_ino, found.st_mtime_ns)
+                self._wanted = self._read()
+        return self._wanted
+
+    def told_to_stop(
+        self,
+        stopping: Callable[[], object] = lambda: False,
+        *,
+        agree: Callable[[float], float] = float,
+        emit: Emit = lambda kind, values: None,
+    ) -> bool:
+        """Whether to end the run here; first waits for as long as it is paused, between two events that say so.
+
+        Args:
+            stopping: another reason to stop, asked again and again while the run waits.
+            agree: gives every rank the largest of the ranks' numbers. Ranks then pause and stop at the same step,
+                and go through the same number of exchanges.
+            emit: takes `pause` and `resume`.
+        """
+        started: float | None = None
+        while (level := agree(self._level(stopping))) == _LEVELS["pause"]:
+            if started is None:
+                started = time.perf_counter()
+                emit("pause", {})
+            time.sleep(POLL_S)
+        if started is not None:
+            paused_s = time.perf_counter() - started
+            self.paused_s += paused_s
+            emit("resume", {"paused_s": paused_s})
+        self.stopped = level == _LEVELS["stop"]
+        return self.stopped
+
+    def _level(self, stopping: Callable[[], object]) -> float:
+        return _LEVELS["stop"] if stopping() else _LEVELS[self.wanted]
+
+    def _read(self) -> str:
+        assert self._path is not None
+        try:
+            found = json.loads(self._path.read_text())
+            command, time_s = found["command"], found["time_s"]
+        except (OSError, ValueError, KeyError, TypeError):  # not from `send`: it says nothing
+            return self._wanted
+        return command if command in _LEVELS and time_s >= self._since_s else self._wanted

@@ -1,0 +1,365 @@
+"""One training run from a configuration: read, plan, train, evaluate, save; go on where an earlier run ended.
+
+A run is a folder: `config.toml`, `tokenizer/`, one events file a rank, and `checkpoints/`. Started by `torchrun`, every
+rank trains on its share of each plan and rank 0 writes the checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from tqdm.auto import tqdm
+
+from mmlab.checkpoint import MANIFEST, Checkpoints, read_checkpoint, restore
+from mmlab.config import LOADER_OPTIONS, RunConfig, load_config
+from mmlab.control import Control
+from mmlab.dataset import MultimodalDataset
+from mmlab.errors import DataError
+from mmlab.events import EVENT_FILES, RunEvent, RunLog
+from mmlab.folders import fresh_folder
+from mmlab.loader import PlannedLoader
+from mmlab.losses import Objective, parse_objectives
+from mmlab.machine import this_process, versions
+from mmlab.model import build_model, enable_packing
+from mmlab.monitor import DeviceMonitor
+from mmlab.parallel import Ranks
+from mmlab.preparation import describe_machine, make_datasets, resolve_device
+from mmlab.pricing.planner import memory_scheduler
+from mmlab.resource_aware import ResourceAwareScheduler
+from mmlab.schedule import BatchPlan, BatchScheduler, make_scheduler
+from mmlab.schedule.dense import Memory
+from mmlab.trainer import FusionTrainer
+
+EVAL_BATCH_SIZE = 32
+_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
+_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY, EVENT_FILES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What a finished run found."""
+
+    folder: str
+    status: str  # done, or stopped before the last epoch
+    resumed_from: str | None  # checkpoint
+    num_steps: int  # of the whole run, those before a resume included
+    num_epochs: int
+    loss: float | None  # of the last step that this process did
+    evaluation: Mapping[str, Any]  # values of the last `eval` event
+    best_checkpoint: str | None
+
+    def __str__(self) -> str:
+        found = ", ".join(
+            f"{key} {self.evaluation[key]:.4g}"
+            for key in ("loss", "image_to_text_r1", "text_to_image_r1", "chance_r1")
+            if key in self.evaluation
+        )
+        stopped = "stopped after " if self.status == "stopped" else ""
+        lines = [f"{self.folder}: {stopped}{self.num_epochs} epochs, {self.num_steps} steps"]
+        lines += [f"resumed from {self.resumed_from}"] if self.resumed_from else []
+        lines += [f"held out: {found}"] if found else []
+        return "\n  ".join(
+            lines + ([f"best checkpoint: {self.best_checkpoint}"] if self.best_checkpoint else [])
+        )
+
+
+def train(
+    config: RunConfig, *, runs: str | Path = "runs", resume: str = "never", progress: bool = True
+) -> TrainingResult:
+    """Train as configured, in the folder `runs`/NAME.
+
+    An interrupt, or SIGTERM where it raises, ends the run after the step in hand with a checkpoint. So does
+    `mmlab.control.send(folder, "stop")`, on which `train` returns; `"pause"` and `"resume"` hold it and let it go on.
+
+    Args:
+        resume: `auto` goes on from the newest whole checkpoint in the folder, if there is one; `never` starts anew and
+            moves what an earlier run left to `previous-N`; else a checkpoint, or a folder of them, to go on from.
+
+    Raises:
+        DataError: data or checkpoint cannot be used.
+        OptionError: an option cannot work.
+        RunError: training failed.
+    """
+    with ExitStack() as stack:
+        rank, world_size = stack.enter_context(_process_group(config))
+        folder = Path(runs) / config.name
+        start = None if resume in ("auto", "never") else Path(resume)
+        if rank == 0:
+            if resume == "never" or (start is not None and folder.resolve() not in start.resolve().parents):
+                fresh_folder(folder, _WRITTEN)
+            folder.mkdir(parents=True, exist_ok=True)
+        if world_size > 1:
+            distributed.barrier()
+        log = stack.enter_context(RunLog(folder, rank))
+        run = _Run(config, folder, log, rank=rank, world_size=world_size, progress=progress and rank == 0)
+        stack.callback(run.close)
+        return run.train(run.start(resume, start))
+
+
+class _Run:
+    """The parts of one run, joined."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path, log: RunLog, *, rank: int, world_size: int, progress: bool
+    ) -> None:
+        self.config, self.folder, self._log = config, folder, log
+        self._rank, self._world_size = rank, world_size
+        self._control = Control(folder if rank == 0 else None)
+        options = {**config.trainer}
+        self._num_epochs = options.pop("num_epochs")
+        seed = options.get("seed", 0)
+        device = resolve_device(_device(options.pop("device", "auto")))
+        train_set, held_out_set = _datasets(
+            config, folder if rank == 0 else None, seed=seed, progress=progress
+        )
+        model = _model(config, len(train_set.tokenizer), seed)
+        asked = options.pop("objectives", ("contrastive",))
+        objectives = parse_objectives(model, asked, tokenizer=train_set.tokenizer)
+        saved = folder / _MEMORY if rank == 0 else None
+        scheduler = _scheduler(config, model, objectives, device, world_size, seed=seed, saved=saved)
+        self.scheduler_name = config.scheduler.get("name", "budget")
+        loading = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
+        planner: Any = _Share(whole=scheduler, rank=rank, seed=scheduler.seed, world_size=world_size)
+        if isinstance(scheduler, Memory) and config.scheduler.get("follow", True) and world_size == 1:
+            planner = ResourceAwareScheduler(planner=scheduler, emit=log.emit)
+        self._loader = PlannedLoader(
+            train_set, planner, device=None if device == "cpu" else device, emit=log.emit, **loading
+        )
+        self._held_out = PlannedLoader(
+            held_out_set,
+            # the first batches are measured by themselves in mid-epoch: a fair sample, where sorted ones are not
+            make_scheduler("random" if options.get("eval_batches") else "sorted", batch_size=EVAL_BATCH_SIZE),
+            num_workers=0,
+        )
+        if self.scheduler_name == "packed":
+            enable_packing(model)
+        memory = getattr(scheduler, "cost", None) if isinstance(scheduler, Memory) else None
+        self.trainer = FusionTrainer(
+            model, device=device, emit=self._take, objectives=objectives, memory=memory, **options
+        )
+        self._checkpoints = Checkpoints(folder / _CHECKPOINTS, emit=log.emit, **config.checkpoint)
+        self._bar = tqdm(unit="step", disable=None if progress else True)
+        self._evaluation: Mapping[str, Any] = {}
+        self._loss: float | None = None
+
+    def start(self, resume: str, path: Path | None) -> Path | None:
+        """Go on from a checkpoint where that is wanted, and write the start event; returns the checkpoint."""
+        found = None
+        if resume != "never":
+            saved = _saved_in(path, self._checkpoints)
+            if saved is not None:
+                found, state = saved
+                restore(self.trainer, self._loader, found, state)
+                self._warn_of_changes()
+        if self._rank == 0:
+            self.config.save(self.folder / _CONFIG)
+        trainer, config = self.trainer, self.config
+        machine = describe_machine(str(trainer.device))
+        values = {
+            "run_name": config.name,
+            "scheduler": self.scheduler_name,
+            "model": config.model.get("preset", "small"),
+            **trainer.description(),
+            "num_steps": self._num_steps(),
+            "num_epochs": self._num_epochs,
+            "device_name": machine["device_name"],
+            "world_size": self._world_size,
+            **this_process(),
+            "config": {**config.as_dict(), "machine": machine},
+            "versions": versions(),
+        }
+        self._log.write("start", trainer.step, **values)
+        return found
+
+    def train(self, resumed_from: Path | None) -> TrainingResult:
+        """The epochs that are left."""
+        trainer = self.trainer
+        self._bar.reset(self._num_steps())
+        self._bar.update(trainer.step)
+        started, status, details = time.perf_counter(), "failed", {}
+        interval_s = self.config.events.get("device_interval_s", 0.5)
+        try:
+            with DeviceMonitor(self._log.emit, device=trainer.device, interval_s=interval_s, rank=self._rank):
+                trainer.fit(
+                    self._loader,
+                    num_epochs=max(0, self._num_epochs - trainer.epoch),
+                    eval_loader=self._held_out,
+                    checkpoints=self._checkpoints,
+                    control=self._control,
+                )
+            status = "done" if trainer.epoch >= self._num_epochs else "stopped"
+        except (KeyboardInterrupt, SystemExit):
+            status = "stopped"
+            raise
+        except Exception as error:
+            details = {"message": str(error), "traceback": traceback.format_exc()}
+            raise
+        finally:
+            run_s = time.perf_counter() - started
+            figures = {"num_steps": trainer.step, "run_s": run_s, "paused_s": self._control.paused_s}
+            self._log.write("end", trainer.step, status=status, **figures, **details)
+        best = self._checkpoints.best
+        return TrainingResult(
+            folder=str(self.folder),
+            status=status,
+            resumed_from=None if resumed_from is None else str(resumed_from),
+            num_steps=trainer.step,
+            num_epochs=trainer.epoch,
+            loss=self._loss,
+            evaluation=self._evaluation,
+            best_checkpoint=None if best is None else str(best),
+        )
+
+    def close(self) -> None:
+        """Leave the terminal tidy."""
+        self._bar.close()
+
+    def _num_steps(self) -> int:
+        """Of the whole run, as far as this epoch's plan tells."""
+        trainer = self.trainer
+        if trainer.total_steps is not None and trainer.last_epoch == self._num_epochs:
+            return trainer.total_steps
+        per_epoch = math.ceil(len(self._loader) / trainer.accumulation_steps)
+        num_done = math.ceil(trainer.epoch_batches / trainer.accumulation_steps)
+        return trainer.step - num_done + (self._num_epochs - trainer.epoch) * per_epoch
+
+    def _take(self, event: RunEvent) -> None:
+        """Write an event and show it."""
+        self._log.emit(event)
+        values = event.values
+        if event.kind == "step":
+            self._loss = values["loss"] if math.isfinite(values["loss"]) else None
+            self._bar.total = self.trainer.total_steps
+            self._bar.set_postfix_str(
+                f"epoch {values['epoch']}, loss {values['loss']:.3f}, {values['samples_per_s']:.0f} samples/s",
+                refresh=False,
+            )
+            self._bar.update()
+        elif event.kind == "eval":
+            self._evaluation = {
+                key: value for key, value in values.items() if isinstance(value, int) or math.isfinite(value)
+            }
+            self._say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
+
+    def _warn_of_changes(self) -> None:
+        path = self.folder / _CONFIG
+        if self._rank == 0 and path.exists() and (changes := load_config(path).changes(self.config)):
+            message = f"resumed with other options than before: {'; '.join(changes)}"
+            self._log.write("warning", self.trainer.step, message=message, source="training")
+            self._say(message)
+
+    def _say(self, message: str) -> None:
+        if not self._bar.disable:
+            self._bar.write(message, file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share(BatchScheduler):
+    """A scheduler whose plans are one rank's share."""
+
+    whole: BatchScheduler
+    rank: int
+
+    def plan(self, samples: Any, *, epoch: int = 0) -> BatchPlan:
+        return self.whole.plan(samples, epoch=epoch).shard(self.rank, self.world_size)
+
+
+@contextmanager
+def _process_group(config: RunConfig) -> Iterator[tuple[int, int]]:
+    """Rank and number of ranks, joined if `torchrun` started this process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or distributed.is_initialized():
+        joined = distributed.is_initialized()
+        yield (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
+        return
+    on_gpu = resolve_device(config.trainer.get("device", "auto")).startswith("cuda")
+    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield distributed.get_rank(), distributed.get_world_size()
+    finally:
+        distributed.destroy_process_group()
+
+
+def _device(name: str) -> str:
+    """The device of this rank: under torchrun each has a GPU of its own."""
+    if name in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        return f"cuda:{os.environ['LOCAL_RANK']}"
+    return name
+
+
+def _datasets(
+    config: RunConfig, folder: Path | None, *, seed: int, progress: bool
+) -> tuple[MultimodalDataset, MultimodalDataset]:
+    options = {key: value for key, value in config.data.items() if key not in ("path", *LOADER_OPTIONS)}
+    return make_datasets(
+        config.data["path"],
+        **{"image": "aspect:128", **options},
+        seed=seed,
+        progress=progress,
+        save_tokenizer_to=None if folder is None else folder / _TOKENIZER,
+    )
+
+
+def _scheduler(
+    config: RunConfig,
+    model: torch.nn.Module,
+    objectives: Mapping[str, Objective],
+    device: str,
+    world_size: int,
+    *,
+    seed: int,
+    saved: Path | None,
+) -> BatchScheduler:
+    options = {"seed": seed, **config.scheduler}
+    name = options.pop("name", "budget")
+    if name != "memory":
+        return replace(make_scheduler(name, **options), world_size=world_size)
+    options.pop("follow", None)
+    scheduler: Any = memory_scheduler(
+        model,
+        device=device,
+        precision=config.trainer.get("precision", "fp32"),
+        checkpointing=config.trainer.get("checkpointing", False),
+        objectives=objectives,
+        saved=saved,
+        progress=False,
+        world_size=world_size,
+        **options,
+    )
+    # what is free differs between ranks and moments; plans must not: the least counts
+    least = -Ranks().largest(-scheduler.budget, torch.device(device))
+    return replace(scheduler, budget=int(least))
+
+
+def _model(config: RunConfig, vocab_size: int, seed: int) -> torch.nn.Module:
+    """The same first weights for the same seed, whatever was drawn before."""
+    build: Callable[..., torch.nn.Module] = build_model
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build(**config.model, vocab_size=vocab_size)
+
+
+def _saved_in(path: Path | None, own: Checkpoints) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to go on from: the newest of this run's own, or of what was asked for."""
+    if path is None:
+        return own.load()
+    if (path / MANIFEST).exists():
+        return path, read_checkpoint(path)
+    inside = path / _CHECKPOINTS
+    found = Checkpoints(inside if inside.is_dir() else path).load()
+    if found is None:
+        raise DataError(
+            f"{path}: no checkpoint there; give a checkpoint's folder, or a folder of checkpoints"
+        )
+    return found
