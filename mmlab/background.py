@@ -1,80 +1,109 @@
 """A comparison in a process of its own, so that the notebook's kernel stays free while it runs.
 
-`start_compare` returns at once. The child writes the run's events to files and nothing else is shared: the
-parent follows those files, a crash of one does not touch the other, and the measured times are not disturbed
-by the notebook's own Python. Starting costs the import of torch in the child, a few seconds.
+`start_compare` returns at once. The child writes the run's events to files and nothing else is shared: the parent
+follows those files, a crash of one does not touch the other, and the measured times are not disturbed by the
+notebook's own Python (docs/decisions/0004-training-runs-in-its-own-process.md has the figures). Starting costs the
+import of torch in the child, a few seconds.
 
-The child ends with its parent: a pipe between them stays open, and when it breaks, because the kernel was restarted
-or killed, the child stops as if it had been asked to.
+The child ends with its parent: a pipe between them stays open, and when it breaks, because the kernel was restarted or
+killed, the child stops as if it had been asked to. One that was started `detached` goes on, and `find_run` takes hold
+of it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmlab.comparison import Comparison, load_comparison
-from mmlab.errors import DataError, MmlabError, OptionError, RunError
-from mmlab.machine import share_cores
+import psutil
 
-LOG = "log.txt"
-_USER_ERROR = 2  # exit code of the child after a DataError or OptionError
+from mmlab.comparison import Comparison, load_comparison
+from mmlab.control import Control, replace_file, send
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.folders import COMPARISON_FILES, fresh_folder
+from mmlab.machine import process_runs, share_cores, this_process
+
+LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
+_USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
 
 _latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
 
 
 class BackgroundRun:
-    """A handle on a running comparison. Safe to use from any thread.
+    """A handle on a comparison in another process. Safe to use from any thread.
+
+    Made by `start_compare` and `find_run`.
 
     Attributes:
         folder: where the comparison writes; views may follow `folder / "runs"`.
+        job: what was asked for, as far as JSON can say it: `data`, `schedulers`, `options`.
+        asked_to_stop: whether this handle was told to stop the run.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        assert process.stdin is not None
-        self.folder = folder
-        self._process, self._pipe = process, process.stdin
-        self._stopped = False
+    def __init__(self, folder: Path, about: dict[str, Any], child: subprocess.Popen[bytes] | None) -> None:
+        self.folder, self.job = folder, about["job"]
+        self.asked_to_stop = False
+        self._process_id, self._host_name = about["process_id"], about["host_name"]
+        self._started_s, self._child = about["started_s"], child
 
     @property
     def state(self) -> str:
         """`running`, `done`, `stopped` or `failed`."""
-        code = self._process.poll()
-        if code is None:
+        if self._is_alive():
             return "running"
-        if self._stopped:
-            return "stopped"
-        return "done" if code == 0 else "failed"
+        return self._outcome()["status"]
+
+    @property
+    def error(self) -> str | None:
+        """The traceback of what ended a failed run, or the end of its log where it could not say."""
+        if self._is_alive():
+            return None
+        return self._outcome()["traceback"]
 
     @property
     def log(self) -> str:
-        """What the child wrote to its terminal so far: progress, and the traceback of a failure."""
+        """What the process wrote to its terminal so far: progress, and the traceback of a failure."""
         return (self.folder / LOG).read_text(errors="replace")
 
     def sleep(self, seconds: float) -> None:
         """Wait so long, or less if the run ends."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired, psutil.NoSuchProcess):
+            if self._child is not None:
+                self._child.wait(seconds)
+            elif self._is_alive():
+                psutil.Process(self._process_id).wait(seconds)
+
+    def ask_to_stop(self) -> None:
+        """Ask for a clean stop after the step in hand; returns at once.
+
+        Asked again, a step that takes long is broken off. Harmless if the run has ended.
+        """
+        if self._is_alive():
+            self.asked_to_stop = True
+            send(self.folder, "stop")
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the file says it as well
+                os.kill(self._process_id, signal.SIGINT)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Ask for a clean stop after the current step, and wait; kill after `timeout_s`. Harmless if it has ended."""
-        if self._process.poll() is None:
-            self._stopped = True
-            self._process.send_signal(signal.SIGINT)
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._pipe.close()
+        """Ask for a clean stop after the step in hand, and wait; kill after `timeout_s`. Harmless if it has ended."""
+        self.ask_to_stop()
+        self.sleep(timeout_s)
+        if self._is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process_id, signal.SIGKILL)
+            self.sleep(10)
+        self._let_go()
 
     def wait(self) -> Comparison:
         """Wait for the end. An interrupt of the waiting cell stops the run cleanly.
@@ -84,74 +113,165 @@ class BackgroundRun:
             RunError: the run failed, or was stopped before every scheduler had finished an epoch.
         """
         try:
-            code = self._process.wait()
+            while self._is_alive():
+                self.sleep(60)
         except KeyboardInterrupt:
             self.stop()
-            code = self._process.returncode
-        self._pipe.close()
-        if code == _USER_ERROR:
-            kind, _, message = self.log.strip().splitlines()[-1].partition(": ")
-            raise (DataError if kind == "DataError" else OptionError)(message)
-        if code != 0 and self.state == "stopped":
+        self._let_go()
+        outcome = self._outcome()
+        if outcome["status"] == "failed":
+            kind = _USER_ERRORS.get(outcome["error"])
+            raise (
+                kind(outcome["message"])
+                if kind
+                else RunError(f"the comparison failed: {outcome['message']}\n{outcome['traceback']}")
+            )
+        if not (self.folder / "comparison.json").exists():
             raise RunError(
                 "the run was stopped before every scheduler had finished an epoch; nothing to compare"
             )
-        if code != 0:
-            raise RunError(f"the comparison failed with exit code {code}:\n{self.log[-4000:]}")
         return load_comparison(self.folder)
+
+    def _is_alive(self) -> bool:
+        if self._child is not None:
+            return self._child.poll() is None
+        alive = process_runs(self._process_id, self._host_name, self._started_s)
+        return alive and not (self.folder / OUTCOME).exists()
+
+    def _let_go(self) -> None:
+        """Close the pipe to the child, once it has ended."""
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
+
+    def _outcome(self) -> dict[str, Any]:
+        """How the process that is gone has ended, from its last words; it has none if it was killed."""
+        try:
+            return json.loads((self.folder / OUTCOME).read_text())
+        except FileNotFoundError:
+            pass
+        if self.asked_to_stop:
+            return {"status": "stopped", "error": None, "message": None, "traceback": None}
+        code = "" if self._child is None else f" with exit code {self._child.returncode}"
+        message = f"its process ended{code} without saying why"
+        with contextlib.suppress(FileNotFoundError):
+            return {
+                "status": "failed",
+                "error": None,
+                "message": message,
+                "traceback": f"{message}; its log ends:\n{self.log[-4000:]}",
+            }
+        return {"status": "failed", "error": None, "message": message, "traceback": message}
 
 
 def start_compare(
-    data: Any, schedulers: Any = ("random", "sorted", "bucket", "budget"), *, out: str | Path, **options: Any
+    data: Any,
+    schedulers: Any = ("random", "sorted", "bucket", "budget"),
+    *,
+    out: str | Path,
+    detached: bool = False,
+    **options: Any,
 ) -> BackgroundRun:
     """Start `mmlab.compare(data, schedulers, out=out, **options)` in a fresh interpreter and return at once.
 
     A run that this process started in the same folder, and that still goes on, is stopped first.
 
+    Args:
+        detached: the run goes on when this process ends.
+
     Raises:
         OptionError: something that cannot be sent to another process.
     """
+    folder, started_s = Path(out), time.time()
     try:
-        job = pickle.dumps((data, schedulers, {**options, "out": str(out)}))
+        job = pickle.dumps((data, schedulers, {**options, "out": str(out)}, started_s, detached))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise OptionError(
             f"cannot send these arguments to another process ({error}); give paths and names"
         ) from error
-    folder = Path(out)
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_room(folder)
     with (folder / LOG).open("wb") as log:
         command = [sys.executable, "-m", "mmlab.background"]
         # in a session of its own: interrupting a cell of the notebook must not interrupt the run
-        process = subprocess.Popen(
+        child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
-    _latest[folder.resolve()] = run = BackgroundRun(process, folder)
-    run._pipe.write(job)
-    run._pipe.flush()
+    about = {
+        **this_process(),
+        "process_id": child.pid,
+        "started_s": started_s,
+        "job": job_of(data, schedulers, options),
+    }
+    replace_file(folder / PROCESS, json.dumps(about, indent=2))
+    _latest[folder.resolve()] = run = BackgroundRun(folder, about, child)
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has died already: its log says why
+        child.stdin.write(job)
+        child.stdin.flush()
     return run
 
 
-def _child() -> int:
-    share_cores()
-    data, schedulers, options = pickle.load(
-        sys.stdin.buffer
-    )  # before torch: the parent may wait for it to be read
-    threading.Thread(target=_stop_with_parent, daemon=True).start()
-    from mmlab.experiment import compare
+def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, as far as JSON can say it: data that are not a path are None, schedulers are names."""
+    return {
+        "data": os.path.abspath(data) if isinstance(data, str | Path) else None,
+        "schedulers": list(schedulers),
+        "options": {key: value for key, value in options.items() if _is_plain(value)},
+    }
 
+
+def find_run(folder: str | Path) -> BackgroundRun | None:
+    """A handle on the run that was started in a folder last, by whichever process; None if none was."""
+    folder = Path(folder)
+    if (own := _latest.get(folder.resolve())) is not None:
+        return own
     try:
-        compare(data, schedulers, **options)
+        about = json.loads((folder / PROCESS).read_text())
+    except FileNotFoundError:
+        return None
+    return BackgroundRun(folder, about, None)
+
+
+def _make_room(folder: Path) -> None:
+    """Move an earlier comparison aside, so that nobody who follows the new run sees the old one."""
+    ours = (LOG, PROCESS, OUTCOME)
+    if any((folder / name).exists() for name in COMPARISON_FILES):
+        fresh_folder(folder, (*COMPARISON_FILES, *ours))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ours:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _child() -> None:
+    """Run the comparison that stands on the standard input, and leave word of how it ended."""
+    share_cores()
+    # before torch: the parent may wait for it to be read
+    data, schedulers, options, since_s, detached = pickle.load(sys.stdin.buffer)
+    outcome: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
+    try:
+        if not detached:
+            threading.Thread(target=_stop_with_parent, daemon=True).start()
+        from mmlab.experiment import compare
+
+        comparison = compare(data, schedulers, **options, control=Control(options["out"], since_s=since_s))
+        if comparison.interrupted:
+            outcome["status"] = "stopped"
     except KeyboardInterrupt:
-        return 1
-    except (DataError, OptionError) as error:
-        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
-        return _USER_ERROR
-    except (MmlabError, Exception):
+        outcome["status"] = "stopped"
+    except Exception as error:
         traceback.print_exc()
-        return 1
-    return 0
+        outcome |= {
+            "status": "failed",
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+    replace_file(Path(options["out"]) / OUTCOME, json.dumps(outcome, indent=2))
 
 
 def _stop_with_parent() -> None:
@@ -160,4 +280,4 @@ def _stop_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_child())
+    _child()

@@ -1,9 +1,12 @@
-"""The pictures of a comparison, drawn from its figures alone. Needs matplotlib and no display."""
+"""The pictures of a comparison, drawn from its figures alone, and how figures are written. Needs no display."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mmlab.errors import OptionError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +48,21 @@ def to_png(figure: Figure, *, dpi: int = 110) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure; the file's suffix chooses the format.
+
+    Raises:
+        OptionError: a suffix that matplotlib cannot write.
+    """
+    known = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in known:
+        raise OptionError(
+            f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
+        )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def _draw_waste(axes: Axes, arms: list[ArmResult]) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, OptionError
+from mmlab.charts import save_figure
+from mmlab.errors import DataError
 from mmlab.schedule import preview
 
 if TYPE_CHECKING:
@@ -123,14 +124,7 @@ class Overview:
         Raises:
             OptionError: a suffix that matplotlib cannot write.
         """
-        figure = self.figure()
-        known = figure.canvas.get_supported_filetypes()
-        if Path(path).suffix.removeprefix(".").lower() not in known:
-            raise OptionError(
-                f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
-            )
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        save_figure(self.figure(), path)
 
     def __str__(self) -> str:
         records = self.records

@@ -1,25 +1,17 @@
-"""The notebooks' panels answer, run, stop, and show every error; real widgets, real runs, no front-end."""
+"""The explorer of plans answers, and shows every error; real widgets, no front-end."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
-import ipywidgets as widgets
-import psutil
 import pytest
 
-from mmlab.comparison import Comparison
-from mmlab.dashboard import MAX_EXPLORED, CompareDashboard, PlanExplorer
-from mmlab.errors import OptionError, RunError
+from mmlab.dashboard import MAX_EXPLORED, PlanExplorer
 from mmlab.images import Aspect
 from mmlab.notebook import draw_sizes
 from mmlab.records import Records
 from mmlab.types import SampleSizes
 
-SMALL = {"image": "aspect:48", "batch_size": 8, "num_workers": 0, "progress": False}
 ANSWER_S = 0.2
 
 
@@ -89,98 +81,3 @@ def test_the_explored_part_holds_whole_images(many: SampleSizes) -> None:
         num_tokens=many.num_tokens, height=many.height, width=many.width, group=[-1] * len(many)
     )
     assert len(PlanExplorer(unknown, ("random",))._sizes) == MAX_EXPLORED
-
-
-def test_a_run_goes_on_in_the_background_and_ends_with_a_comparison(scenes: Path, tmp_path: Path) -> None:
-    panel = CompareDashboard(scenes, schedulers=("random", "budget"), out=tmp_path / "run", epochs=2, **SMALL)
-    with pytest.raises(RunError, match=r"nothing is running; press Start or call start\(\) first"):
-        panel.wait()
-    panel.stop()
-    panel.start_button.click()
-    first = panel._run
-    assert first is not None
-    assert first.state == "running"
-    assert panel.start_button.disabled
-    assert not panel.stop_button.disabled
-    panel.start()
-    assert panel._run is first
-    comparison = panel.wait()
-    assert isinstance(comparison, Comparison)
-    assert [arm.scheduler for arm in comparison.arms] == ["random", "budget"]
-    assert not comparison.interrupted
-    assert panel.message.value == ""
-    assert "combined waste" in panel.result.value
-    assert bytes(panel.picture.value).startswith(b"\x89PNG")
-    assert panel.picture.layout.display is None
-    assert (panel.progress.value, panel.progress.description) == (1.0, "done")
-    assert not panel.start_button.disabled
-    assert panel.stop_button.disabled
-
-
-def test_an_error_in_the_run_is_shown_and_raised_by_wait(scenes: Path, tmp_path: Path) -> None:
-    panel = CompareDashboard(scenes, schedulers=("budget",), out=tmp_path / "run", budget=3, **SMALL)
-    panel.start()
-    with pytest.raises(OptionError, match="above the budget of 3"):
-        panel.wait()
-    assert "OptionError: sample" in panel.message.value
-    assert panel.progress.description == "failed"
-    assert not panel.start_button.disabled
-
-
-def test_an_error_in_starting_is_shown_by_the_button_and_raised_in_code(tmp_path: Path) -> None:
-    panel = CompareDashboard(iter([]).__next__, out=tmp_path / "run", hook=lambda: None)
-    panel.start_button.click()
-    assert "OptionError: cannot send these arguments to another process" in panel.message.value
-    with pytest.raises(OptionError, match="give paths and names"):
-        panel.start()
-
-
-def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path: Path) -> None:
-    options = {
-        **SMALL,
-        "schedulers": ("random", "sorted"),
-        "out": tmp_path / "run",
-        "epochs": 20,
-        "image": "aspect:32",
-    }
-    panel = CompareDashboard(scenes, **options)
-    panel.start()
-    while panel.progress.value <= 0.1 and panel.stop_button.disabled is False:
-        time.sleep(0.1)
-    panel.stop_button.click()
-    assert panel.progress.description in ("stopping", "stopped")
-    comparison = panel.wait()
-    assert comparison.interrupted
-    assert 1 <= len(comparison.arms[0].epochs) < 20
-    assert panel.progress.description == "stopped"
-    assert "Interrupted" in panel.result.value
-
-    panel.start()  # into the same folder, and stopped before there is anything new: the old result must not come back
-    panel.stop()
-    with pytest.raises(RunError, match="stopped before every scheduler had finished an epoch"):
-        panel.wait()
-    assert "RunError" in panel.message.value
-    assert panel.result.value == ""
-    assert panel.progress.value == 0
-
-
-def test_a_run_ends_with_the_process_that_started_it(scenes: Path, tmp_path: Path) -> None:
-    code = (
-        "from mmlab.background import start_compare\n"
-        f"run = start_compare({str(scenes)!r}, ['random'], out={str(tmp_path)!r}, epochs=10_000, num_workers=0)\n"
-        "print(run._process.pid)"
-    )
-    started = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    try:
-        run = psutil.Process(int(started.stdout))
-    except psutil.NoSuchProcess:
-        return
-    _, alive = psutil.wait_procs([run], timeout=30)
-    assert not alive or run.status() == psutil.STATUS_ZOMBIE  # nobody collects it where init does not
-
-
-def test_controls_take_their_values_from_the_options(tmp_path: Path) -> None:
-    panel = CompareDashboard(tmp_path, schedulers=("bucket",), batch_size=4, epochs=7, precision="bf16")
-    found = (panel.schedulers.value, panel.batch_size.value, panel.epochs.value, panel.precision.value)
-    assert found == (("bucket",), 4, 7, "bf16")
-    assert isinstance(panel, widgets.VBox)

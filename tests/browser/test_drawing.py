@@ -1,0 +1,371 @@
+"""Runs that another process writes are drawn, chosen, zoomed, read and exported, in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jupyter import Notebook, Panel
+from PIL import Image
+from playwright.sync_api import expect
+from writing_runs import write_run
+
+from mmlab.events import read_events
+
+WRITER = Path(__file__).with_name("writing_runs.py")
+BLUE, ORANGE = "#0072B2", "#D98C00"  # the first two runs, light theme
+STEPS = 300
+_CLOSE_OTHER_TABS = """() => { for (const tab of [...jupyterapp.shell.widgets('main')])
+  if (!tab.context) tab.close(); }"""
+
+
+@pytest.fixture(scope="module")
+def runs(notebook: Notebook) -> Path:
+    """Two finished runs of 300 steps."""
+    folder = notebook.server.files / "pair" / "runs"
+    for seed, name in enumerate(("budget", "random")):
+        write_run(folder / name, STEPS, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shown(notebook: Notebook, runs: Path) -> Panel:
+    """A panel of the two runs."""
+    panel = notebook.show("panel = LivePanel('pair')\npanel")
+    panel.wait_points(2 * STEPS)
+    return panel
+
+
+@pytest.fixture
+def panel(shown: Panel) -> Iterator[Panel]:
+    """The panel as it was at first."""
+    shown.root.scroll_into_view_if_needed()
+    yield shown
+    shown.root.locator("select").select_option("step")
+    shown.root.locator("input[type=range]").fill("0")
+    shown.root.locator(".mmlp-reset").click()
+    for button in shown.root.locator(".mmlp-legend button[aria-pressed=false]").all():
+        button.click()
+    shown.frames()
+
+
+@pytest.fixture
+def writer(notebook: Notebook) -> Iterator[subprocess.Popen[bytes]]:
+    """A run of 100,000 steps at 20 Hz in the folder `growing`, written by another process until the test ends."""
+    shutil.rmtree(notebook.server.files / "growing", ignore_errors=True)
+    command = [sys.executable, str(WRITER), str(notebook.server.files / "growing"), "100000", "20"]
+    process = subprocess.Popen(command)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_two_runs_are_overlaid_in_every_plot_that_has_their_numbers(panel: Panel) -> None:
+    assert panel.wait_state("done") == "done"
+    assert panel.root.locator(".mmlp-legend [data-line]").all_inner_texts() == ["budget", "random"]
+    for name in ("samples", "batch", "memory", "use", "wait", "waste", "speed", "loss"):
+        colours = panel.colours(name)
+        assert colours.get(BLUE, 0) > 20, f"{name}: the first run is not drawn, {colours}"
+        assert colours.get(ORANGE, 0) > 20, f"{name}: the second run is not drawn, {colours}"
+    expect(panel.plot("memory").locator("figcaption")).to_contain_text("in use (process RSS)")
+    expect(panel.plot("memory").locator("figcaption")).to_contain_text("peak of step (live tensors)")
+    expect(panel.root.locator(".mmlp-cost")).to_contain_text("% of a core")
+
+
+def test_the_legend_hides_and_shows_a_run_and_a_measure(panel: Panel) -> None:
+    first = panel.root.get_by_role("button", name="budget", exact=True)
+    first.click()
+    assert BLUE not in panel.colours("loss")
+    assert panel.data("lines") == "1"
+    expect(first).to_have_attribute("aria-pressed", "false")
+    first.click()
+    assert panel.colours("loss").get(BLUE, 0) > 20
+    before = sum(panel.colours("loss").values())
+    held_out = panel.plot("loss").locator("[data-measure='loss.held_out']")
+    held_out.click()
+    assert sum(panel.colours("loss").values()) < before
+    held_out.click()
+
+
+def test_the_x_axis_counts_steps_seconds_samples_and_padded_tokens(panel: Panel, runs: Path) -> None:
+    steps = [event.values for event in events(runs / "budget", "step")]
+    wanted = {
+        "step": STEPS,
+        "second": STEPS / 10,
+        "sample": max(samples_of(runs / name) for name in ("budget", "random")),
+        "token": max(tokens_of(runs / name) for name in ("budget", "random")),
+    }
+    assert len(steps) == STEPS
+    for axis, last in wanted.items():
+        panel.root.locator("select").select_option(axis)
+        assert panel.x_range()[1] == pytest.approx(last, rel=1e-3), axis
+
+
+def test_smoothing_keeps_the_raw_line_faint_behind_a_calmer_one(panel: Panel) -> None:
+    raw = panel.colours("waste")
+    panel.root.locator("input[type=range]").fill("0.95")
+    smooth = panel.colours("waste")
+    assert 0 < smooth[BLUE] < raw[BLUE] / 2
+
+
+def test_dragging_zooms_every_plot_and_a_double_click_or_a_key_resets(panel: Panel) -> None:
+    whole = panel.x_range()
+    area = panel.plot("speed").locator(".mmlp-over")
+    box = area.bounding_box()
+    assert box
+    middle = box["y"] + box["height"] / 2
+    panel.page.mouse.move(box["x"] + box["width"] * 0.4, middle)
+    panel.page.mouse.down()
+    panel.page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=4)
+    panel.page.mouse.up()
+    low, high = panel.x_range()
+    assert whole[0] < low < high < whole[1]
+    assert high - low == pytest.approx(0.2 * box["width"] / (box["width"] - 60) * STEPS, rel=0.05)
+    area.dblclick()
+    assert panel.x_range() == whole
+    panel.root.focus()
+    panel.page.keyboard.press("+")
+    low, high = panel.x_range()
+    assert high - low == pytest.approx((whole[1] - whole[0]) / 2)
+    panel.page.keyboard.press("0")
+    assert panel.x_range() == whole
+
+
+def test_the_cursor_reads_the_same_step_in_every_plot(panel: Panel, runs: Path) -> None:
+    box = panel.plot("loss").locator(".mmlp-over").bounding_box()
+    assert box
+    panel.page.mouse.move(box["x"] + 52 + (box["width"] - 60) / 2, box["y"] + 50)
+    panel.frames()
+    at = float(panel.root.locator(".mmlp-where").inner_text().removeprefix("step "))
+    assert at == pytest.approx(STEPS / 2, abs=2)
+    step = events(runs / "budget", "step")[round(at) - 1].values
+    for plot, text in {
+        "samples": f"budget: {step['num_samples']}",
+        "speed": f"budget: {step['samples_per_s']:.4g}",
+        "waste": f"budget: measured {100 * step['combined_waste']:.1f} %",
+        "loss": f"budget: training {step['loss']:.4g}",
+    }.items():
+        expect(panel.plot(plot).locator(".mmlp-read")).to_contain_text(text)
+    panel.page.mouse.move(2, 2)
+    panel.frames()
+    assert not panel.root.locator(".mmlp-read:visible").count()
+
+
+def test_the_csv_has_every_number_of_every_run(panel: Panel, runs: Path) -> None:
+    panel.root.get_by_role(
+        "button", name="budget", exact=True
+    ).click()  # hidden and zoomed: in the file all the same
+    panel.root.focus()
+    panel.page.keyboard.press("+")
+    with panel.page.expect_download() as download:
+        panel.root.locator(".mmlp-csv").click()
+    assert download.value.suggested_filename == "pair.csv"
+    table = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text())))
+    for name in ("budget", "random"):
+        for kind, keys in {
+            "step": ("num_samples", "loss", "combined_waste", "peak_bytes", "samples_per_s"),
+            "device": ("memory_bytes", "utilization_ratio"),
+            "eval": ("loss",),
+        }.items():
+            rows = [row for row in table if (row["run"], row["kind"]) == (name, kind)]
+            written = events(runs / name, kind)
+            assert len(rows) == len(written)
+            for key in keys:
+                found = [float(row[key]) for row in rows]
+                assert found == pytest.approx([event.values[key] for event in written], rel=1e-6), key
+        last = [row for row in table if (row["run"], row["kind"]) == (name, "step")][-1]
+        assert float(last["samples_seen"]) == samples_of(runs / name)
+        assert float(last["padded_tokens_seen"]) == tokens_of(runs / name)
+
+
+def test_the_png_shows_the_plots(panel: Panel) -> None:
+    with panel.page.expect_download() as download:
+        panel.root.locator(".mmlp-png").click()
+    with Image.open(download.value.path()) as picture:
+        assert picture.width > 1000
+        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 24)}
+    for name in (BLUE, ORANGE):
+        assert colours.get(tuple(bytes.fromhex(name[1:])), 0) > 500, name
+    assert len(colours) > 20
+
+
+def test_a_second_view_shows_the_same_without_the_kernel_sending_anew(
+    notebook: Notebook, panel: Panel
+) -> None:
+    second = notebook.panel(notebook.run("panel"))
+    assert second.wait_points(2 * STEPS) == 2 * STEPS
+    assert second.colours("loss").get(BLUE, 0) > 20
+    second.root.get_by_role("button", name="budget", exact=True).click()
+    assert BLUE not in second.colours("loss")
+    assert panel.colours("loss").get(BLUE, 0) > 20, "what is hidden in one view is shown in the other"
+    notebook.page.evaluate("() => jupyterapp.commands.execute('notebook:create-output-view')")
+    beside = notebook.page.locator(".jp-LinkedOutputView")
+    third = Panel(beside.locator(".mmlp"))
+    assert third.wait_points(2 * STEPS) == 2 * STEPS
+    assert third.colours("loss").get(BLUE, 0) > 20
+    notebook.page.evaluate(_CLOSE_OTHER_TABS)
+    expect(beside).to_have_count(0)
+    second.root.scroll_into_view_if_needed()
+    assert second.colours("loss").get(ORANGE, 0) > 20, "the views that stay go on"
+
+
+def test_the_dark_theme_is_followed(notebook: Notebook, panel: Panel) -> None:
+    light = panel.root.evaluate("el => getComputedStyle(el).backgroundColor")
+    change = "theme => jupyterapp.commands.execute('apputils:change-theme', {theme})"
+    panel.page.evaluate(change, "JupyterLab Dark")
+    panel.page.wait_for_function(
+        "([el, light]) => getComputedStyle(el).backgroundColor !== light",
+        arg=[panel.root.element_handle(), light],
+    )
+    panel.page.wait_for_function(
+        """el => { const c = el.querySelector("[data-plot='loss'] canvas"), g = c.getContext('2d');
+            const d = g.getImageData(0, 0, c.width, c.height).data;
+            for (let i = 0; i < d.length; i += 4) if (d[i] === 76 && d[i+1] === 155 && d[i+2] === 232) return true;
+            return false }""",
+        arg=panel.root.element_handle(),
+    )  # the dark theme's blue
+    panel.page.evaluate(change, "JupyterLab Light")
+    panel.page.wait_for_function(
+        "([el, light]) => getComputedStyle(el).backgroundColor === light",
+        arg=[panel.root.element_handle(), light],
+    )
+    panel.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'true'")
+
+
+def test_keys_on_the_panel_leave_the_notebooks_cells_alone(notebook: Notebook, panel: Panel) -> None:
+    before = notebook.num_cells
+    for target in (panel.root, panel.root.locator(".mmlp-csv"), panel.root.locator("select")):
+        target.focus()
+        for key in ("b", "a", "d", "d", "x", "m", "Shift+M", "z"):
+            panel.page.keyboard.press(key)
+    panel.frames()
+    assert notebook.num_cells == before
+    assert panel.root.evaluate("el => el.contains(document.activeElement)"), "the panel lost the focus"
+
+
+def test_the_keyboard_reaches_runs_axes_cursor_and_help(panel: Panel) -> None:
+    panel.root.focus()
+    press = panel.page.keyboard.press
+    press("1")
+    assert BLUE not in panel.colours("loss")
+    press("1")
+    press("a")
+    assert panel.x_range()[1] == pytest.approx(STEPS / 10, rel=1e-3)
+    press("ArrowRight")
+    expect(panel.root.locator(".mmlp-where")).to_contain_text("second")
+    press("?")
+    expect(panel.root.locator(".mmlp-help")).to_be_visible()
+    press("?")
+    expect(panel.root.locator(".mmlp-help")).to_be_hidden()
+
+
+def test_legend_and_zoom_answer_while_a_cell_blocks_the_kernel(
+    notebook: Notebook, writer: subprocess.Popen[bytes]
+) -> None:
+    panel = notebook.show("LivePanel('growing')")
+    panel.wait_points(5)
+    blocking = notebook.run(
+        "import os, time\nwhile not os.path.exists('go_on'): time.sleep(0.05)", wait=False
+    )
+    expect(blocking.locator(".jp-InputPrompt")).to_have_text("[*]:")
+    panel.root.scroll_into_view_if_needed()
+    panel.root.get_by_role("button", name="growing", exact=True).click()
+    assert BLUE not in panel.colours("loss")
+    panel.root.get_by_role("button", name="growing", exact=True).click()
+    panel.root.focus()
+    whole = panel.x_range()
+    panel.page.keyboard.press("+")
+    assert panel.x_range()[0] > whole[0]
+    panel.page.keyboard.press("0")
+    reached = int(panel.data("points"))
+    panel.wait_points(
+        reached + 30
+    )  # and data come on: the kernel cannot take the page's answers, and sends all the same
+    panel.wait_state("running")
+    (notebook.server.files / "go_on").touch()
+    notebook.ready()
+
+
+def test_a_page_that_is_loaded_anew_shows_the_run_from_its_beginning(
+    notebook: Notebook, writer: subprocess.Popen[bytes]
+) -> None:
+    reached = notebook.show("LivePanel('growing')").wait_points(10)
+    number = notebook.num_cells - 1
+    notebook.reload()
+    panel = notebook.panel(notebook.cell(number))
+    panel.wait_points(reached + 10)
+    assert panel.wait_state("running") == "running"
+    assert panel.x_range()[0] <= 1
+    with panel.page.expect_download() as download:
+        panel.root.locator(".mmlp-csv").click()
+    table = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text())))
+    steps = [int(row["step"]) for row in table if row["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "a step is missing, or comes twice"
+    assert len(steps) >= reached + 10
+
+
+def test_no_step_is_lost_of_those_that_come_60_times_a_second(notebook: Notebook) -> None:
+    folder = notebook.server.files / "fast"
+    process = subprocess.Popen([sys.executable, str(WRITER), str(folder), "180", "60", "1"])
+    panel = notebook.show("LivePanel('fast')")
+    panel.wait_state("done")
+    assert process.wait() == 0
+    assert panel.wait_points(180) == 180
+    with panel.page.expect_download() as download:
+        panel.root.locator(".mmlp-csv").click()
+    rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text())))
+    losses = [float(row["loss"]) for row in rows if row["kind"] == "step"]
+    assert losses == pytest.approx([event.values["loss"] for event in events(folder, "step")], rel=1e-6)
+
+
+def test_a_run_is_cleared_and_comes_again_when_it_is_written_anew(notebook: Notebook) -> None:
+    folder = notebook.server.files / "cleared" / "runs"
+    write_run(folder / "keep", 20)
+    write_run(folder / "drop", 20)
+    panel = notebook.show("LivePanel('cleared')")
+    panel.wait_points(40)
+    panel.root.get_by_role("button", name="clear drop").click()
+    expect(panel.root.locator(".mmlp-legend [data-line]")).to_have_count(1)
+    expect(panel.root).to_have_attribute("data-points", "20")
+    assert (folder / "drop" / "events-rank0.jsonl").exists()
+    (folder / "drop" / "events-rank0.jsonl").unlink()
+    write_run(folder / "drop", 30)
+    assert panel.wait_points(50) == 50
+    expect(panel.root.locator(".mmlp-legend [data-line]")).to_have_count(2)
+
+
+def test_a_file_that_cannot_be_read_is_said_with_a_traceback_to_copy(notebook: Notebook) -> None:
+    folder = notebook.server.files / "damaged"
+    write_run(folder, 10)
+    with (folder / "events-rank0.jsonl").open("a") as file:
+        file.write("this is no event\n")
+    panel = notebook.show("LivePanel('damaged')")
+    error = panel.root.locator(".mmlp-error[data-where=reading]")
+    expect(error).to_contain_text("is not an event")
+    error.locator(".mmlp-copy").click()
+    expect(error.locator(".mmlp-copy")).to_have_text("Copied")
+    copied = panel.page.evaluate("() => navigator.clipboard.readText()")
+    assert copied.startswith("Traceback")
+    assert "DataError" in copied
+
+
+def events(folder: Path, kind: str) -> list:
+    found, _ = read_events(folder / "events-rank0.jsonl")
+    return [event for event in found if event.kind == kind]
+
+
+def samples_of(folder: Path) -> int:
+    return sum(event.values["num_samples"] for event in events(folder, "step"))
+
+
+def tokens_of(folder: Path) -> int:
+    values = [event.values for event in events(folder, "step")]
+    return sum(
+        v["num_samples"] * (v["num_tokens"] + (v["height"] // 16) * (v["width"] // 16)) for v in values
+    )

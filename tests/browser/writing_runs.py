@@ -1,0 +1,56 @@
+"""A process that writes a run as training does: `python writing_runs.py FOLDER STEPS HZ [SEED]`; 0 Hz: all at once."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+from mmlab.events import RunEvent, RunLog
+
+
+def write_run(folder: Path, num_steps: int, hz: float = 0.0, seed: int = 0, *, end: bool = True) -> None:
+    """`start`, steps with a device reading and an evaluation now and then, `end`."""
+    rng = random.Random(seed)
+    with RunLog(folder) as log:
+        began = time.time()
+        log.write("start", 0, run_name=folder.name, scheduler=folder.name, num_steps=num_steps, device="cpu")
+        for step in range(1, num_steps + 1):
+            time_s = began + step / (hz or 10)
+            if hz and (wait_s := time_s - time.time()) > 0:
+                time.sleep(wait_s)
+            for event in events_of(step, time_s, rng, seed):
+                log.emit(event)
+        if end:
+            log.write("end", num_steps, status="done", num_steps=num_steps)
+
+
+def events_of(step: int, time_s: float, rng: random.Random, seed: int) -> list[RunEvent]:
+    """One step, and what else comes with it."""
+    num_samples, num_tokens, side = 24 + rng.randrange(16), 16 + rng.randrange(48), 16 * rng.randrange(4, 15)
+    step_s = 0.08 + 0.002 * num_samples
+    peak = 2**20 * (30 + num_samples * (1 + num_tokens / 64))
+    loss = 0.5 + (3 - 0.3 * seed) * math.exp(-step / 150) + rng.gauss(0, 0.08)
+    values = {
+        "epoch": 0, "num_samples": num_samples, "num_tokens": num_tokens, "height": side, "width": side, "loss": loss,
+        "combined_waste": abs(rng.gauss(0.1 + 0.2 * seed, 0.05)) % 1, "step_s": step_s,
+        "data_wait_s": step_s * abs(rng.gauss(0.05, 0.05)) % 1, "samples_per_s": num_samples / step_s,
+        "peak_bytes": peak, "predicted_bytes": peak * rng.uniform(1, 1.1), "memory_source": "live tensors",
+    }  # fmt: skip
+    found = [RunEvent("step", step, 0, time_s, values)]
+    if step % 5 == 1:
+        values = {
+            "device": "cpu", "memory_bytes": 2**20 * (900 + rng.random() * 20), "memory_total_bytes": 2**33,
+            "memory_source": "process RSS", "utilization_ratio": min(1.0, rng.uniform(0.6, 1.1)),
+            "utilization_source": "process CPU",
+        }  # fmt: skip
+        found.append(RunEvent("device", -1, 0, time_s, values))
+    if step % 50 == 0:
+        found.append(RunEvent("eval", step, 0, time_s, {"loss": loss + 0.1, "num_samples": 64}))
+    return found
+
+
+if __name__ == "__main__":
+    write_run(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:5]))
