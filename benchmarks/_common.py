@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mmlab.machine import cpu_name, num_usable_cores, total_memory_bytes
+from mmlab.machine import describe_host, total_memory_bytes
 from mmlab.machine import versions as library_versions
 
 Row = Mapping[str, Any]
@@ -22,9 +22,7 @@ def machine() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
-        "platform": platform.platform(),
-        "processor": cpu_name(),
-        "cores": num_usable_cores(),
+        **describe_host(),
         "memory_bytes": total_memory_bytes(),
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
     }
@@ -35,6 +33,21 @@ def versions() -> dict[str, str | None]:
     import torch
 
     return {**library_versions(), "cuda": torch.version.cuda}
+
+
+def add_common_options(
+    parser: argparse.ArgumentParser, name: str, *, quick: str = "under a minute", out: str = ""
+) -> None:
+    """`--quick`, and `--json FILE` or `--out DIR` for the results of the benchmark `name`.
+
+    Args:
+        quick: what a short run costs, or cannot tell.
+        out: what `--out` does besides writing the results.
+    """
+    parser.add_argument("--quick", action="store_true", help=quick)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    where.add_argument("--out", type=Path, metavar="DIR", help=f"write DIR/{name}.json{out}")
 
 
 def goal(name: str, bound: str, measured: float, met: bool) -> dict[str, Any]:

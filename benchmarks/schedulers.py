@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import goal, print_goals, write_results
+from _common import add_common_options, goal, print_goals, write_results
 from _peers import PEERS, Peer, batch_size_of, lengths_of
 
 from mmlab.cost import MaxPolynomial, batch_costs
@@ -51,13 +51,10 @@ MEMORY_LIMIT_BYTES = 4e9
 def main() -> None:
     """Run everything, print a table and the goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="under a minute")
+    add_common_options(parser, "schedulers")
     parser.add_argument(
         "--lengths", type=Path, default=ROOT.parent / "shared/data/lengths/coco_val2017.csv", metavar="CSV"
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    where.add_argument("--out", type=Path, metavar="DIR", help="write DIR/schedulers.json")
     parser.add_argument("--time-one", nargs=3, metavar=("NAME", "N", "REPEATS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.time_one:

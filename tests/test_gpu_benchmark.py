@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -48,6 +49,7 @@ def toy(gpu: ModuleType) -> Any:
         num_repeats=2,
         steps_per_repeat=1,
         num_warmup_steps=1,
+        decode_images=4,
         compare_images=20,
         compare_model="tiny",
         compare_image="aspect:32",
@@ -71,8 +73,20 @@ def test_without_a_cuda_device_it_says_so_in_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_readings_follow_a_block_of_known_size(gpu: ModuleType, toy: Any) -> None:
-    row, goals = gpu.readings(toy)
+def test_readings_follow_a_block_of_known_size(toy: Any) -> None:
+    """In a process of its own: one that has freed much gives out a block without growing."""
+    code = (
+        "import json, pickle, sys, torch, gpu; torch.set_num_threads(1); "
+        "print(json.dumps(gpu.readings(pickle.load(sys.stdin.buffer))))"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])},
+        input=pickle.dumps(toy),
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    row, goals = json.loads(child.stdout)
     (block,) = row["blocks"]
     assert block["meter_bytes"] == pytest.approx(64 * 2**20, rel=0.2)
     assert row["idle_utilization_ratio"] < row["busy_utilization_ratio"]
@@ -99,6 +113,29 @@ def test_live_bytes_are_counted_for_each_precision(gpu: ModuleType, toy: Any) ->
     row, _ = gpu.live_bytes(toy)
     assert [step["precision"] for step in row["steps"]] == ["fp32", "bf16"]
     assert all(step["live_peak_bytes"] > 2**20 for step in row["steps"])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
+)
+def test_decoding_is_measured_and_compared(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.decode(toy)
+    assert {name: len(values) for name, values in row["images_per_s"].items()} == {
+        "device": 2,
+        "one core": 2,
+        "all cores": 2,
+    }
+    assert row["mean_difference"] < 2
+    assert goals[1]["met"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings(
+    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
+)
+def test_decoding_without_a_device_is_skipped_with_the_reason(gpu: ModuleType, toy: Any) -> None:
+    with pytest.raises(gpu.Skipped, match="torchvision decodes no JPEG on cuda: "):
+        gpu.decode(gpu.Bench(device="cuda", decode_images=1))
 
 
 def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> None:
