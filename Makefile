@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # OpenMP's threads must not spin while they wait: data workers and other programs need the same cores.
 export OMP_WAIT_POLICY ?= PASSIVE
-.PHONY: help demo lab test check notebooks strip bench gpu lock clean
+.PHONY: help demo lab test check notebooks browser strip bench gpu lock clean
 
 # The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
 # installs again, and a set-up that broke off half-way is never taken for a finished one.
@@ -24,8 +24,8 @@ runs/scenes/captions.json: | $(READY)
 lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
 
-test: lint notebooks  ## everything that CI runs: lint, format, types, notebooks, unit tests, doctests
-	$(BIN)/python -m pytest
+test: lint notebooks browser  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests
+	$(BIN)/python -m pytest --ignore=tests/browser
 
 check: lint  ## the quick static part of `test`: lint, format, types, layers, documents
 	$(BIN)/python -m pytest tests/project
@@ -39,6 +39,9 @@ lint: $(READY)
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
 	MMLAB_SMOKE=1 $(BIN)/python -m pytest -W default --nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks/*.ipynb
 
+browser: $(READY)  ## drive the live panel in a real JupyterLab; needs Chromium (apt-get install chromium)
+	$(BIN)/python -m pytest tests/browser
+
 strip: $(READY)  ## strip the notebooks for committing
 	$(BIN)/python tests/project/strip_notebooks.py notebooks/*.ipynb
 
@@ -49,6 +52,7 @@ bench: demo  ## run the demo and the benchmarks that need no GPU, and rewrite th
 
 gpu:  ## measure on a CUDA machine with its own Python packages (no .venv is made)
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out benchmarks/results
+	PYTHONPATH=. $(PYTHON) benchmarks/memory.py --device cuda --quick --out benchmarks/results
 
 lock: $(READY)  ## pin every dependency again in constraints.txt (LOCK=--upgrade takes the newest)
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 \

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,25 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from mmlab.cost import PaddedTokens, batch_costs
+from mmlab.control import Control
 from mmlab.dataset import MultimodalDataset
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError
 from mmlab.events import RunEvent, RunLog
 from mmlab.loader import PlannedLoader, collate
 from mmlab.losses import Contrastive
+from mmlab.machine import this_process
 from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.model import build_model
 from mmlab.monitor import DeviceMonitor
+from mmlab.preparation import costs_of, suit
 from mmlab.results import ArmResult
 from mmlab.schedule import BatchPlan, BatchScheduler, make_scheduler
+from mmlab.schedule.dense import Memory
 from mmlab.trainer import FusionTrainer
 from mmlab.types import BatchShape
 
 EVAL_BATCH_SIZE = 32
 WARMUP_STEPS = 2  # steps at the start of every turn that are not timed
-COST = PaddedTokens()
 _MEDIAN_KEYS = (
     "samples_per_s",
     "step_s",
@@ -54,12 +56,16 @@ class Bench:
     train_set: MultimodalDataset
     held_out_set: MultimodalDataset
     folder: Path | None
+    control: Control
+    memory: Memory | None = (
+        None  # a scheduler that knows what a step needs: its predictions stand beside every arm's
+    )
 
-    def make_trainer(self, *, total_steps: int, emit: Any = None) -> FusionTrainer:
-        """A fresh model with the comparison's initial weights, and its trainer."""
+    def make_trainer(self, plan: BatchPlan, *, total_steps: int, emit: Any = None) -> FusionTrainer:
+        """A fresh model with the comparison's initial weights, packed where the plan is, and its trainer."""
         config = self.config
         torch.manual_seed(config["seed"])
-        model = build_model(config["model"], vocab_size=len(self.train_set.tokenizer))
+        model = suit(build_model(config["model"], vocab_size=len(self.train_set.tokenizer)), plan)
         return FusionTrainer(
             model,
             precision=config["precision"],
@@ -69,9 +75,10 @@ class Bench:
             objectives={"contrastive": Contrastive(num_negatives=config["num_negatives"])},
             seed=config["seed"],
             emit=emit,
+            memory=None if self.memory is None or plan.limits.streams is not None else self.memory.cost,
         )
 
-    def peak_of_one_step(self, rows: Sequence[int]) -> tuple[int, str]:
+    def peak_of_one_step(self, plan: BatchPlan, rows: Sequence[int]) -> tuple[int, str]:
         """Peak bytes of one training step on these samples with a fresh model, and what counted them.
 
         The step before it creates the optimizer's state, so that the figure is that of a steady step.
@@ -81,7 +88,7 @@ class Bench:
         before_bytes = (
             torch.cuda.memory_allocated(self.config["device"]) if on_gpu else 0
         )  # the arms' own models
-        trainer = self.make_trainer(total_steps=2)
+        trainer = self.make_trainer(plan, total_steps=2)
         trainer.train_step([batch])
         if on_gpu:
             reset_peak_bytes(trainer.device)
@@ -104,42 +111,51 @@ class Arm:
             num_workers=config["num_workers"],
             pin_memory=config["device"].startswith("cuda"),
         )
-        if self._loader.plan.limits.streams is not None:
-            raise OptionError(
-                f"scheduler {name!r} packs samples end to end, which the fusion model cannot train on yet; "
-                "compare padded schedulers, and look at this one with `mmlab plan`"
-            )
         self._log = None if bench.folder is None else RunLog(bench.folder / "runs" / name)
         total_steps = config["epochs"] * len(self._loader)
-        self._trainer = bench.make_trainer(total_steps=total_steps, emit=self._take)
+        self._trainer = bench.make_trainer(self._loader.plan, total_steps=total_steps, emit=self._take)
         self._steps: list[dict[str, Any]] = []  # values of this epoch's step events
-        self._planned: list[BatchShape] = []  # shapes that this epoch's plan promises
+        self._planned: list[tuple[BatchShape, float]] = []  # shapes and costs that this epoch's plan promises
         self._costs: list[float] = []
         self._shape_mismatches = 0
         self.epochs: list[dict[str, float]] = []
         self.costliest: tuple[float, list[int]] = (-1.0, [])  # cost and samples of the costliest batch so far
-        start = {"run_name": name, "scheduler": name, "config": config, "num_steps": total_steps}
-        self._write(RunEvent("start", 0, 0, time.time(), start))
+        start = {
+            "run_name": name,
+            "scheduler": name,
+            "config": config,
+            "num_steps": total_steps,
+            "num_epochs": config["epochs"],
+            "planned_cost": config["epochs"] * float(costs_of(self._loader.plan).sum()),
+            **this_process(),
+        }
+        self._write(RunEvent.now("start", 0, start))
 
     def run_epoch(self, epoch: int, held_out: PlannedLoader) -> None:
-        """Train one epoch and evaluate."""
+        """Train one epoch and evaluate.
+
+        Raises:
+            KeyboardInterrupt: the epoch was stopped before its end.
+        """
         self._loader.set_epoch(epoch)
         plan = self._loader.plan
-        self._steps, self._planned = [], list(plan.shapes)
+        costs = costs_of(plan)
+        self._steps, self._planned = [], list(zip(plan.shapes, costs.tolist(), strict=True))
         with DeviceMonitor(self._write, device=self._bench.config["device"]):
-            self._trainer.fit(self._loader, num_epochs=1)
-        costs = batch_costs(COST, plan.shape_columns)
+            self._trainer.fit(self._loader, num_epochs=1, control=self._bench.control)
+        if self._bench.control.stopped:
+            raise KeyboardInterrupt
         self._costs += costs.tolist()
         dearest = int(costs.argmax())
         rows = plan.columns.order[plan.columns.starts[dearest] : plan.columns.ends[dearest]]
         self.costliest = max(self.costliest, (float(costs[dearest]), rows.tolist()))
         held_out_values = self._trainer.evaluate(held_out)
         self.epochs.append(self._measure(plan, held_out_values))
-        self._write(RunEvent("eval", self._trainer.step, 0, time.time(), held_out_values))
+        self._write(RunEvent.now("eval", self._trainer.step, held_out_values))
 
-    def finish(self, status: str) -> None:
+    def finish(self, status: str, details: Mapping[str, str]) -> None:
         """Write the run's last event and close its file."""
-        self._write(RunEvent("end", self._trainer.step, 0, time.time(), {"status": status}))
+        self._write(RunEvent.now("end", self._trainer.step, {"status": status, **details}))
         if self._log is not None:
             self._log.close()
 
@@ -147,7 +163,7 @@ class Arm:
         """Medians over the epochs that every arm finished, and the peak memory of the costliest batch."""
         epochs = self.epochs[:num_epochs]
         budget = self._bench.config["budget"]
-        peak_bytes, peak_source = self._bench.peak_of_one_step(self.costliest[1])
+        peak_bytes, peak_source = self._bench.peak_of_one_step(self._loader.plan, self.costliest[1])
         medians = {key: float(np.median([epoch[key] for epoch in epochs])) for key in _MEDIAN_KEYS}
         last = epochs[-1]
         return ArmResult(
@@ -200,8 +216,10 @@ class Arm:
         if event.kind in ("start", "end"):  # of one turn; the arm writes its own
             return
         if event.kind == "step":
-            planned = self._planned[len(self._steps)]
-            values = {**event.values, "predicted_cost": COST(planned)}
+            planned, cost = self._planned[len(self._steps)]
+            values = {**event.values, "predicted_cost": cost}
+            if self._bench.memory is not None:
+                values["limit_bytes"] = self._bench.memory.budget
             measured = (values["num_samples"], values["num_tokens"], values["height"], values["width"])
             self._shape_mismatches += measured != tuple(planned)
             event = dataclasses.replace(event, values=values)
@@ -219,7 +237,7 @@ def take_turns(arms: list[Arm], bench: Bench, progress: bool) -> bool:
     held_out = PlannedLoader(
         bench.held_out_set, make_scheduler("sorted", batch_size=EVAL_BATCH_SIZE), num_workers=0
     )
-    status = "failed"
+    status, details = "failed", {}
     with tqdm(total=num_epochs * len(arms), unit="epoch", disable=None if progress else True) as bar:
         try:
             for epoch in range(num_epochs):
@@ -231,9 +249,12 @@ def take_turns(arms: list[Arm], bench: Bench, progress: bool) -> bool:
             status = "done"
         except KeyboardInterrupt:
             status = "stopped"
+        except Exception as error:
+            details = {"message": str(error), "traceback": traceback.format_exc()}
+            raise
         finally:
             for arm in arms:
-                arm.finish(status)
+                arm.finish(status, details)
     return status == "stopped"
 
 

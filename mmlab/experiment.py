@@ -13,37 +13,30 @@ Notebooks, dashboard and command line all go through `compare`. What makes a com
 
 from __future__ import annotations
 
-import platform
+import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
-from mmlab.arms import COST, WARMUP_STEPS, Arm, Bench, take_turns
+from mmlab.arms import WARMUP_STEPS, Arm, Bench, take_turns
 from mmlab.comparison import Comparison
+from mmlab.control import Control
 from mmlab.cost import batch_costs
-from mmlab.dataset import MultimodalDataset
-from mmlab.errors import DataError, OptionError
-from mmlab.images import parse_image_policy
+from mmlab.errors import OptionError
+from mmlab.folders import COMPARISON_FILES, fresh_folder
+from mmlab.interrupts import signals_held
 from mmlab.loader import default_num_workers
-from mmlab.machine import cpu_name, num_usable_cores, versions
-from mmlab.readers import read_records
+from mmlab.machine import versions
+from mmlab.preparation import COST, describe_machine, make_datasets, resolve_device
 from mmlab.records import Records
-from mmlab.schedule import SCHEDULERS, BatchScheduler, make_scheduler
-from mmlab.text import load_tokenizer
-
-if TYPE_CHECKING:
-    from mmlab.types import SampleSizes
+from mmlab.schedule import BatchScheduler, scheduler_type
+from mmlab.schedule.dense import Memory
 
 NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
-
-
-_WRITTEN = ("comparison.json", "table.csv", "figure.png", "report.html", "runs")
 
 
 def compare(
@@ -64,6 +57,7 @@ def compare(
     num_workers: int | None = None,
     out: str | Path | None = None,
     progress: bool = True,
+    control: Control | None = None,
 ) -> Comparison:
     """Train the same model on the same pairs under each scheduler and report what each cost.
 
@@ -81,6 +75,8 @@ def compare(
         model: a preset's name, see `mmlab.model.PRESETS`.
         out: folder for `comparison.json`, `table.csv`, `figure.png`, `report.html` and the runs' events; a
             comparison that is already there is moved to `previous-N` inside it. Nothing is written when None.
+        control: where pause and stop are read; `mmlab.control.send(out, "pause")` holds the arm in hand, `"stop"` ends
+            with the epochs that every arm finished.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
@@ -92,27 +88,23 @@ def compare(
         raise OptionError(f"batch size must be at least 1, found {batch_size}")
     if seed < 0:
         raise OptionError(f"seed must not be negative, found {seed}")
-    policy = parse_image_policy(image)
+    control = control or Control(out)
     chosen_device = resolve_device(device)
-    records = data if isinstance(data, Records) else read_records(data, progress=progress)
-    train_records, held_out_records = hold_out(_first(records, limit), seed=seed)
-    text_tokenizer = load_tokenizer(tokenizer, records=train_records)
-    train_set, held_out_set = (
-        MultimodalDataset(part, tokenizer=text_tokenizer, image_policy=policy)
-        for part in (train_records, held_out_records)
+    train_set, held_out_set = make_datasets(
+        data, image=image, tokenizer=tokenizer, limit=limit, seed=seed, progress=progress
     )
-    budget = batch_size * mean_cost(train_set.sizes) if budget is None else budget
+    budget = batch_size * float(batch_costs(COST, train_set.sizes.alone).mean()) if budget is None else budget
     planners = _planners(schedulers, batch_size=batch_size, budget=budget, seed=seed)
     workers = default_num_workers() if num_workers is None else num_workers
     config = {
-        "data": records.source,
+        "data": train_set.records.source,
         "num_train": len(train_set),
         "num_held_out": len(held_out_set),
         "budget": budget,
         "budget_unit": COST.unit,
         "batch_size": batch_size,
         "epochs": epochs,
-        "image": str(policy),
+        "image": str(train_set.image_policy),
         "model": model,
         "tokenizer": tokenizer,
         "precision": precision,
@@ -126,91 +118,31 @@ def compare(
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    folder = None if out is None else _fresh_folder(Path(out))
-    bench = Bench(config=config, train_set=train_set, held_out_set=held_out_set, folder=folder)
+    folder = None if out is None else fresh_folder(Path(out), COMPARISON_FILES)
+    bench = Bench(
+        config=config,
+        train_set=train_set,
+        held_out_set=held_out_set,
+        folder=folder,
+        control=control,
+        memory=next((planner for planner in planners.values() if isinstance(planner, Memory)), None),
+    )
     arms = [Arm(name, planner, bench) for name, planner in planners.items()]
     _warm_page_cache(train_set.records, progress)
     interrupted = take_turns(arms, bench, progress)
     finished = min(len(arm.epochs) for arm in arms)
     if not finished:
         raise KeyboardInterrupt
-    comparison = Comparison(
-        config=config,
-        arms=[arm.result(finished) for arm in arms],
-        interrupted=interrupted,
-        folder=folder,
-    )
-    if folder is not None:
-        comparison.save(folder)
+    with signals_held(signal.SIGINT):  # minutes of training must not be lost in the last second
+        comparison = Comparison(
+            config=config,
+            arms=[arm.result(finished) for arm in arms],
+            interrupted=interrupted,
+            folder=folder,
+        )
+        if folder is not None:
+            comparison.save(folder)
     return comparison
-
-
-def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
-    """Training and held-out pairs: by the data's own split `val` or `test`, else a tenth of the images, at least two.
-
-    Raises:
-        DataError: fewer than two images on one side; a pair is judged against others.
-    """
-    splits = np.array(records.splits if records.splits is not None else [None] * len(records), dtype=object)
-    held_out = np.isin(splits, ("val", "test"))
-    if held_out.any():
-        name = "val" if "val" in splits else "test"
-        train_records, held_out_records = (
-            records.select(np.flatnonzero(side)) for side in (~held_out, splits == name)
-        )
-    else:
-        num_images = len(np.unique(records.group))
-        train_records, held_out_records = records.hold_out(
-            min(0.5, max(0.1, 2 / max(1, num_images))), seed=seed
-        )
-    for part, side in ((train_records, "train on"), (held_out_records, "hold out")):
-        num_images = len(np.unique(part.group))
-        if num_images < 2:
-            raise DataError(
-                f"{records.source or 'the data'}: found {num_images} image to {side} in {len(records)} pairs, "
-                "at least 2 are needed; give more images, or a higher limit"
-            )
-    return train_records, held_out_records
-
-
-def mean_cost(sizes: SampleSizes) -> float:
-    """Mean padded tokens of one sample on its own: text tokens + image patches."""
-    shapes = np.column_stack(
-        [np.ones(len(sizes), dtype=np.int64), sizes.num_tokens, sizes.height, sizes.width]
-    )
-    return float(batch_costs(COST, shapes).mean())
-
-
-def resolve_device(name: str) -> str:
-    """`auto` is the GPU where there is one, else the CPU.
-
-    Raises:
-        OptionError: not a device of this machine.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise OptionError(f"device {name!r} cannot be used here ({reason}); try auto or cpu") from error
-    return name
-
-
-def describe_machine(device: str) -> dict[str, Any]:
-    """What a reader must know of the machine to place its figures."""
-    return {
-        "platform": platform.platform(),
-        "processor": cpu_name(),
-        "cores": num_usable_cores(),
-        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",
-    }
-
-
-def _first(records: Records, limit: int | None) -> Records:
-    if limit is not None and limit < 2:
-        raise OptionError(f"limit must be at least 2 pairs, found {limit}")
-    return records if limit is None else records[:limit]
 
 
 def _planners(
@@ -225,26 +157,8 @@ def _planners(
     if twice:
         raise OptionError(f"scheduler {sorted(twice)[0]!r} is named twice; name each once")
     shared = {"batch_size": batch_size, "budget": budget, "seed": seed}
-    return {name: make_scheduler(name, **_taken_by(name, shared)) for name in schedulers}
-
-
-def _taken_by(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those options that the scheduler of this name has."""
-    known = SCHEDULERS[name].__dataclass_fields__ if name in SCHEDULERS else {}
-    return {key: value for key, value in options.items() if key in known}
-
-
-def _fresh_folder(folder: Path) -> Path:
-    """The folder, with the results of a comparison made before moved to `previous-N` inside it."""
-    old = [path for name in _WRITTEN if (path := folder / name).exists()]
-    if old:
-        number = 1 + sum(1 for _ in folder.glob("previous-*"))
-        aside = folder / f"previous-{number}"
-        aside.mkdir()
-        for path in old:
-            path.rename(aside / path.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    kinds = {name: scheduler_type(name) for name in schedulers}
+    return {name: kind(**kind.options_among(shared)) for name, kind in kinds.items()}
 
 
 def _warm_page_cache(records: Records, progress: bool) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Tiny models run faster on one thread, on a machine that does other things much faster; read when torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from mmlab.records import Records
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,13 @@ import pytest
 
 from mmlab.background import start_compare
 from mmlab.comparison import Comparison, load_comparison
-from mmlab.errors import DataError, OptionError, RunError
+from mmlab.errors import DataError, OptionError
 from mmlab.events import read_runs
-from mmlab.experiment import compare, hold_out, resolve_device
-from mmlab.monitor import RunState
+from mmlab.experiment import compare
+from mmlab.preparation import hold_out, resolve_device
 from mmlab.records import Records
 from mmlab.schedule import make_scheduler
+from mmlab.types import BatchShape
 
 SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
 
@@ -47,6 +47,30 @@ def test_the_plan_was_right_and_the_budget_held(comparison: Comparison) -> None:
     assert by_name["random"].peak_over_budget > 1
     assert by_name["budget"].combined_waste < by_name["random"].combined_waste
     assert by_name["budget"].peak_bytes < by_name["random"].peak_bytes
+
+
+class Bytes:
+    """A cost model in bytes."""
+
+    unit = "bytes"
+
+    def __call__(self, shape: BatchShape) -> float:
+        return 1000.0 * shape.batch_size * (shape.num_tokens + shape.height * shape.width / 256)
+
+
+def test_predicted_bytes_and_their_limit_stand_beside_every_arms_steps(
+    records: Records, tmp_path: Path
+) -> None:
+    planners = {
+        "random": make_scheduler("random", batch_size=8),
+        "memory": make_scheduler("memory", cost=Bytes(), budget=200_000),
+    }
+    steps = compare(records, planners, out=tmp_path, **{**SMALL, "epochs": 1}).steps
+    assert (steps["limit_bytes"] == 200_000).all()
+    shapes = steps[["num_samples", "num_tokens", "height", "width"]].astype(int)
+    assert steps["predicted_bytes"].tolist() == [int(Bytes()(BatchShape(*row))) for row in shapes.values]
+    within = steps["predicted_bytes"] <= steps["limit_bytes"]
+    assert within[steps["run"] == "memory"].all()
 
 
 def test_arms_start_from_the_same_weights(records: Records, tmp_path: Path) -> None:
@@ -139,8 +163,8 @@ def test_schedulers_must_be_known_and_named_once(records: Records) -> None:
         compare(records, ("rndom",), **SMALL)
     with pytest.raises(OptionError, match="'random' is named twice"):
         compare(records, ("random", "random"), **SMALL)
-    with pytest.raises(OptionError, match="'packed' packs samples end to end, which the fusion model cannot"):
-        compare(records, ("packed",), **SMALL)
+    with pytest.raises(OptionError, match="cannot be packed: image_encoder ResNet"):
+        compare(records, ("packed",), **{**SMALL, "model": "resnet18"})
     with pytest.raises(OptionError, match="no schedulers"):
         compare(records, (), **SMALL)
 
@@ -150,34 +174,14 @@ def test_auto_device_is_usable() -> None:
     assert resolve_device("cpu") == "cpu"
 
 
-def test_runs_in_the_background_and_stops_when_asked(scenes: Path, tmp_path: Path) -> None:
-    run = start_compare(scenes, ("random", "sorted"), out=tmp_path / "run", **{**SMALL, "epochs": 200})
-    arms = [RunState(tmp_path / "run" / "runs" / name) for name in ("random", "sorted")]
-    while run.state == "running" and not all(len(arm.column("step", kind="eval")) for arm in arms):
-        run.sleep(0.2)
-        for arm in arms:
-            arm.refresh()
-    run.stop()
-    run.stop()
-    assert run.state == "stopped"
-    stopped = run.wait()
-    assert stopped.interrupted
-    assert 1 <= len(stopped.arms[0].epochs) == len(stopped.arms[1].epochs) < 200
-    assert "Interrupted" in str(stopped)
-
-
-def test_errors_of_a_background_run_are_raised_by_wait(scenes: Path, tmp_path: Path) -> None:
-    run = start_compare(scenes, ("random", "budget"), out=tmp_path / "a", **{**SMALL, "budget": 2})
-    with pytest.raises(OptionError, match="budget"):
-        run.wait()
-    assert run.state == "failed"
-    run = start_compare(tmp_path / "nowhere", out=tmp_path / "b")
+def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:
+    run = start_compare(tmp_path / "nowhere", out=tmp_path / "out")
     with pytest.raises(DataError, match="nowhere"):
         run.wait()
-    run = start_compare(scenes, out=tmp_path / "c", **SMALL)
-    run._process.send_signal(signal.SIGKILL)
-    with pytest.raises(RunError, match="exit code -9"):
-        run.wait()
+    assert run.state == "failed"
+    assert run.error is not None
+    assert "Traceback" in run.error
+    assert "nowhere" in run.log
 
 
 def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
@@ -186,3 +190,12 @@ def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "comparison.json").write_text('{"arms": [{}]}')
     with pytest.raises(DataError, match="not a comparison"):
         load_comparison(tmp_path)
+
+
+def test_packed_plans_train_without_padding_within_their_budget(records):
+    comparison = compare(records, ("budget", "packed"), **SMALL)
+    padded, packed = comparison.arms
+    assert packed.combined_waste == 0 < padded.combined_waste
+    assert packed.num_samples == padded.num_samples
+    assert packed.batches_over_budget == packed.shape_mismatches == 0
+    assert packed.final_loss == pytest.approx(padded.final_loss, rel=0.5)

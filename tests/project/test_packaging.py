@@ -10,7 +10,11 @@ from checkout import read
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}  # where conda-forge has another name
+CONDA_NAMES = {  # where conda-forge has another name
+    "torch": "pytorch",
+    "matplotlib": "matplotlib-base",
+    "xxhash": "python-xxhash",
+}
 
 
 def project() -> dict:
