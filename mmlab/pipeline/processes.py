@@ -60,7 +60,6 @@ class TorchEngine:
         self.copier, self._warn = copier, warn
         self._jobs = _JobSampler()
         self._loader: DataLoader | None = None
-        self._processes: list[Any] = []  # the workers
         self._holding: Any = []  # the row that each of them works at, in shared memory; -1 between two samples
         self._num_deaths = self._batch_bytes = self._worker_bytes = 0
         self.max_bytes = max_bytes
@@ -93,18 +92,26 @@ class TorchEngine:
 
     def ram_bytes(self, setting: Setting) -> int:
         """Memory that a setting may take: batches, and what a worker was seen to have for itself."""
-        for process in self._processes:
+        for process in self._processes():
             if psutil.pid_exists(process.pid):
-                self._worker_bytes = max(self._worker_bytes, psutil.Process(process.pid).memory_full_info().uss)
+                self._worker_bytes = max(
+                    self._worker_bytes, psutil.Process(process.pid).memory_full_info().uss
+                )
         return setting.prefetch * self._batch_bytes + setting.num_workers * self._worker_bytes
 
     def close(self) -> None:
         """End the workers at once, also where a traceback still holds on to torch's iterator."""
+        processes = self._processes()
         self._loader = None
-        for process in self._processes:
+        for process in processes:
             process.terminate()
-        for process in self._processes:
+        for process in processes:
             process.join()
+
+    def _processes(self) -> list[Any]:
+        """The workers, those included that have not begun; torch has no public way to them."""
+        iterator: Any = None if self._loader is None else self._loader._iterator
+        return [] if iterator is None else list(iterator._workers)
 
     def _new_meter(self) -> StageMeter:
         return StageMeter(dict.fromkeys(("read", "decode", "collate"), self.num_workers), shared=True)
@@ -117,7 +124,6 @@ class TorchEngine:
                 if workers is None:
                     with _no_warning_of_many_workers():
                         workers = _iter_elsewhere(self._open())
-                    self._processes = list(workers._workers)  # type: ignore[attr-defined]  # torch has no public name
                 done = next(workers, None)
             except (RuntimeError, OSError, EOFError) as error:
                 if self._loader is None:
@@ -152,7 +158,7 @@ class TorchEngine:
 
     def _report_deaths(self, error: Exception) -> None:
         """Warn of the workers that died, or raise where none did, or too many."""
-        held_by = zip(self._processes, self._holding, strict=True)
+        held_by = zip(self._processes(), self._holding, strict=True)
         dead = [(process.pid, row) for process, row in held_by if not process.is_alive()]
         if not dead:
             raise error

@@ -99,6 +99,12 @@ def test_a_mistake_in_users_code_comes_out_as_it_is(dataset, engine: str) -> Non
         list(make_loader(dataset, engine, augment=Wrong()))
 
 
+def test_a_worker_that_never_had_a_batch_ends_too(dataset) -> None:
+    with pytest.raises(KeyError, match="a mistake in an augmentation") as caught:
+        list(make_loader(dataset, "torch", scheduler=Drawn(1), augment=Wrong()))
+    assert multiprocessing.active_children() == [], caught  # its traceback holds on to torch's iterator
+
+
 def test_an_interrupt_ends_the_threads(dataset) -> None:
     loader = make_loader(dataset, "threads", augment=Slow(0.2))
     interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
