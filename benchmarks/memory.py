@@ -40,6 +40,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mmlab.cost import batch_costs
+from mmlab.errors import RunError
 from mmlab.images import PATCH, Aspect
 from mmlab.memory import held_out_errors
 from mmlab.meters import LiveBytes
@@ -232,10 +233,17 @@ def faults(stride: int) -> dict[str, Any]:
         trainer.train_step([batch])
         return device
 
+    def recovers(number: int) -> bool:
+        try:
+            return step(number).num_failures == 1
+        except RunError as error:
+            print(f"faults: operation {number}: {error}")
+            return False
+
     step(None)
     num_operations = step(None).num_operations
     tried = range(0, num_operations, stride)
-    recovered = sum(step(number).num_failures == 1 for number in tqdm(tried, desc="faults", disable=None))
+    recovered = sum(map(recovers, tqdm(tried, desc="faults", disable=None)))
     return {
         "kind": "faults",
         "num_operations": num_operations,
@@ -407,7 +415,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_common_options(parser, "memory")
     parser.add_argument("--device", default="cpu", help="cpu or cuda: what accuracy is measured on")
-    parser.add_argument("--only", nargs="*", choices=["accuracy", "faults", "policies"], help="parts to run")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=["accuracy", "faults", "policies"],
+        help="parts to run, written to a file of their own",
+    )
     parser.add_argument("--models", nargs="*", choices=list(MODELS), help="models to take")
     parser.add_argument("--seconds", type=float, default=45.0, help="of real steps for each setting")
     parser.add_argument(
@@ -415,9 +428,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     parts = options.only or ["accuracy", "faults", "policies"]
-    path = options.json or (
-        options.out and options.out / ("memory.json" if options.device == "cpu" else "memory_cuda.json")
-    )
+    named = "_".join(["memory", *(options.only or []), *(["cuda"] if options.device == "cuda" else [])])
+    path = options.json or (options.out and options.out / f"{named}.json")
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:

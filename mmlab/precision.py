@@ -162,9 +162,9 @@ class Precision:
             for name, weights in parts.items()
         }
         gradients = {name: tensors for name, tensors in gradients.items() if tensors}
-        if not gradients:
-            return StepResult(0.0, True, self.scaler.get_scale(), {})
         done = self._done
+        if not gradients and not done:
+            return StepResult(0.0, True, self.scaler.get_scale(), {})
         if "loss_scale" not in done:
             done["loss_scale"] = self.scaler.get_scale()
         if "unscaled" not in done:
@@ -190,8 +190,9 @@ class Precision:
             elif finite:
                 optimizer.step()
             done["stepped"] = True
-        if self.scales:
+        if self.scales and "scale_updated" not in done:
             self.scaler.update()
+            done["scale_updated"] = True
         optimizer.zero_grad(set_to_none=True)
         self._done = {}
         return StepResult(grad_norm, not finite, done["loss_scale"], done["norms"])
