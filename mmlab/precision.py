@@ -208,8 +208,9 @@ class Precision:
 
 
 def _norms(parts: Sequence[Sequence[Tensor]]) -> list[float]:
-    """L2 norm of each part's gradients: one pass over them, one wait for the device."""
-    norms = torch._foreach_norm([tensor for part in parts for tensor in part])
+    """L2 norm of each part's gradients: one pass over them, one wait for the device, or for each of several."""
+    apart = torch._foreach_norm([tensor for part in parts for tensor in part])
+    norms = [norm.to(apart[0].device) for norm in apart]
     of_parts = [
         torch.stack(norms_of_part).float() for norms_of_part in _split(norms, [len(part) for part in parts])
     ]

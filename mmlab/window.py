@@ -60,6 +60,7 @@ class Window:
         all_ranks: AllRanks | None = None,
     ) -> None:
         self.model, self.objectives, self.precision, self.device = model, objectives, precision, device
+        self._devices: list[torch.device] = getattr(model, "branch_devices", [device])
         self._seed, self._on_failure, self._recover = seed, on_failure, recover
         self._call = forward or model
         self._all_ranks, self._joined = all_ranks, list[JoinedRows]()
@@ -267,14 +268,19 @@ class Window:
         for buffer, before in zip(self._statistics, statistics, strict=True):
             buffer.copy_(before)
 
-    def _random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+    def _random_state(self) -> list[Tensor]:
+        """Of the generators that the model draws from, one a device."""
+        return [
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            for device in self._devices
+        ]
 
-    def _restore(self, state: Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
+    def _restore(self, states: Sequence[Tensor]) -> None:
+        for device, state in zip(self._devices, states, strict=True):
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+            else:
+                torch.set_rng_state(state)
 
 
 def _rows_of_parts(num_rows: int, num_parts: int) -> Iterator[slice]:

@@ -16,7 +16,7 @@ parameters            parts of a model, groups of an optimizer
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.encoders import ConvStem, ResNet, ViT
 from mmlab.model.fusion import MultimodalFusion
-from mmlab.model.fusion_model import FusionModel, FusionOutput
+from mmlab.model.fusion_model import Encoded, FusionModel, FusionOutput
 from mmlab.model.fusions import FUSIONS, Fusion
 from mmlab.model.huggingface import LossModel, taking_batches
 from mmlab.model.huggingface_encoders import HuggingFaceImages, HuggingFaceTexts
@@ -27,6 +27,7 @@ __all__ = [
     "FUSIONS",
     "PRESETS",
     "ConvStem",
+    "Encoded",
     "Fusion",
     "FusionModel",
     "FusionOutput",

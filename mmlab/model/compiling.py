@@ -33,7 +33,7 @@ class Compiled:
         on_limit: told once, for a person, that no further variant will be compiled.
 
     Raises:
-        OptionError: an unknown backend, or no compiler for it on this machine.
+        OptionError: an unknown backend, no compiler for it on this machine, or a model that cannot be compiled.
     """
 
     def __init__(
@@ -45,6 +45,8 @@ class Compiled:
         max_variants: int = MAX_VARIANTS,
         on_limit: Callable[[str], object],
     ) -> None:
+        if reason := getattr(model, "not_compiled_because", None):
+            raise OptionError(f"{type(model).__name__} cannot be compiled: {reason}; use compile=False")
         known = torch.compiler.list_backends(exclude_tags=None)
         if backend not in known:
             raise unknown_name("backend of torch.compile", backend, known)

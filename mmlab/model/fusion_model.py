@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ from mmlab.types import Batch
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
+
+
+class Encoded(NamedTuple):
+    """What one branch, an encoder with its head, hands to the fusion and the objectives."""
+
+    embedding: Tensor  # (B, D) of length one
+    features: Tensor  # (B, P, C) or (B, T, C), as the fusion reads them
+    mask: Tensor  # (B, P) or (B, T) bool
 
 
 @dataclass(slots=True)
@@ -148,14 +156,29 @@ class FusionModel(nn.Module):
 
     def forward(self, batch: Batch) -> FusionOutput:
         """Encode a batch; a sample without image or without text gets a finite embedding that means nothing."""
-        pixels = (batch.pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
-        image, image_fusable, image_mask = self._encode_images(pixels, batch.pixel_mask)
-        text, text_fusable = self._encode_texts(batch.input_ids, batch.attention_mask)
+        image = self.encode_image(batch.pixel_values, batch.pixel_mask)
+        text = self.encode_text(batch.input_ids, batch.attention_mask)
+        return self.join(image, text)
+
+    def encode_image(self, pixel_values: Tensor, pixel_mask: Tensor) -> Encoded:
+        """The image branch: pixels (B, 3, H, W) uint8 and their mask (B, H, W); knows nothing of the texts."""
+        pixels = (pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
+        features, fusable, mask = self._encode_images(pixels, pixel_mask)
+        return Encoded(F.normalize(self.image_head(masked_mean(features, mask)), dim=1), fusable, mask)
+
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Encoded:
+        """The text branch: tokens (B, T) and their mask (B, T); knows nothing of the images."""
+        features, fusable = self._encode_texts(input_ids, attention_mask)
+        embedding = F.normalize(self.text_head(masked_mean(features, attention_mask)), dim=1)
+        return Encoded(embedding, fusable, attention_mask)
+
+    def join(self, image: Encoded, text: Encoded) -> FusionOutput:
+        """What the objectives read, from both branches."""
         return FusionOutput(
-            image_embedding=F.normalize(self.image_head(masked_mean(image, image_mask)), dim=1),
-            text_embedding=F.normalize(self.text_head(masked_mean(text, batch.attention_mask)), dim=1),
+            image_embedding=image.embedding,
+            text_embedding=text.embedding,
             logit_scale=self.log_logit_scale.exp().clamp(max=MAX_LOGIT_SCALE),
-            features=self._drop(image_fusable, image_mask, text_fusable, batch.attention_mask),
+            features=self._drop(image.features, image.mask, text.features, text.mask),
             matcher=self._match,
             teller=self._tell if self.token_head else None,
         )
@@ -201,6 +224,12 @@ class FusionModel(nn.Module):
     ) -> Tensor:
         text, fusable = self._encode_texts(masked_ids, attention_mask)
         fused, fused_mask = self.fusion.fuse(image, image_mask, fusable, attention_mask)
+        return self._tell_tokens(text, fused, fused_mask, positions, targets)
+
+    def _tell_tokens(
+        self, text: Tensor, fused: Tensor, fused_mask: Tensor, positions: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Cross-entropies (B, K) from texts with gaps (B, T, C) and fused positions (B, L, D)."""
         asked = text.gather(1, positions[..., None].expand(-1, -1, text.shape[2]))
         logits = self.token_head(asked, fused, fused_mask, self.text_encoder.embedding).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,14 @@
+"""Branch parallelism: the image branch and the text branch of a `FusionModel` at the same time.
+
+placement        `BranchPlacement`: which branch lives where
+branch_parallel  `BranchParallel`: both in one process, by threads (CPU) or queues of kernels (CUDA)
+side_by_side     two functions in two threads
+draws            dropout in branches that run at once
+timeline         `Timeline`, `overlap`: when each branch computed
+"""
+
+from mmlab.branches.branch_parallel import BranchParallel
+from mmlab.branches.placement import BranchPlacement
+from mmlab.branches.timeline import Span, Timeline, busy_s, overlap
+
+__all__ = ["BranchParallel", "BranchPlacement", "Span", "Timeline", "busy_s", "overlap"]
