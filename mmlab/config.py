@@ -3,7 +3,8 @@
 A section's keys are the options of the function or class that it configures, under the same names and with the same
 defaults, so there is no second list to keep. `examples/train.toml` shows them at work.
 
-    [data]        path, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`)
+    [data]        path, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
+                  folder of a cache, which is filled before training, and cache_limit_gib (see docs/cache.md)
     [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`
     [scheduler]   name, and the options of that scheduler; for `memory` also memory_gb, the GiB to plan for (default:
                   ask the device), and follow, whether the plan is corrected by what steps need (default: true)
@@ -34,9 +35,22 @@ from mmlab.trainer import FusionTrainer
 Section = dict[str, Any]
 
 LOADER_OPTIONS = ("engine", "num_workers", "prefetch", "on_bad_sample", "max_bad_samples", "max_ram_gb")
-_DATA = {"path": "str", "image": "str", "tokenizer": "str", "limit": "int", "max_tokens": "int"}
+CACHE_OPTIONS = ("cache", "cache_limit_gib")
+_DATA = {
+    "path": "str",
+    "image": "str",
+    "tokenizer": "str",
+    "limit": "int",
+    "max_tokens": "int",
+    "cache": "str",
+    "cache_limit_gib": "float",
+}
 _MODEL = {"preset": "str", "image_encoder": "str", "text_encoder": "str"}
-_HARMLESS = ("checkpoint", "events", *(f"data.{name}" for name in LOADER_OPTIONS))  # to change in a resume
+_HARMLESS = (
+    "checkpoint",
+    "events",
+    *(f"data.{name}" for name in (*LOADER_OPTIONS, *CACHE_OPTIONS)),
+)  # to change in a resume
 
 
 def _is_number(value: Any) -> bool:

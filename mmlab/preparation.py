@@ -5,6 +5,7 @@ Shared by comparisons and single runs, so that both hold out the same pairs and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from mmlab.cache import SampleCache, build_cache, cache_key
 from mmlab.cost import PaddedTokens, batch_costs
 from mmlab.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.images import parse_image_policy
-from mmlab.machine import describe_host
+from mmlab.machine import GIB, describe_host
 from mmlab.model import enable_packing
+from mmlab.parallel import SharedWork
 from mmlab.readers import read_records
 from mmlab.records import Records
 from mmlab.schedule import BatchPlan
@@ -60,6 +63,30 @@ def make_datasets(
         for part in parts
     )
     return train_set, held_out_set
+
+
+def fill_cache(
+    datasets: Sequence[MultimodalDataset],
+    folder: str | Path,
+    *,
+    limit_gib: float | None = None,
+    progress: bool = True,
+) -> None:
+    """Give data sets one cache, and make what it has not; under `torchrun` every rank makes a part.
+
+    Data sets must be prepared alike, as those of `make_datasets` are. What cannot be made is the loader's affair,
+    which is told what to do with bad samples.
+
+    Raises:
+        OptionError: the folder holds other things, or the limit is too low.
+        RunError: another rank has given up.
+    """
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    for dataset in datasets:
+        dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
+    # only now: a cache makes room at the cost of what was written before it was opened
+    for dataset in datasets:
+        build_cache(dataset, work=SharedWork.of_this_job(), progress=progress)
 
 
 def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:

@@ -22,7 +22,7 @@ from torch import distributed
 from tqdm.auto import tqdm
 
 from mmlab.checkpoint import MANIFEST, Checkpoints, read_checkpoint, restore
-from mmlab.config import LOADER_OPTIONS, RunConfig, load_config
+from mmlab.config import CACHE_OPTIONS, LOADER_OPTIONS, RunConfig, load_config
 from mmlab.control import Control
 from mmlab.dataset import MultimodalDataset
 from mmlab.errors import DataError
@@ -34,7 +34,7 @@ from mmlab.machine import this_process, versions
 from mmlab.model import build_model, enable_packing
 from mmlab.monitor import DeviceMonitor
 from mmlab.parallel import Ranks
-from mmlab.preparation import describe_machine, make_datasets, resolve_device
+from mmlab.preparation import describe_machine, fill_cache, make_datasets, resolve_device
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.resource_aware import ResourceAwareScheduler
 from mmlab.schedule import BatchPlan, BatchScheduler, make_scheduler
@@ -301,14 +301,19 @@ def _device(name: str) -> str:
 def _datasets(
     config: RunConfig, folder: Path | None, *, seed: int, progress: bool
 ) -> tuple[MultimodalDataset, MultimodalDataset]:
-    options = {key: value for key, value in config.data.items() if key not in ("path", *LOADER_OPTIONS)}
-    return make_datasets(
+    others = ("path", *LOADER_OPTIONS, *CACHE_OPTIONS)
+    options = {key: value for key, value in config.data.items() if key not in others}
+    datasets = make_datasets(
         config.data["path"],
         **{"image": "aspect:128", **options},
         seed=seed,
         progress=progress,
         save_tokenizer_to=None if folder is None else folder / _TOKENIZER,
     )
+    if "cache" in config.data:
+        limit_gib = config.data.get("cache_limit_gib")
+        fill_cache(datasets, config.data["cache"], limit_gib=limit_gib, progress=progress)
+    return datasets
 
 
 def _scheduler(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmlab.cache import cache_info
 from mmlab.checkpoint import Checkpoints, read_checkpoint
 from mmlab.config import load_config
 from mmlab.errors import DataError, OptionError
@@ -83,6 +84,18 @@ def assert_equal(found: object, expected: object) -> None:
         assert torch.equal(found, expected)
     else:
         assert found == expected
+
+
+def test_a_cache_is_filled_before_training_and_changes_no_step(config: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for folder, changes in (("plain", []), ("cached", [f"data.cache={cache}"])):
+        train(load_config(config, ["trainer.num_epochs=1", *changes]), runs=tmp_path / folder, progress=False)
+    assert steps_of(tmp_path / "cached" / "small") == steps_of(tmp_path / "plain" / "small")
+    assert cache_info(cache).num_images == 24  # those held out too
+    events, _ = read_events(tmp_path / "cached" / "small" / "events-rank0.jsonl")
+    ratios = [event.values["cache_hit_ratio"] for event in events if "cache_hit_ratio" in event.values]
+    assert ratios
+    assert set(ratios) == {1.0}
 
 
 def disturbed(how: str, config: Path, runs: Path) -> dict:

@@ -7,6 +7,7 @@ No torch here.
 from mmlab.cache.build import BuildReport, build_cache
 from mmlab.cache.commands import cache_info, clear_cache, verify_cache
 from mmlab.cache.key import CacheKey, cache_key
+from mmlab.cache.on_ray import build_cache_on_ray
 from mmlab.cache.store import CacheStats, SampleCache
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "CacheStats",
     "SampleCache",
     "build_cache",
+    "build_cache_on_ray",
     "cache_info",
     "cache_key",
     "clear_cache",

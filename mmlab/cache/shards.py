@@ -167,7 +167,10 @@ def read_index(path: Path, start: int = 0) -> NDArray[np.void]:
 
 def index_bytes(path: Path) -> int:
     """Size of an index file; a shard whose writer was killed at once, or that is being removed, has none."""
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 class _Mapped:

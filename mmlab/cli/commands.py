@@ -144,20 +144,26 @@ def run_inspect(options: Namespace) -> Printed:
 
 def run_cache_build(options: Namespace) -> Printed:
     """Decode, resize and tokenise a data set into a cache; goes on where it stopped."""
-    from mmlab.cache import SampleCache, build_cache, cache_key
+    from mmlab.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
     from mmlab.dataset import MultimodalDataset
     from mmlab.images import parse_image_policy
+    from mmlab.parallel import SharedWork
     from mmlab.readers import read_records
 
+    work = SharedWork.of_this_job() if options.engine == "threads" else None
+    speaks = work is None or work.rank == 0
     dataset = MultimodalDataset(
-        read_records(options.data),
+        read_records(options.data, progress=speaks),
         tokenizer=options.tokenizer,
         image_policy=parse_image_policy(options.image),
         max_tokens=options.max_tokens,
     )
     limit_bytes = None if options.limit_gib is None else int(options.limit_gib * GIB)
     dataset.cache = SampleCache(options.folder, key=cache_key(dataset), limit_bytes=limit_bytes)
-    report = build_cache(dataset, num_threads=options.threads)
+    if options.engine == "ray":
+        report = build_cache_on_ray(dataset, num_actors=options.threads)
+    else:
+        report = build_cache(dataset, num_threads=options.threads, work=work)
     return asdict(report), str(report)
 
 

@@ -191,6 +191,12 @@ def _cache(actions: Any) -> None:
     build.option("--image", default="square:224")
     build.option("--tokenizer")
     build.option("--max-tokens", type=int, default=512, help="longer texts are cut")
+    build.option(
+        "--engine",
+        default="threads",
+        choices=("threads", "ray"),
+        help="who decodes: threads of this process, of each rank under torchrun; or actors of Ray",
+    )
     build.option("--threads", type=int, help="decoders (default: one a core)")
     build.option("--limit-gib", type=float, help="size that the cache may have (default: no limit)")
     build.set_defaults(failed=lambda document: bool(document["bad_samples"]))
