@@ -40,6 +40,8 @@ _PUBLIC = {  # name -> the module that defines it
     "parse_image_policy": "images",
     "square": "images",
     "Lab": "lab",
+    "run_on_ranks": "launch",
+    "train_on": "launch",
     "LivePanel": "live_panel",
     "PlannedLoader": "loader",
     "collate": "loader",

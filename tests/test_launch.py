@@ -1,0 +1,113 @@
+"""Ranks started from a program: results and errors come back, and the caller is left as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from mmlab.cache import cache_info
+from mmlab.config import load_config
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.events import read_events
+from mmlab.launch import run_on_ranks, train_on
+
+CONFIG = """
+name = "pair"
+[data]
+path = "{scenes}"
+image = "aspect:32"
+cache = "{cache}"
+num_workers = 0
+[model]
+preset = "tiny"
+image_dim = 32
+image_depth = 1
+text_dim = 32
+text_depth = 1
+hidden_dim = 32
+embed_dim = 16
+[scheduler]
+name = "random"
+batch_size = 4
+[trainer]
+num_epochs = 1
+device = "cpu"
+"""
+
+
+def summed(number: int) -> tuple[int, float]:
+    """What a rank adds, and what all of them have."""
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    total = torch.tensor(float(number + rank))
+    distributed.all_reduce(total)
+    distributed.destroy_process_group()
+    print(f"rank {rank} was here")
+    return rank, total.item()
+
+
+def fails_on(rank: int, how: str) -> None:
+    """One rank fails, the others wait for ever."""
+    if int(os.environ["RANK"]) == rank:
+        if how == "killed":
+            print("my last words", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise DataError("row 7 has no image") if how == "data" else KeyError("seven")
+    time.sleep(600)
+
+
+def test_ranks_form_a_group_and_return_what_they_found(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    environment = dict(os.environ)
+    assert run_on_ranks(summed, 10, log_dir=tmp_path) == [(0, 21.0), (1, 21.0)]
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert {**os.environ, "OMP_WAIT_POLICY": ""} == {**environment, "OMP_WAIT_POLICY": ""}
+    assert [path.read_text() for path in sorted(tmp_path.glob("*/*/*/stdout.log"))] == [
+        "rank 0 was here\n",
+        "rank 1 was here\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("data", DataError, r"rank 1 failed: DataError: row 7 has no image\n\nTraceback(.|\n)*in fails_on"),
+        ("killed", RunError, r"rank 1 ended without a word: Signal 9 \(SIGKILL\)(.|\n)*my last words"),
+    ],
+)
+def test_what_a_rank_suffers_is_raised_here(how: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        run_on_ranks(fails_on, 1, how)
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="put it into a module and import it"):
+        run_on_ranks(lambda: None)
+    with pytest.raises(OptionError, match="cannot send these arguments to other processes"):
+        run_on_ranks(summed, (number for number in range(3)))
+    with pytest.raises(OptionError, match="num_processes must be at least 1, found 0"):
+        run_on_ranks(summed, 1, num_processes=0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="this process is a rank already"):
+        run_on_ranks(summed, 1)
+
+
+def test_two_ranks_fill_the_cache_and_train(scenes: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pair.toml"
+    path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
+    result = train_on(load_config(path), num_processes=2, runs=tmp_path / "runs")
+    assert result.status == "done"
+    assert cache_info(tmp_path / "cache").num_images == 24
+    both = []
+    for rank in range(2):
+        events, _ = read_events(tmp_path / "runs" / "pair" / f"events-rank{rank}.jsonl")
+        both.append([event.values["loss"] for event in events if event.kind == "step"])
+    assert len(both[0]) == result.num_steps > 0
+    assert both[0] == both[1]
