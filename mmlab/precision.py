@@ -112,11 +112,11 @@ class Precision:
         """A loss times the factor that the precision asks for."""
         return self.scaler.scale(loss)
 
-    def backward(self, loss: Tensor | None, taught: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    def backward(self, loss: Tensor | None, taught: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
         """Add the gradient of a loss, scaled where the precision asks for it, in one pass with what else is known.
 
         Args:
-            taught: tensors of the graph, and gradients of theirs that are scaled already.
+            taught: tensors of the graph, and gradients of theirs that are scaled already; None is one.
         """
         roots: list[tuple[Tensor, Tensor | None]] = (
             [*taught] if loss is None else [(self.scaled(loss), None), *taught]

@@ -47,7 +47,8 @@ from mmlab.model.parameters import freeze as freeze_parameters
 from mmlab.optimizer import RestartableAdamW, warmup_cosine
 from mmlab.out_of_memory import Result, retried
 from mmlab.padding import measure_padding
-from mmlab.parallel import Ranks
+from mmlab.parallel import ParallelOptions, Ranks, make_engine
+from mmlab.parallel.engines import Abandoned
 from mmlab.precision import Precision, StepResult
 from mmlab.types import Batch, CostModel
 from mmlab.weighting import Weighting, make_weighting
@@ -91,6 +92,8 @@ class FusionTrainer:
         channels_last: keep images and convolutions in the memory order that tensor cores prefer.
         on_out_of_memory: "split" does the step again in parts, with the same gradient; "raise" leaves it to the caller.
         on_nonfinite: what to do when a loss, or a gradient without a scaler, is not finite: "raise" or "skip".
+        parallel: how the ranks that `torchrun` started share a step: a name in `mmlab.parallel.engines.STRATEGIES`,
+            or `ParallelOptions`. In a single process it changes nothing.
         seed: of dropout and drawn negatives.
         emit: takes each `RunEvent`, for example `RunLog(folder).emit`.
         memory: predicts a step's peak in bytes; the prediction is logged beside what was measured.
@@ -125,6 +128,7 @@ class FusionTrainer:
         channels_last: bool = False,
         on_out_of_memory: str = "split",
         on_nonfinite: str = "raise",
+        parallel: str | ParallelOptions = "ddp",
         seed: int = 0,
         emit: Callable[[RunEvent], object] | None = None,
         memory: CostModel | None = None,
@@ -148,6 +152,9 @@ class FusionTrainer:
             enable_checkpointing(self.model)
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
+        self.ranks = Ranks()
+        self._engine = make_engine(ParallelOptions.parse(parallel), self.ranks, self.device)
+        self._engine.prepare(self.model)
         self.objectives = parse_objectives(self.model, objectives)
         if isinstance(weighting, str):
             bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
@@ -178,7 +185,6 @@ class FusionTrainer:
                     "live counts tensors operation by operation; it cannot see into compile=True"
                 )
             live.add(self.model, self.optimizer)
-        self.ranks = Ranks()
         self.num_out_of_memory = 0
         self._all_ranks = AllRanks.of(self.objectives, self.ranks, self.device)
         self._window = Window(
@@ -191,6 +197,7 @@ class FusionTrainer:
             recover=on_out_of_memory == "split",
             forward=self._compiled(compile) if compile else None,
             all_ranks=self._all_ranks,
+            engine=self._engine,
         )
         self._emit = emit or (lambda event: None)
         self._stopping = threading.Event()
@@ -220,10 +227,12 @@ class FusionTrainer:
         if self._live is not None:
             self._live.add(*(tensor for batch in learnt for tensor in batch.tensors()))
         weights, norms = self.weighting.weights(), None
+        predicted_bytes = None if self.memory is None else max(self.memory(batch.shape) for batch in batches)
         with self._live or nullcontext(), self.precision.arithmetic():
             if self.weighting.wants_grad_norms(self.step + 1):
                 norms = self._norms_by_objective(tried, local, joined)
-            means, num_parts = self._gradient(tried, local, weights, joined)
+            reduce = self._engine.willing(predicted_bytes, self.step)
+            means, num_parts = self._gradient(tried, local, weights, joined, reduce=reduce)
             if not math.isfinite(sum(means.values())):  # its gradient may look sound all the same
                 self.model.zero_grad(set_to_none=True)
             result = self._retried(
@@ -259,7 +268,7 @@ class FusionTrainer:
             "data_wait_s": data_wait_s,
             "samples_per_s": num_samples / step_s,
             **waste,
-            **({} if self.memory is None else {"predicted_bytes": int(max(map(self.memory, shapes)))}),
+            **({} if predicted_bytes is None else {"predicted_bytes": int(predicted_bytes)}),
             **step_memory(self.device, self._live),
             "num_parts": num_parts,
             "num_out_of_memory": self.num_out_of_memory - num_failures,
@@ -299,27 +308,40 @@ class FusionTrainer:
         counts: Mapping[str, int],
         weights: Mapping[str, float],
         joined: Sequence[JoinedRows],
+        *,
+        reduce: bool = False,
     ) -> tuple[dict[str, float], int]:
         """Leave the window's gradient in the parameters.
+
+        Args:
+            reduce: this rank would have it reduced in the backward pass, which is done if all would.
 
         Returns:
             Mean losses over all ranks, and the parts of the micro-batch that was cut most.
         """
-        totals = dict(zip(counts, self.ranks.sums(list(counts.values()), self.device), strict=True))
+        *numbers, num_others = self.ranks.sums([*counts.values(), not reduce], self.device)
+        totals = dict(zip(counts, numbers, strict=True))
         problem: Exception | None = None
-        terms, num_parts = LossTerms(totals, weights), 1
+        terms, num_parts, reduced = LossTerms(totals, weights), 1, False
         try:
-            terms, num_parts = self._window.gradient(batches, totals, weights, joined)
+            terms, num_parts, reduced = self._window.gradient(
+                batches, totals, weights, joined, reduce=not num_others
+            )
         except Interrupted:
             pass  # the rank that gave up is named below
+        except Abandoned:
+            raise
         except Exception as error:
             problem = error
-        self.ranks.agree(problem, self.device, f"step {self.step}")
-        self.ranks.add_gradients(self.parameters, self.device)
+        if not reduced:
+            self.ranks.agree(problem, self.device, f"step {self.step}")
+            self._engine.reduce(self.parameters)
         shares = self._retried(terms.means)
-        means = self.ranks.sums([shares.get(name, 0.0) for name in self.objectives], self.device)
+        used = self._engine.used() if reduced else []
+        means = self.ranks.sums([*(shares.get(name, 0.0) for name in self.objectives), *used], self.device)
+        self._engine.keep(means[len(self.objectives) :])
         return {
-            name: mean for name, mean in zip(self.objectives, means, strict=True) if totals[name]
+            name: mean for name, mean in zip(self.objectives, means, strict=False) if totals[name]
         }, num_parts
 
     def _not_finite(self, batches: Sequence[Batch], means: Mapping[str, float], result: StepResult) -> None:
@@ -339,6 +361,7 @@ class FusionTrainer:
 
     def _ran_out(self, phase: str, failure: str, num_parts: int) -> None:
         self.num_out_of_memory += 1
+        self._engine.be_careful(self.step)
         values = {"phase": phase, "operation": failure, "num_parts": num_parts}
         self._emit_event("out_of_memory", values)
 

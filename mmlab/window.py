@@ -8,7 +8,8 @@ part draws the same random numbers both times, and the objectives have generator
 negatives do not depend on the parts.
 
 Where an objective takes its negatives from all ranks, they exchange embeddings in every micro-batch (see
-`mmlab.losses.all_ranks`), and a window that one rank has to do again all do again.
+`mmlab.losses.all_ranks`), and a window that one rank has to do again all do again. So it is where the engine reduces
+gradients during the last backward pass (`mmlab.parallel`): the window is then done again without that.
 
 Two things do depend on the parts: dropout masks, drawn part by part, and batch normalisation, whose statistics
 are those of a part. Costs without parts: nothing but a copy of the running statistics, where there are any. With parts:
@@ -30,6 +31,8 @@ from mmlab.errors import OptionError, RunError
 from mmlab.losses import OBJECTIVES, AllRanks, Interrupted, JoinedRows, LossTerms, Objective, OwnLoss
 from mmlab.losses.all_ranks import AGAIN
 from mmlab.out_of_memory import out_of_memory_in, release_memory
+from mmlab.parallel import Engine
+from mmlab.parallel.engines import Abandoned, Roots
 from mmlab.precision import Precision
 from mmlab.types import Batch
 
@@ -44,6 +47,7 @@ class Window:
         recover: cut what does not fit into parts; else the error goes to the caller.
         forward: what to call instead of the model, with the same outcome.
         all_ranks: the exchange for the objectives that take negatives from all ranks.
+        engine: how ranks share a step; None in a single process.
     """
 
     def __init__(
@@ -58,11 +62,13 @@ class Window:
         recover: bool = True,
         forward: Callable[[Batch], Any] | None = None,
         all_ranks: AllRanks | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.model, self.objectives, self.precision, self.device = model, objectives, precision, device
         self._devices: list[torch.device] = getattr(model, "branch_devices", [device])
         self._seed, self._on_failure, self._recover = seed, on_failure, recover
         self._call = forward or model
+        self._engine, self._reduces = engine, False
         self._all_ranks, self._joined = all_ranks, list[JoinedRows]()
         joint = {} if all_ranks is None else all_ranks.goals
         self._local = {name: goal for name, goal in objectives.items() if name not in joint}
@@ -81,7 +87,9 @@ class Window:
         counts: Mapping[str, float],
         weights: Mapping[str, float] | None = None,
         joined: Sequence[JoinedRows] = (),
-    ) -> tuple[LossTerms, int]:
+        *,
+        reduce: bool = False,
+    ) -> tuple[LossTerms, int, bool]:
         """Add the gradient of the window's mean losses to the parameters, whose gradients are None.
 
         Args:
@@ -90,16 +98,19 @@ class Window:
             counts: by objective, what the sums are divided by.
             weights: by objective, the factor of its mean.
             joined: of each number, what the ranks' micro-batches hold; with an exchange every rank calls this.
+            reduce: let the engine reduce the gradients in the last backward pass; alike on all ranks.
 
         Returns:
-            The sums of the losses, and the most parts that a micro-batch was cut into.
+            The sums of the losses, the most parts that a micro-batch was cut into, and whether the gradients are
+            reduced, on which all ranks then agree.
 
         Raises:
             RunError: a sample does not fit by itself, or a loss that cannot be computed in parts does not fit.
             Interrupted: another rank gave up.
+            Abandoned: ranks cannot agree on anything any more.
         """
         self._joined = [*joined]
-        batches = [*batches, *[None] * (len(joined) - len(batches))]
+        batches = [*batches, *[None] * (max(len(joined), reduce) - len(batches))]
         num_parts = [1] * len(batches)
         statistics = self._before = self._copy_statistics()
         number = 0
@@ -107,9 +118,11 @@ class Window:
         def attempt(terms: LossTerms) -> None:
             nonlocal number
             self._seed(0)
+            self._num_exchanges = sum(any(rows.counts) for rows in joined)
             for number, batch in enumerate(batches):
+                self._reduces = reduce and number == len(batches) - 1
                 if batch is None:
-                    self._teach(None, number + 1, terms)
+                    self._pass(partial(self._nothing, number + 1, terms))
                 else:
                     self._one(batch, number + 1, num_parts[number], terms)
 
@@ -123,17 +136,19 @@ class Window:
             self._refuse_hopeless(batch, tried, failure)
 
         while True:
-            number, terms = 0, LossTerms(counts, weights)
-            verdict = self._attempt(partial(attempt, terms), cut)
+            scale = self._engine.scale if reduce and self._engine is not None else 1.0
+            number, terms = 0, LossTerms(counts, weights, scale=scale)
+            verdict = self._attempt(partial(attempt, terms), cut, reduce=reduce)
             if not verdict:
-                return terms, max(num_parts, default=1)
+                return terms, max(num_parts, default=1), reduce
             if verdict > AGAIN:
                 raise Interrupted(verdict)
+            reduce = False
             self.model.zero_grad(set_to_none=True)
             self._put_back(statistics)
 
-    def _attempt(self, attempt: Callable[[], None], cut: Callable[[str], None]) -> int:
-        """The verdict on one attempt; of all ranks, where they exchange anything. What went wrong here is raised."""
+    def _attempt(self, attempt: Callable[[], None], cut: Callable[[str], None], *, reduce: bool) -> int:
+        """The verdict on one attempt; of all ranks, where they share anything. What went wrong here is raised."""
         own, told = 0, None
         problem: Exception | None = None
         try:
@@ -149,11 +164,22 @@ class Window:
             told = interrupted.verdict
         except Exception as error:
             problem = error
-        if self._all_ranks is not None and told is None:
-            told = self._all_ranks.verdict(own if problem is None else self._all_ranks.gave_up)
+        if told is None and self._engine is not None and (reduce or self._all_ranks is not None):
+            if reduce and (own or problem is not None) and not self._num_exchanges:
+                try:
+                    self._engine.complete()
+                except Abandoned as error:
+                    raise error from problem
+            own = own if problem is None else AGAIN + 1 + self._engine.ranks.rank
+            told = self._verdict(own)
         if problem is not None:
             raise problem
         return own if told is None else told
+
+    def _verdict(self, own: int) -> int:
+        if self._all_ranks is not None:
+            return self._all_ranks.verdict(own)
+        return 0 if self._engine is None else int(self._engine.ranks.largest(own, self.device))
 
     def forget(self) -> None:
         """Take back what the last window did to running statistics, which a sample that is not finite spoils."""
@@ -164,14 +190,13 @@ class Window:
         parts = list(_rows_of_parts(len(batch), num_parts))
         if num_parts == 1:
             whole = self._on_device(batch, parts[0])
-            output = self._forward(whole)
-            self._learn(output, whole, number, terms)
+            self._learn(lambda: self._forward(whole), whole, number, terms)
         elif any(isinstance(goal, OwnLoss) for goal in self.objectives.values()):
             for rows in parts:
                 part = self._on_device(batch, rows)
                 if not any(goal.count(part) for goal in self.objectives.values()):
                     continue  # the mean over nothing is NaN
-                self._learn(self._forward(part), part, number, terms)
+                self._learn(partial(self._forward, part), part, number, terms)
         else:
             self._together(batch, parts, number, terms)
 
@@ -186,7 +211,7 @@ class Window:
         whole, leaves = _joined(outputs)
         del outputs
         self._rows = slice(0, len(batch))
-        self._learn(whole, batch.to(self.device), number, terms)
+        self._learn(partial(_given, whole), batch.to(self.device), number, terms)
         del whole
         after = self._random_state()
         for rows, state in zip(parts, states, strict=True):
@@ -213,15 +238,27 @@ class Window:
             self._refuse_bare(output)
         return output
 
-    def _learn(self, output: Any, batch: Batch, number: int, terms: LossTerms) -> None:
-        self._phase = "forward"
-        self._seed(number)
-        loss = None
-        if self._local:
-            with self.precision.autocast():
-                loss = terms.add({name: goal(output, batch) for name, goal in self._local.items()})
-        taught = self._teach(output, number, terms)
-        del output
+    def _learn(self, forward: Callable[[], Any], batch: Batch, number: int, terms: LossTerms) -> None:
+        """The objectives on an output, and the backward pass."""
+
+        def roots() -> Roots:
+            output = forward()
+            self._phase = "forward"
+            self._seed(number)
+            loss = None
+            if self._local:
+                with self.precision.autocast():
+                    loss = terms.add({name: goal(output, batch) for name, goal in self._local.items()})
+            return loss, self._teach(output, number, terms)
+
+        self._pass(roots)
+
+    def _nothing(self, number: int, terms: LossTerms) -> Roots:
+        """In the place of a micro-batch that this rank does not have."""
+        return None, self._teach(None, number, terms)
+
+    def _pass(self, work: Callable[[], Roots]) -> None:
+        loss, taught = work() if self._engine is None else self._engine.run(work, reduce=self._reduces)
         self._phase = "backward"
         self.precision.backward(loss, taught)
 
@@ -229,8 +266,11 @@ class Window:
         """Gradients of the losses over all ranks, where there are any; those of other ranks wait for this."""
         if self._all_ranks is None:
             return []
+        rows = self._joined[number - 1]
         with self.precision.autocast():
-            return self._all_ranks.teach(output, self._joined[number - 1], terms, self.precision.scaled)
+            taught = self._all_ranks.teach(output, rows, terms, self.precision.scaled)
+        self._num_exchanges -= any(rows.counts)
+        return taught
 
     def _refuse_bare(self, output: Any) -> None:
         """A loss of the model's own is nothing that objectives over embeddings can read."""
@@ -281,6 +321,10 @@ class Window:
                 torch.cuda.set_rng_state(state, device)
             else:
                 torch.set_rng_state(state)
+
+
+def _given(output: Any) -> Any:
+    return output
 
 
 def _rows_of_parts(num_rows: int, num_parts: int) -> Iterator[slice]:

@@ -39,12 +39,15 @@ class LossTerms:
     Args:
         counts: by objective, over all micro-batches of the step.
         weights: factors of the objectives' means in the step's loss; 1 where None.
+        scale: factor on the shares of the loss, and so on the gradient, but not on the means.
     """
 
-    def __init__(self, counts: Mapping[str, float], weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, counts: Mapping[str, float], weights: Mapping[str, float] | None = None, *, scale: float = 1.0
+    ) -> None:
         self.counts = dict(counts)
         self._factors = {
-            name: (weights or {}).get(name, 1.0) / max(1, count) for name, count in counts.items()
+            name: scale * (weights or {}).get(name, 1.0) / max(1, count) for name, count in counts.items()
         }
         self._sums: dict[str, Tensor] = {}
 

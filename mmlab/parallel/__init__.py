@@ -1,6 +1,13 @@
-"""More than one process or device: what ranks say to each other."""
+"""More than one process or device: what ranks say to each other, and how they share a step.
 
+ranks        `Ranks`: sums of counts, one verdict, the sum of the gradients
+engines      `ParallelOptions`, and the engine that the others improve on
+overlapped   gradients summed during the backward pass
+shared_work  `SharedWork`: work that ranks hand out among themselves
+"""
+
+from mmlab.parallel.engines import Engine, ParallelOptions, make_engine
 from mmlab.parallel.ranks import Ranks
 from mmlab.parallel.shared_work import SharedWork
 
-__all__ = ["Ranks", "SharedWork"]
+__all__ = ["Engine", "ParallelOptions", "Ranks", "SharedWork", "make_engine"]

@@ -261,7 +261,7 @@ class _MarkedPrecision(Precision):
         self._live = live
 
     def backward(
-        self, loss: torch.Tensor | None, taught: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self, loss: torch.Tensor | None, taught: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
     ) -> None:
         self.before_backward_bytes = self._live.current_bytes
         super().backward(loss, taught)

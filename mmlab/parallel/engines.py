@@ -1,0 +1,160 @@
+"""How the ranks of a run share the work of a step: the options, and the plainest of the strategies.
+
+========  ==================================================================================================
+ddp       every rank holds the model; gradients are summed during the window's last backward pass
+reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
+fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.sharded`)
+========  ==================================================================================================
+
+An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
+process has the plain engine, which does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mmlab.errors import OptionError, RunError, unknown_name
+from mmlab.parallel.ranks import Ranks
+
+STRATEGIES = ("ddp", "reduce", "fsdp")
+COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
+OVERLAPS = ("auto", "always", "never")
+Result = TypeVar("Result")
+Roots = tuple[Tensor | None, list[tuple[Tensor, Any]]]  # of a graph: a loss; tensors with gradients of theirs
+
+
+class Abandoned(RunError):
+    """A rank failed where the others cannot be told: they end when its process does, or at the group's timeout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """Options of a run on several ranks; in a single process they change nothing.
+
+    >>> ParallelOptions.parse("reduce").strategy
+    'reduce'
+
+    Args:
+        strategy: a name in `STRATEGIES`.
+        bucket_mb: gradients that are sent together, in MiB (`ddp`).
+        compression: send gradients in 16 bits, `fp16` or `bf16`, or by `powersgd` as products of thin matrices (Vogels
+            et al. 2019, arXiv:1905.13727); the gradient is then no longer exact (`ddp`).
+        powersgd_rank: width of those matrices.
+        powersgd_start: the first steps, which are sent whole.
+        overlap: whether gradients are sent while the backward pass still runs (`ddp`). `auto` sends them afterwards
+            where memory is predicted to come near its limit: a step that then fails is cheaper to do again.
+        prefetch: blocks whose weights are gathered ahead (`fsdp`).
+
+    Raises:
+        OptionError: an unknown name, a number out of range, or a combination that has no meaning.
+    """
+
+    strategy: str = "ddp"
+    bucket_mb: float = 25.0
+    compression: str = "none"
+    powersgd_rank: int = 1
+    powersgd_start: int = 1000
+    overlap: str = "auto"
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        for what, name, known in (
+            ("parallel strategy", self.strategy, STRATEGIES),
+            ("gradient compression", self.compression, COMPRESSIONS),
+            ("overlap", self.overlap, OVERLAPS),
+        ):
+            if name not in known:
+                raise unknown_name(what, name, known)
+        if not self.bucket_mb > 0:
+            raise OptionError(f"bucket_mb must be above 0, found {self.bucket_mb}")
+        for name, value, least in (
+            ("powersgd_rank", self.powersgd_rank, 1),
+            ("powersgd_start", self.powersgd_start, 2),
+            ("prefetch", self.prefetch, 1),
+        ):
+            if value < least:
+                raise OptionError(f"{name} must be at least {least}, found {value}")
+        if self.compression != "none" and (self.strategy != "ddp" or self.overlap == "never"):
+            raise OptionError(
+                f"compression={self.compression!r} is part of ddp's reduction during the backward pass, found "
+                f"strategy={self.strategy!r}, overlap={self.overlap!r}; use compression='none'"
+            )
+
+    @classmethod
+    def parse(cls, options: str | ParallelOptions) -> ParallelOptions:
+        """Options from a strategy's name; those that exist are passed through."""
+        return cls(strategy=options) if isinstance(options, str) else options
+
+
+class Engine:
+    """Gradients are summed after the last backward pass; the strategy `reduce`, and what a single process has.
+
+    Attributes:
+        lockstep: every rank must go through the model equally often, if need be for nothing.
+        scale: factor on the losses of a window that is reduced in its backward pass.
+    """
+
+    lockstep = False
+    scale = 1.0
+
+    def __init__(self, options: ParallelOptions, ranks: Ranks, device: torch.device) -> None:
+        self.options, self.ranks, self.device = options, ranks, device
+
+    def prepare(self, model: nn.Module) -> None:
+        """Take the model, on its device and with its trained weights marked, before an optimizer does."""
+
+    def willing(self, predicted_bytes: float | None, step: int) -> bool:
+        """Whether this rank would have the coming window reduced during its backward pass; the others may not.
+
+        Args:
+            predicted_bytes: peak of the window's dearest micro-batch; None where nothing predicts it.
+        """
+        return False
+
+    def run(self, work: Callable[[], Roots], *, reduce: bool) -> Roots:
+        """A forward pass, up to the roots of its backward pass.
+
+        Args:
+            reduce: gradients are to be reduced in that backward pass; true of the last of a window, or of none.
+        """
+        return work()
+
+    def complete(self) -> None:
+        """After a failure here: take part in the reduction that the other ranks wait in; its outcome means nothing.
+
+        Raises:
+            Abandoned: the reduction itself failed.
+        """
+
+    def used(self) -> list[bool]:
+        """Of each trained weight, whether this rank's window gave it a gradient, where only this engine can tell."""
+        return []
+
+    def be_careful(self, step: int) -> None:
+        """A step ran out of memory; if nothing predicts it, the next ones are to be done so that it costs least."""
+
+    def keep(self, used: Sequence[float]) -> None:
+        """Take the gradients away that no rank's window gave, which are zero now."""
+
+    def reduce(self, weights: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients after the window."""
+        self.ranks.add_gradients(weights, self.device)
+
+    def evaluate(self, work: Callable[[], Result]) -> Result:
+        """A forward pass without a backward pass."""
+        return work()
+
+
+def make_engine(options: ParallelOptions, ranks: Ranks, device: torch.device) -> Engine:
+    """The engine of a strategy; in a single process the one that does nothing."""
+    if ranks.world_size > 1 and options.strategy == "ddp" and options.overlap != "never":
+        from mmlab.parallel.overlapped import Overlapped
+
+        return Overlapped(options, ranks, device)
+    return Engine(options, ranks, device)
