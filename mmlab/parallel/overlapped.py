@@ -84,8 +84,8 @@ class Overlapped(Engine):
     def run(self, work: Callable[[], Roots], *, reduce: bool) -> Roots:
         loss, taught = work()
         if reduce:
-            self._armed = True
             taught = [*taught, (self._ddp(), None)]
+            self._armed = True
         return loss, taught
 
     def complete(self) -> None:
