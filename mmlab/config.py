@@ -9,6 +9,7 @@ defaults, so there is no second list to keep. `examples/train.toml` shows them a
     [scheduler]   name, and the options of that scheduler; for `memory` also memory_gb, the GiB to plan for (default:
                   ask the device), and follow, whether the plan is corrected by what steps need (default: true)
     [trainer]     num_epochs, and the options of `FusionTrainer`
+    [parallel]    the options of `ParallelOptions`, for runs on several ranks
     [checkpoint]  the options of `Checkpoints`
     [events]      device_interval_s
 
@@ -29,6 +30,7 @@ from mmlab.checkpoint import Checkpoints
 from mmlab.errors import DataError, OptionError, unknown_name
 from mmlab.loader import PlannedLoader
 from mmlab.model import PRESETS, ModelConfig
+from mmlab.parallel import ParallelOptions
 from mmlab.schedule import SCHEDULERS
 from mmlab.trainer import FusionTrainer
 
@@ -46,11 +48,12 @@ _DATA = {
     "cache_limit_gib": "float",
 }
 _MODEL = {"preset": "str", "image_encoder": "str", "text_encoder": "str"}
-_HARMLESS = (
+_HARMLESS = (  # to change in a resume
     "checkpoint",
     "events",
+    *(f"parallel.{name}" for name in ("bucket_mb", "overlap", "prefetch")),
     *(f"data.{name}" for name in (*LOADER_OPTIONS, *CACHE_OPTIONS)),
-)  # to change in a resume
+)
 
 
 def _is_number(value: Any) -> bool:
@@ -85,6 +88,7 @@ class RunConfig:
     model: Section
     scheduler: Section
     trainer: Section
+    parallel: Section
     checkpoint: Section
     events: Section
 
@@ -165,7 +169,8 @@ def _known(sections: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "data": {**_DATA, **{name: loader[name] for name in LOADER_OPTIONS}},
         "model": {**_MODEL, **{item.name: str(item.type) for item in fields(ModelConfig)}},
         "scheduler": {"name": "str", **_of_scheduler(scheduler)},
-        "trainer": {"num_epochs": "int", **_options(FusionTrainer)},
+        "trainer": {"num_epochs": "int", **_options(FusionTrainer, but="parallel")},
+        "parallel": {item.name: str(item.type) for item in fields(ParallelOptions)},
         "checkpoint": _options(Checkpoints),
         "events": {"device_interval_s": "float"},
     }

@@ -131,16 +131,18 @@ class PlannedLoader:
         self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator, at the same place
         self._plan_states: dict[int, Mapping[str, Any]] = {}  # after each batch drawn and not delivered
         self._resume_from: Mapping[str, Any] | None = None
+        self._num_before = 0  # batches of the epoch that were planned for another number of ranks
 
     @property
     def plan(self) -> BatchPlan:
-        """The batches of the current epoch."""
+        """The batches of the current epoch; after a resume on another number of ranks, those that are left of it."""
         return self._plan  # type: ignore[return-value]
 
     @plan.setter
     def plan(self, plan: BatchPlan | Iterable[list[int]]) -> None:
         self._plan, self._num_done, self._num_bad = plan, 0, 0
         self._plan_state = self._resume_from = None
+        self._num_before = 0
 
     @property
     def start_batch(self) -> int:
@@ -158,7 +160,7 @@ class PlannedLoader:
             self.scheduler.observe(values)
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return self._num_before + len(self.plan)
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_open()
@@ -229,18 +231,29 @@ class PlannedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration begin with the very batch that would have come; nothing is decoded again.
 
-        The engine and the number of workers may be others than before. For another number of ranks, see
-        `BatchScheduler.resume`.
+        The engine and the number of workers may be others than before, and so may the number of ranks: the samples
+        that are left of the epoch are then cut anew, and `len` is what was done by this rank's count and what is left.
 
         Raises:
-            DataError: the state is of other data, another seed or other scheduler options (at the next iteration).
+            DataError: the state is of other data, another seed or other scheduler options (at the next iteration, if
+                the number of ranks is the same); or of a plan that followed memory use, where this one does not.
         """
+        if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
+            raise DataError(
+                "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
+                "number of ranks, or plan without following from the start"
+            )
         if "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
-        self.epoch = state["epoch"]
-        self.plan = self.scheduler.plan(self._recipe.sizes, epoch=self.epoch)
+        self.epoch, place = state["epoch"], state.get("plan")
+        taken = [world_size for world_size, count in (place or {}).get("taken", ()) if count]
+        if taken in ([], [self.scheduler.world_size]):
+            self.plan = self.scheduler.plan(self._recipe.sizes, epoch=self.epoch)
+        else:
+            self.plan = self.scheduler.resume(self._recipe.sizes, place or {})
+            self._num_before = state["num_batches"]
         self._num_done, self._num_bad = state["num_batches"], state["num_bad_samples"]
-        self._plan_state, self._resume_from = state.get("plan"), state
+        self._plan_state, self._resume_from = place, state
 
     def stage_report(self) -> StageReport:
         """How busy each stage was in the current or last epoch, and which one is short."""
@@ -282,14 +295,15 @@ class PlannedLoader:
     def _jobs(self) -> Iterator[Job]:
         """The batches that are left of the epoch, drawn from the plan one by one."""
         state, self._resume_from = self._resume_from or {}, None
-        first = self._num_done = state.get("num_batches", 0)
+        first = self._num_done = state.get("num_batches", self._num_before)
         self._num_bad = state.get("num_bad_samples", 0)
         self.bad_samples = []
-        if "plan" in state:
+        num_left_out = first - self._num_before
+        if "plan" in state and not self._num_before:
             batches: Any = iter(self.plan)
             batches.load_state_dict(state["plan"])
         else:
-            batches = iter(self.plan.skip(first) if first else self.plan)
+            batches = iter(self.plan.skip(num_left_out) if num_left_out > 0 else self.plan)
         self._plan_state, self._plan_states = state.get("plan"), {}
         return self._drawn(batches, first, self.epoch)
 

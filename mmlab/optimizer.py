@@ -55,7 +55,7 @@ _step = torch.optim.AdamW.step
 _PLAIN_STEP = _step.__wrapped__ if getattr(_step, "hooked", False) else _step  # type: ignore[attr-defined]
 
 
-def warmup_cosine(step: int, total_steps: int | None, warmup_ratio: float) -> float:
+def warmup_cosine(step: float, total_steps: int | None, warmup_ratio: float) -> float:
     """Factor on the learning rate at a step: linear warm-up, then a cosine to zero at `total_steps`; 1 without one.
 
     >>> [round(warmup_cosine(step, 10, 0.2), 2) for step in (0, 1, 2, 6, 10)]

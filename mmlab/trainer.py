@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from mmlab.control import Control
-from mmlab.errors import OptionError, RunError, unknown_name
+from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.evaluation import evaluate, offending
 from mmlab.events import RunEvent
 from mmlab.interrupts import signals_held
@@ -178,6 +178,9 @@ class FusionTrainer:
         self.step = self.epoch = self.num_samples = self.last_epoch = 0
         self.epoch_batches = 0  # done in the current epoch
         self._fixed_schedule = total_steps is not None
+        self.schedule: list[float] | None = None  # what `total_steps` was stretched from, see `learning_rate`
+        self._saved_on = self.ranks.world_size  # ranks that wrote the checkpoint gone on from
+        self._resumed_on_others = False
         self.memory, self._live = memory, live
         if live is not None:
             if compile:
@@ -447,12 +450,17 @@ class FusionTrainer:
 
     def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
         """Work out the schedule's length, unless it was given, or this is the rest of a run that has one."""
-        if not self._fixed_schedule and (self.total_steps is None or last_epoch != self.last_epoch):
+        others = self._saved_on != self.ranks.world_size and self.step > 0
+        if not self._fixed_schedule and (self.total_steps is None or last_epoch != self.last_epoch or others):
+            if others and self.total_steps is not None and last_epoch == self.last_epoch:
+                place, length = self._place(self.step)
+                self.schedule = [self.step, place, length or 0]
             num_batches = len(loader)  # type: ignore[arg-type]
             rest = math.ceil((num_batches - self.epoch_batches) / self.accumulation_steps)
             further = (last_epoch - self.epoch - 1) * math.ceil(num_batches / self.accumulation_steps)
             self.total_steps = self.step + rest + further
-        self.last_epoch = last_epoch
+        self.last_epoch, self._saved_on = last_epoch, self.ranks.world_size
+        self._resumed_on_others = others
 
     def _asked_to_stop(self, signals: Sequence[int], control: Control) -> bool:
         """Whether any rank wants to stop; waits while the run is paused."""
@@ -518,8 +526,20 @@ class FusionTrainer:
         return {"epoch": self.epoch, "eval_s": self._clock() - started, **measured}
 
     def learning_rate(self, step: int) -> float:
-        """Of a step: linear warm-up, then a cosine to zero at `total_steps`; `lr` throughout without a schedule."""
-        return self.lr * warmup_cosine(step, self.total_steps, self.warmup_ratio)
+        """Of a step: linear warm-up, then a cosine to zero at `total_steps`; `lr` throughout without a schedule.
+
+        After a resume on another number of ranks, which take another number of steps, what was left of the schedule is
+        stretched over those.
+        """
+        place, length = self._place(step)
+        return self.lr * warmup_cosine(place, length, self.warmup_ratio)
+
+    def _place(self, step: int) -> tuple[float, int | None]:
+        """Where the schedule is at a step, and its length, in steps of the ranks that began."""
+        if self.schedule is None or self.total_steps is None:
+            return step, self.total_steps
+        first, place, length = self.schedule
+        return place + (step - first) * (length - place) / max(1, self.total_steps - first), int(length)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it."""
@@ -528,7 +548,10 @@ class FusionTrainer:
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
             "weighting": {**self.weighting.state_dict(), "on": self.weighting_on},
-            "progress": {name: getattr(self, name) for name in _PROGRESS},
+            "progress": {
+                **{name: getattr(self, name) for name in _PROGRESS},
+                "world_size": self.ranks.world_size,
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -549,8 +572,10 @@ class FusionTrainer:
             group["weight_decay"], group["lr_factor"] = options
         self.precision.load_state_dict(state["precision"])
         self.weighting.load_state_dict(state["weighting"])
+        progress = state["progress"]
         for name in _PROGRESS:
-            setattr(self, name, state["progress"][name])
+            setattr(self, name, progress[name])
+        self._saved_on = progress["world_size"]
 
     def description(self) -> StepValues:
         """What a `start` event says of the trainer."""
@@ -574,6 +599,11 @@ class FusionTrainer:
         started = time.perf_counter()
         self._seed(-1 - self.epoch)  # a loader may draw its order from torch's generator
         goes_on = getattr(loader, "start_batch", 0) > 0  # by itself, behind the batches that are done
+        if self.epoch_batches and not goes_on and self._resumed_on_others:
+            raise DataError(
+                "the checkpoint was written by another number of ranks in mid-epoch, and this loader cannot tell which "
+                "samples are left; use PlannedLoader, or as many ranks as before"
+            )
         batches = islice(iter(loader), 0 if goes_on else self.epoch_batches, None)
         while window := list(islice(batches, self.accumulation_steps)):
             yield window, time.perf_counter() - started
@@ -612,7 +642,7 @@ def _or_none(batches: Sequence[Batch], counts: Sequence[Mapping[str, int]]) -> l
     return [batch if any(count.values()) else None for batch, count in zip(batches, counts, strict=True)]
 
 
-_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch")
+_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
 
 
 def _check_options(

@@ -33,7 +33,7 @@ from mmlab.losses import Objective, parse_objectives
 from mmlab.machine import this_process, versions
 from mmlab.model import build_model, enable_packing
 from mmlab.monitor import DeviceMonitor
-from mmlab.parallel import Ranks
+from mmlab.parallel import ParallelOptions, Ranks
 from mmlab.preparation import describe_machine, fill_cache, make_datasets, resolve_device
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.resource_aware import ResourceAwareScheduler
@@ -146,7 +146,13 @@ class _Run:
             enable_packing(model)
         memory = getattr(scheduler, "cost", None) if isinstance(scheduler, Memory) else None
         self.trainer = FusionTrainer(
-            model, device=device, emit=self._take, objectives=objectives, memory=memory, **options
+            model,
+            device=device,
+            emit=self._take,
+            objectives=objectives,
+            memory=memory,
+            parallel=ParallelOptions(**config.parallel),
+            **options,
         )
         self._checkpoints = Checkpoints(folder / _CHECKPOINTS, emit=log.emit, **config.checkpoint)
         self._bar = tqdm(unit="step", disable=None if progress else True)
@@ -273,6 +279,9 @@ class _Share(BatchScheduler):
 
     def plan(self, samples: Any, *, epoch: int = 0) -> BatchPlan:
         return self.whole.plan(samples, epoch=epoch).shard(self.rank, self.world_size)
+
+    def resume(self, samples: Any, state: Mapping[str, Any], *, world_size: int | None = None) -> BatchPlan:
+        return self.whole.resume(samples, state).shard(self.rank, self.world_size)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def largest(number: float) -> float:
 
 
 def same_gradient(rank: int, world_size: int) -> None:
-    """Unequal batches and windows, missing modalities, weights that are used in an earlier micro-batch, or by one rank."""
+    """Unequal batches and windows, missing modalities, weights that an earlier micro-batch uses, or one rank alone."""
     goals = {"distance": PairDistance(), "matched": Matched()}
     every = [batch for other in range(world_size) for batch in window(other)]
     for dtype, precision, tolerance in (
@@ -101,14 +101,20 @@ def same_gradient(rank: int, world_size: int) -> None:
             for name, one in expected.items():
                 assert (one is None) == (found[name] is None), name
             assert any(one is None for one in expected.values())  # of the head for hidden tokens
-            apart = torch.cat([(found[name] - one).flatten() for name, one in expected.items() if one is not None])
+            apart = torch.cat(
+                [(found[name] - one).flatten() for name, one in expected.items() if one is not None]
+            )
             norm = torch.cat([one.flatten() for one in expected.values() if one is not None]).norm()
             difference = largest(float(apart.norm() / norm))
             assert difference <= tolerance, (dtype, precision, step, difference)
             assert math.isclose(values["grad_norm"], whole["grad_norm"], rel_tol=max(tolerance, 1e-6))
-            assert math.isclose(values["image_grad_norm"], whole["image_grad_norm"], rel_tol=max(tolerance, 1e-6))
+            assert math.isclose(
+                values["image_grad_norm"], whole["image_grad_norm"], rel_tol=max(tolerance, 1e-6)
+            )
             if rank == 0:
-                print(f"gradient {world_size} ranks {dtype} {precision}: {difference:.1e}, {apart.abs().max():.1e}")
+                print(
+                    f"gradient {world_size} ranks {dtype} {precision}: {difference:.1e}, {apart.abs().max():.1e}"
+                )
         # Adam divides by the gradient's size, so that rounding shows where a gradient is near zero
         assert largest(relative(weights(trainer), weights(single))) < max(1e-3, tolerance)
     what_no_rank_used_any_more(rank, trainer)
@@ -133,8 +139,13 @@ def all_negatives(rank: int, world_size: int) -> None:
     micro-batch of that number."""
     goals = {"contrastive": Contrastive(all_ranks=True), "distance": PairDistance()}
     single = {**goals, "contrastive": Contrastive()}
-    numbers = [[window(other)[place] for other in range(world_size) if place < len(WINDOWS[other])] for place in range(3)]
-    every = [merge([dataclasses.replace(batch, weights=None) for batch in parts]) for parts in numbers if parts]
+    numbers = [
+        [window(other)[place] for other in range(world_size) if place < len(WINDOWS[other])]
+        for place in range(3)
+    ]
+    every = [
+        merge([dataclasses.replace(batch, weights=None) for batch in parts]) for parts in numbers if parts
+    ]
     mine = [dataclasses.replace(batch, weights=None) for batch in window(rank)]
     for fail_at in (None, 30, 400):
         device = VirtualDevice(fail_at=fail_at) if fail_at is not None and rank == 1 else None

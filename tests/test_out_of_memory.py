@@ -197,19 +197,23 @@ def test_a_loss_that_compares_samples_is_not_computed_in_parts():
 
 
 def run_on_two_ranks(script: str) -> None:
-    """Two processes run a script beside this file; each says ok at its end."""
+    run_on_ranks(script, 2)
+
+
+def run_on_ranks(script: str, num_ranks: int) -> None:
+    """Processes run a script beside this file; each says ok at its end."""
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(num_ranks),
         str(Path(__file__).with_name(script)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("ok") == 2
+    assert done.stdout.count("ok") == num_ranks
 
 
 def test_one_rank_runs_out_of_memory_and_both_go_on_together():

@@ -81,7 +81,8 @@ def goes_on_whichever_operation_fails(rank: int) -> None:
 
     def updated(fail_at: int | None, precision: str) -> tuple[VirtualDevice, object]:
         device = VirtualDevice()
-        trainer = make_trainer(device, objectives=objectives, precision=precision)
+        # any operation may fail here, also one of the reduction's own, which asks for no memory
+        trainer = make_trainer(device, objectives=objectives, precision=precision, parallel="reduce")
         trainer.precision.scaler._init_scale = 64.0
         device.num_operations, device.fail_at = 0, fail_at if rank == 1 else None
         trainer.train_step(WINDOWS[rank])

@@ -26,7 +26,7 @@ def main() -> None:
 
     def updated(fail_at: int | None) -> tuple[VirtualDevice, object]:
         device = VirtualDevice()
-        trainer = make_trainer(device, objectives=objectives)
+        trainer = make_trainer(device, objectives=objectives, parallel="reduce")
         trainer.train_step([mine])
         device.num_operations, device.fail_at = 0, fail_at if rank == 1 else None
         trainer.train_step([mine])
@@ -34,7 +34,7 @@ def main() -> None:
 
     updated(None)
     device, trainer = updated(None)
-    expected, start = weights(trainer), weights(make_trainer(objectives=objectives))
+    expected, start = weights(trainer), weights(make_trainer(objectives=objectives, parallel="reduce"))
     count = torch.tensor(device.num_operations)
     distributed.broadcast(count, src=1)
     for fail_at in range(int(count) % STRIDE, int(count), STRIDE):
@@ -43,7 +43,7 @@ def main() -> None:
         assert relative(weights(trainer) - start, expected - start) < 0.05, fail_at
 
     device = VirtualDevice()
-    trainer = make_trainer(device, objectives=objectives)
+    trainer = make_trainer(device, objectives=objectives, parallel="reduce")
     device.limit_bytes = device.current_bytes + 50_000 if rank == 1 else None
     with pytest.raises(RunError, match="does not fit" if rank == 1 else "rank 1 could not do step 0"):
         trainer.train_step([make_batch(SIZES[2:3])])

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,6 +65,7 @@ class Overlapped(Engine):
             raise OptionError(
                 f"the ranks' models differ, or cannot be trained by ddp: {' '.join(str(error).split())}"
             ) from error
+        self._settle_buckets()
         for index, weight in enumerate(self._weights):
             weight.register_post_accumulate_grad_hook(partial(self._note, index))
         self._compress()
@@ -115,6 +117,17 @@ class Overlapped(Engine):
     def be_careful(self, step: int) -> None:
         self._careful_until = step + _CAREFUL_STEPS
 
+    def _settle_buckets(self) -> None:
+        """Torch orders the buckets anew after the first backward pass, as it met the weights there; and the order of
+        the additions, of three ranks or more, depends on it. So that a resumed run adds as the first did, let that be
+        once, before the first step, and always the reverse of the model's order."""
+        self._ddp()
+        for weight in reversed(self._weights):
+            self._touch(weight)
+        self._ddp().backward()
+        for weight in self._weights:
+            weight.grad = None
+
     def _note(self, index: int, weight: Tensor) -> None:
         if weight.grad is not None:  # also called for those that only the reduction reached
             self._used.add(index)
@@ -134,13 +147,27 @@ class Overlapped(Engine):
                 matrix_approximation_rank=self.options.powersgd_rank,
                 start_powerSGD_iter=self.options.powersgd_start,
             )
-            self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            hook: Any = powerSGD_hook.powerSGD_hook
+            self._ddp.register_comm_hook(state, lambda state, bucket: hook(state, _WithoutScalars(bucket)))
         elif self.options.compression != "none":
             hooks: dict[str, Any] = {
                 "fp16": default_hooks.fp16_compress_hook,
                 "bf16": default_hooks.bf16_compress_hook,
             }
             self._ddp.register_comm_hook(None, hooks[self.options.compression])
+
+
+class _WithoutScalars:
+    """A bucket whose gradients all have a dimension, without which torch's PowerSGD fails."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self._bucket = bucket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def gradients(self) -> list[Tensor]:
+        return [gradient if gradient.dim() else gradient.view(1) for gradient in self._bucket.gradients()]
 
 
 class _Reduced(nn.Module):
