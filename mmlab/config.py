@@ -51,7 +51,7 @@ _MODEL = {"preset": "str", "image_encoder": "str", "text_encoder": "str"}
 _HARMLESS = (  # to change in a resume
     "checkpoint",
     "events",
-    *(f"parallel.{name}" for name in ("bucket_mb", "overlap", "prefetch")),
+    *(f"parallel.{name}" for name in ("bucket_mb", "overlap")),
     *(f"data.{name}" for name in (*LOADER_OPTIONS, *CACHE_OPTIONS)),
 )
 

@@ -162,6 +162,13 @@ class PlannedLoader:
     def __len__(self) -> int:
         return self._num_before + len(self.plan)
 
+    @property
+    def whole_epoch(self) -> int:
+        """Batches of a whole epoch on as many ranks as there are now."""
+        if not self._num_before:
+            return len(self)
+        return len(self.scheduler.plan(self._recipe.sizes, epoch=self.epoch))
+
     def __iter__(self) -> Iterator[Batch]:
         self._check_open()
         return self._deliver()
@@ -247,7 +254,7 @@ class PlannedLoader:
             self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
         self.epoch, place = state["epoch"], state.get("plan")
         taken = [world_size for world_size, count in (place or {}).get("taken", ()) if count]
-        if taken in ([], [self.scheduler.world_size]):
+        if "scheduler" in state or taken in ([], [getattr(self.scheduler, "world_size", 1)]):
             self.plan = self.scheduler.plan(self._recipe.sizes, epoch=self.epoch)
         else:
             self.plan = self.scheduler.resume(self._recipe.sizes, place or {})

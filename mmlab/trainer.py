@@ -179,7 +179,7 @@ class FusionTrainer:
         self.epoch_batches = 0  # done in the current epoch
         self._fixed_schedule = total_steps is not None
         self.schedule: list[float] | None = None  # what `total_steps` was stretched from, see `learning_rate`
-        self._saved_on = self.ranks.world_size  # ranks that wrote the checkpoint gone on from
+        self.saved_on = self.ranks.world_size  # ranks that wrote the checkpoint gone on from
         self._resumed_on_others = False
         self.memory, self._live = memory, live
         if live is not None:
@@ -450,17 +450,23 @@ class FusionTrainer:
 
     def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
         """Work out the schedule's length, unless it was given, or this is the rest of a run that has one."""
-        others = self._saved_on != self.ranks.world_size and self.step > 0
+        others = self.saved_on != self.ranks.world_size and self.step > 0
         if not self._fixed_schedule and (self.total_steps is None or last_epoch != self.last_epoch or others):
             if others and self.total_steps is not None and last_epoch == self.last_epoch:
                 place, length = self._place(self.step)
                 self.schedule = [self.step, place, length or 0]
-            num_batches = len(loader)  # type: ignore[arg-type]
-            rest = math.ceil((num_batches - self.epoch_batches) / self.accumulation_steps)
-            further = (last_epoch - self.epoch - 1) * math.ceil(num_batches / self.accumulation_steps)
-            self.total_steps = self.step + rest + further
-        self.last_epoch, self._saved_on = last_epoch, self.ranks.world_size
+            self.total_steps = self.step + self.steps_left(loader, last_epoch)
+        self.last_epoch, self.saved_on = last_epoch, self.ranks.world_size
         self._resumed_on_others = others
+
+    def steps_left(self, loader: Iterable[Batch], last_epoch: int) -> int:
+        """Until so many epochs are done, if all are as long as this one."""
+        if last_epoch <= self.epoch:
+            return 0
+        num_batches = len(loader)  # type: ignore[arg-type]
+        whole = math.ceil(getattr(loader, "whole_epoch", num_batches) / self.accumulation_steps)
+        rest = math.ceil((num_batches - self.epoch_batches) / self.accumulation_steps)
+        return rest + (last_epoch - self.epoch - 1) * whole
 
     def _asked_to_stop(self, signals: Sequence[int], control: Control) -> bool:
         """Whether any rank wants to stop; waits while the run is paused."""
@@ -575,7 +581,7 @@ class FusionTrainer:
         progress = state["progress"]
         for name in _PROGRESS:
             setattr(self, name, progress[name])
-        self._saved_on = progress["world_size"]
+        self.saved_on = progress["world_size"]
 
     def description(self) -> StepValues:
         """What a `start` event says of the trainer."""

@@ -234,11 +234,10 @@ class _Run:
     def _num_steps(self) -> int:
         """Of the whole run, as far as this epoch's plan tells."""
         trainer = self.trainer
-        if trainer.total_steps is not None and trainer.last_epoch == self._num_epochs:
+        known = trainer.last_epoch == self._num_epochs and trainer.saved_on == self._world_size
+        if trainer.total_steps is not None and known:
             return trainer.total_steps
-        per_epoch = math.ceil(len(self._loader) / trainer.accumulation_steps)
-        num_done = math.ceil(trainer.epoch_batches / trainer.accumulation_steps)
-        return trainer.step - num_done + (self._num_epochs - trainer.epoch) * per_epoch
+        return trainer.step + trainer.steps_left(self._loader, self._num_epochs)
 
     def _take(self, event: RunEvent) -> None:
         """Write an event and show it."""

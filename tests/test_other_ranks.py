@@ -64,6 +64,6 @@ def test_every_sample_comes_once_an_epoch_on_whatever_ranks(stages, scenes: Path
         assert set(steps.values()) == {num_ranks}  # as many steps on every rank
     rates = dict(sorted((line[2], line[3]) for line in lines))
     assert list(rates) == list(range(1, len(rates) + 1))
-    late = [rate for step, rate in rates.items() if step > 2]
+    late = [rate for step, rate in rates.items() if step > 1]
     assert late == sorted(late, reverse=True)
-    assert late[-1] < 0.1 * max(late)
+    assert late[-1] < 0.2 * max(late)

@@ -3,7 +3,6 @@
 ========  ==================================================================================================
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
 reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
-fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.sharded`)
 ========  ==================================================================================================
 
 An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from mmlab.errors import OptionError, RunError, unknown_name
 from mmlab.parallel.ranks import Ranks
 
-STRATEGIES = ("ddp", "reduce", "fsdp")
+STRATEGIES = ("ddp", "reduce")
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
 OVERLAPS = ("auto", "always", "never")
 Result = TypeVar("Result")
@@ -49,7 +48,6 @@ class ParallelOptions:
         powersgd_start: the first steps, which are sent whole.
         overlap: whether gradients are sent while the backward pass still runs (`ddp`). `auto` sends them afterwards
             where memory is predicted to come near its limit: a step that then fails is cheaper to do again.
-        prefetch: blocks whose weights are gathered ahead (`fsdp`).
 
     Raises:
         OptionError: an unknown name, a number out of range, or a combination that has no meaning.
@@ -61,7 +59,6 @@ class ParallelOptions:
     powersgd_rank: int = 1
     powersgd_start: int = 1000
     overlap: str = "auto"
-    prefetch: int = 1
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -76,7 +73,6 @@ class ParallelOptions:
         for name, value, least in (
             ("powersgd_rank", self.powersgd_rank, 1),
             ("powersgd_start", self.powersgd_start, 2),
-            ("prefetch", self.prefetch, 1),
         ):
             if value < least:
                 raise OptionError(f"{name} must be at least {least}, found {value}")
