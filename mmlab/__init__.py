@@ -23,7 +23,7 @@ _PUBLIC = {  # name -> the module that defines it
     "load_comparison": "comparison",
     "MaxPolynomial": "cost",
     "PaddedTokens": "cost",
-    "PlanExplorer": "dashboard",
+    "PlanExplorer": "plan_panel",
     "MultimodalDataset": "dataset",
     "decode_image": "decode",
     "diagnose": "doctor",

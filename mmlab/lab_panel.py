@@ -7,20 +7,21 @@ keeps the value before. Starting, pausing and stopping are done in the live view
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
 from mmlab.errors import OptionError
 from mmlab.live_panel import LivePanel
+from mmlab.panels import Panel
 from mmlab.schedule import SCHEDULERS
 
 _WIDE = {"description_width": "7rem"}
 _NOT_BY_NAME = ("memory",)  # needs a cost model
 
 
-class LabPanel(widgets.VBox):
+class LabPanel(Panel):
     """Widgets for a lab's options, and its live view.
 
     Args:
@@ -58,18 +59,16 @@ class LabPanel(widgets.VBox):
         self.precision = widgets.Dropdown(
             options=list(precisions), value=options["precision"], description="precision", style=_WIDE
         )
-        self.message = widgets.HTML()
-        self.message.add_class("mmlab-message")
         self.code = widgets.HTML()
         self.live = LivePanel(controller=lab)
-        for name, control in self._controls().items():
-            if name != "schedulers" or by_name:
-                control.observe(self._taking(name), "value")
-        self._show_code()
-        numbers = widgets.VBox([self.batch_size, self.budget, self.epochs, self.precision])
+        # configured schedulers have their sizes in them
+        sizes = [self.batch_size, self.budget] if by_name else []
+        numbers = widgets.VBox([*sizes, self.epochs, self.precision])
         more = widgets.Accordion([self.code], titles=("as code",))
-        super().__init__([widgets.HBox([self.schedulers, numbers]), self.message, self.live, more])
-        self.add_class("mmlab-lab")  # its keys are not the notebook's: live_panel.js
+        super().__init__([widgets.HBox([self.schedulers, numbers])], [self.live, more])
+        for control in self._controls().values():
+            control.observe(self.showing(self._take), "value")
+        self._show_code()
 
     def close(self) -> None:
         """Let go of the runs; the lab goes on."""
@@ -77,29 +76,20 @@ class LabPanel(widgets.VBox):
         super().close()
 
     def _controls(self) -> dict[str, Any]:
-        names = ("schedulers", "budget", "batch_size", "epochs", "precision")
-        return {name: getattr(self, name) for name in names}
+        names = ("budget", "batch_size", "epochs", "precision")
+        chosen = {} if self.schedulers.disabled else {"schedulers": self.schedulers}
+        return {**chosen, **{name: getattr(self, name) for name in names}}
 
-    def _taking(self, name: str) -> Callable[[Any], None]:
-        """A callback that hands the widget's value to the lab and shows what is wrong with it."""
-
-        def take(change: Any) -> None:
-            wrong = {}
-            for (
-                each,
-                control,
-            ) in self._controls().items():  # all of them: a message stays until its cause is gone
-                try:
-                    value = _budget(control.value) if each == "budget" else control.value
-                    if each == "schedulers" and control.disabled:
-                        continue
-                    self.lab.configure(**{each: value})
-                except OptionError as error:
-                    wrong[each] = str(error)
-            self.message.value = "<br>".join(f"<b>{html.escape(text)}</b>" for text in wrong.values())
-            self._show_code()
-
-        return take
+    def _take(self) -> None:
+        """Hand every value to the lab and show what is wrong: a message stays until its cause is gone."""
+        wrong = []
+        for name, control in self._controls().items():
+            try:
+                self.lab.configure(**{name: _budget(control.value) if name == "budget" else control.value})
+            except OptionError as error:
+                wrong.append(str(error))
+        self.message.value = "<br>".join(f"<b>{html.escape(text)}</b>" for text in wrong)
+        self._show_code()
 
     def _show_code(self) -> None:
         self.code.value = f"<pre>{html.escape(self.lab.code())}</pre>"

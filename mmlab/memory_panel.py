@@ -7,26 +7,30 @@ image, in a fraction of a second.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from mmlab.charts import PALETTE, to_png
-from mmlab.dashboard import MAX_EXPLORED, _shown_in, _some_images
 from mmlab.errors import OptionError
 from mmlab.machine import GIB
 from mmlab.memory_report import PlannedMemory, plan_memory
+from mmlab.panels import WIDE, Panel
+from mmlab.plan_panel import MAX_EXPLORED, some_images
 
 if TYPE_CHECKING:
     from mmlab.memory import MemoryModel
     from mmlab.types import SampleSizes
 
-_WIDE = {"description_width": "9rem"}
+_GREY = "#808080"
+_INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_ON_ANY_PAGE: Any = {"figure.facecolor": "none", "axes.facecolor": "none", **dict.fromkeys(_INK, _GREY)}
 
 
-class MemoryPanel(widgets.VBox):
+class MemoryPanel(Panel):
     """Memory, precision and checkpointing beside the batches that they allow and the bytes that those need.
 
     Args:
@@ -47,7 +51,7 @@ class MemoryPanel(widgets.VBox):
     ) -> None:
         if not models:
             raise OptionError("no memory models to explore; give at least one, by (precision, checkpointing)")
-        self._sizes, self._models = _some_images(sizes, MAX_EXPLORED), dict(models)
+        self._sizes, self._models = some_images(sizes, MAX_EXPLORED), dict(models)
         least, most, first = memory_gb
         self.memory = widgets.FloatLogSlider(
             value=first,
@@ -57,18 +61,18 @@ class MemoryPanel(widgets.VBox):
             description="memory, GiB",
             readout_format=".3g",
             continuous_update=False,
-            style=_WIDE,
+            style=WIDE,
         )
         self.precision = widgets.Dropdown(
-            options=sorted({name for name, _ in models}), description="precision", style=_WIDE
+            options=sorted({name for name, _ in models}), description="precision", style=WIDE
         )
-        self.checkpointing = widgets.Checkbox(value=False, description="checkpointing", style=_WIDE)
-        self.summary, self.message = widgets.HTML(), widgets.HTML()
+        self.checkpointing = widgets.Checkbox(value=False, description="checkpointing", style=WIDE)
+        self.summary = widgets.HTML()
         self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
         controls = (self.memory, self.precision, self.checkpointing)
+        super().__init__([widgets.HBox([widgets.VBox(controls), self.summary])], [self.picture])
         for control in controls:
-            control.observe(_shown_in(self.message, lambda change: self._update()), "value")
-        super().__init__([widgets.HBox([widgets.VBox(controls), self.summary]), self.message, self.picture])
+            control.observe(self.showing(self._update), "value")
         self._update()
 
     def planned(self) -> PlannedMemory:
@@ -83,7 +87,6 @@ class MemoryPanel(widgets.VBox):
         return plan_memory(self._models[asked], self._sizes, round(self.memory.value * GIB))
 
     def _update(self) -> None:
-        self.message.value = ""
         planned = self.planned()
         figures = planned.figures()
         if planned.plan is None:
@@ -98,7 +101,8 @@ class MemoryPanel(widgets.VBox):
                     f"a fixed batch size would have to be {figures['fixed_batch_size']}",
                 ]
             )
-        self.picture.value = to_png(memory_figure(planned), dpi=80)
+        with rc_context(_ON_ANY_PAGE):  # for a light one or a dark one
+            self.picture.value = to_png(memory_figure(planned), dpi=80)
 
 
 def memory_figure(planned: PlannedMemory) -> Figure:
@@ -111,7 +115,7 @@ def memory_figure(planned: PlannedMemory) -> Figure:
         dots = counts.scatter(columns[:, 2] * columns[:, 3] / 1e3, columns[:, 0], c=columns[:, 1], s=8)
         figure.colorbar(dots, label="tokens")
         needed.plot(planned.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
-    needed.axhline(limit_gib, color="black", lw=1, ls="--")
+    needed.axhline(limit_gib, color=_GREY, lw=1, ls="--")
     counts.set(title="batches by image size", xlabel="thousand pixels", ylabel="samples", ylim=(0, None))
     needed.set(title="predicted peak (-- limit)", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib))
     return figure

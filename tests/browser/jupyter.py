@@ -168,6 +168,11 @@ class Notebook:
         self.page.reload()
         self.ready()
 
+    def theme(self, name: str) -> None:
+        """Change JupyterLab's theme and wait until its colours are there."""
+        self.page.evaluate("theme => jupyterapp.commands.execute('apputils:change-theme', {theme})", name)
+        self.page.wait_for_function(_HAS_COLOURS_OF, arg=name)
+
     def run(self, code: str, *, wait: bool = True, fails: bool = False) -> Locator:
         """Run code in a new last cell; returns the cell once it has run (at once without `wait`)."""
         number = self.page.evaluate(_NEW_CELL, code)
@@ -265,6 +270,9 @@ _NEW_CELL = """code => {
   cells.insertCell(cells.cells.length, {cell_type: 'code', source: code, metadata: {}});
   return cells.cells.length - 1;
 }"""
+_HAS_COLOURS_OF = """name => { const light = name.endsWith('Light');
+  const colour = getComputedStyle(document.body).getPropertyValue('--jp-layout-color1').trim();
+  return document.body.dataset.jpThemeName === name && (light === ['#fff', '#ffffff', 'white'].includes(colour)); }"""
 _SELECT = """const notebook = jupyterapp.shell.currentWidget.content;
   notebook.activeCellIndex = number; notebook.deselectAll();"""
 _RUN = "async number => {" + _SELECT + " await jupyterapp.commands.execute('notebook:run-cell'); }"

@@ -1,52 +1,178 @@
-"""Notebooks as a user meets them: opened, all cells run, nothing raised, panels drawn."""
+"""Every notebook as a user meets it: opened, all cells run, nothing raised, its panels drawn and tried by hand.
+
+All are tabs of one JupyterLab, each with a kernel of its own. The next one is started before the one in hand is
+looked at, so that neither core waits. What the widgets look like, in both themes, is kept in `build/screenshots`.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 
 import pytest
-from jupyter import ROOT, Notebook, Server
-from playwright.sync_api import Browser
+from jupyter import PATIENCE_MS, ROOT, Notebook, Server
+from playwright.sync_api import Locator, Page, expect
 
-_OUTPUTS = """() => jupyterapp.shell.currentWidget.content.widgets.flatMap(cell =>
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+SCREENSHOTS = ROOT / "build" / "screenshots"
+
+_OPEN = """async path => {
+  await jupyterapp.commands.execute('docmanager:open', {path});
+  await jupyterapp.shell.currentWidget.context.ready; }"""
+_RUN_ALL = """path => { window.ended ??= {};
+  jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ended[path] = true; }); }"""
+_SELECT_TAB = """path => { const found = [...jupyterapp.shell.widgets('main')].find(tab => tab.context?.path === path);
+  jupyterapp.shell.activateById(found.id); }"""
+_CLOSE = """async () => { const tab = jupyterapp.shell.currentWidget;
+  await tab.sessionContext.shutdown(); await tab.context.save(); tab.close(); }"""
+_FAILED = """() => jupyterapp.shell.currentWidget.content.widgets.flatMap(cell =>
   cell.model.type === 'code' ? Array.from({length: cell.model.outputs.length}, (_, i) => {
     const output = cell.model.outputs.get(i);
     return output.type === 'error' ? output.toJSON().traceback.join('\\n') : '' }) : []).filter(Boolean)"""
-
+_NUM_RUN = """() => jupyterapp.shell.currentWidget.content.widgets.filter(
+  cell => cell.model.type === 'code' && cell.model.executionCount).length"""
+_PANELS = """() => jupyterapp.shell.currentWidget.content.widgets.flatMap((cell, number) =>
+  cell.model.type === 'code' && Array.from({length: cell.model.outputs.length}, (_, i) => cell.model.outputs.get(i))
+    .some(({data}) => /^(Lab|Live|Memory|Training)Panel|^PlanExplorer/.test(data['text/plain'])) ? [number] : [])"""
 # A notebook draws no cell that is far out of sight.
 _SHOW = """number => { const notebook = jupyterapp.shell.currentWidget.content;
   notebook.activeCellIndex = number; return notebook.scrollToItem(number, 'start'); }"""
 
-_NUM_RUN = """() => jupyterapp.shell.currentWidget.content.widgets.filter(
-  cell => cell.model.type === 'code' && cell.model.executionCount).length"""
 
+class Tour:
+    """The notebooks, copied beside their data and opened in one page."""
 
-@pytest.mark.parametrize("name", ["00_start_here", "05_live_dashboard"])
-def test_a_notebook_opens_and_runs(server: Server, browser: Browser, name: str) -> None:
-    for folder in ("notebooks", "data"):
-        shutil.copytree(ROOT / folder, server.files / "tour" / folder, dirs_exist_ok=True)
-    cells = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text())["cells"]
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    try:
-        notebook = Notebook(server, page, f"tour/notebooks/{name}.ipynb").open()
-        page.evaluate(
-            "() => jupyterapp.commands.execute('notebook:run-all-cells')"
-        )  # until the last one has run
+    def __init__(self, server: Server, page: Page) -> None:
+        for folder in ("notebooks", "data"):
+            shutil.copytree(ROOT / folder, server.files / "tour" / folder, dirs_exist_ok=True)
+        self.server, self.page = server, page
+        self.opened: dict[str, Notebook] = {}
+
+    def begin(self, name: str) -> None:
+        """Open a notebook and run all of its cells, without waiting for them."""
+        path = f"tour/notebooks/{name}.ipynb"
+        notebook = Notebook(self.server, self.page, path)
+        if self.opened:
+            self.page.evaluate(_OPEN, path)
+            notebook.ready()
+        else:
+            notebook.open()
+        self.opened[name] = notebook
+        self.page.evaluate(_RUN_ALL, path)
+
+    def end(self, name: str) -> Notebook:
+        """Bring a notebook to the front once its last cell has run."""
+        notebook = self.opened[name]
+        self.page.wait_for_function("path => window.ended[path]", arg=notebook.name, timeout=2 * PATIENCE_MS)
+        self.page.evaluate(_SELECT_TAB, notebook.name)
+        self.page.wait_for_function(
+            "path => jupyterapp.shell.currentWidget.context?.path === path", arg=notebook.name
+        )
         notebook.ready()
-        assert page.evaluate(_OUTPUTS) == []
-        assert page.evaluate(_NUM_RUN) == sum(cell["cell_type"] == "code" for cell in cells)
-        shown = [number for number, cell in enumerate(cells) if _shows_a_panel("".join(cell["source"]))]
-        assert shown
-        for number in shown:
-            page.evaluate(_SHOW, number)
-            panel = notebook.panel(page.locator(f".jp-Cell[data-windowed-list-index='{number}']"))
-            panel.wait_points(2)
-            assert panel.wait_state("done") == "done"
-        assert not notebook.errors, notebook.errors
-    finally:
-        page.close()
+        return notebook
 
 
-def _shows_a_panel(source: str) -> bool:
-    return source.rsplit("\n", 1)[-1].startswith(("lab.panel()", "LivePanel("))
+@pytest.fixture(scope="module")
+def tour(server: Server, page: Page) -> Iterator[Tour]:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    own = page.context.new_page()  # of the same context: what the other page has loaded is not loaded again
+    own.set_viewport_size({"width": 1280, "height": 1500})  # whole panels
+    yield Tour(server, own)
+    own.close()
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_opens_and_runs(request: pytest.FixtureRequest, tour: Tour, name: str) -> None:
+    chosen = [
+        item.callspec.params["name"] for item in request.session.items if item.path == request.node.path
+    ]
+    for each in chosen[: chosen.index(name) + 2]:
+        if each not in tour.opened:
+            tour.begin(each)
+    notebook = tour.end(name)
+    cells = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text())["cells"]
+    assert tour.page.evaluate(_FAILED) == []
+    assert tour.page.evaluate(_NUM_RUN) == sum(cell["cell_type"] == "code" for cell in cells)
+    panels = tour.page.evaluate(_PANELS)
+    assert panels or name == "01_loading"
+    for number in panels:
+        output = shown(notebook, number)
+        photograph(output, f"{name}-{number}-light")
+        if name in BY_HAND and number == panels[BY_HAND[name][0]]:
+            BY_HAND[name][1](notebook, output)
+    notebook.theme("JupyterLab Dark")
+    for number in panels:
+        photograph(shown(notebook, number), f"{name}-{number}-dark")
+    notebook.theme("JupyterLab Light")
+    assert not notebook.errors, notebook.errors
+    tour.page.evaluate(_CLOSE)
+
+
+def shown(notebook: Notebook, number: int) -> Locator:
+    """The output of a cell with widgets, once it is drawn."""
+    notebook.page.evaluate(_SHOW, number)
+    tab = notebook.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+    output = tab.locator(f".jp-Cell[data-windowed-list-index='{number}'] .jp-Cell-outputArea")
+    expect(output.locator(".mmlp, .mmlab-panel").first).to_be_visible()
+    if output.locator(".mmlp").count():
+        panel = notebook.panel(output)
+        panel.wait_points(2)
+        assert panel.wait_state("done") == "done"
+        panel.frames()
+    return output
+
+
+def photograph(output: Locator, name: str) -> None:
+    output.screenshot(path=SCREENSHOTS / f"{name}.png", animations="disabled")
+
+
+def move_a_slider_of_the_plan_explorer(notebook: Notebook, output: Locator) -> None:
+    table = output.locator("table")
+    before = table.inner_text()
+    output.locator(".noUi-handle").first.focus()
+    notebook.page.keyboard.press("ArrowRight")
+    expect(table).not_to_have_text(before, use_inner_text=True)
+    keys_stay(notebook, output.locator("select"), output.locator(".noUi-handle").last)
+
+
+def move_a_slider_of_the_memory_panel(notebook: Notebook, output: Locator) -> None:
+    picture = output.locator("img")
+    before = picture.get_attribute("src") or ""
+    output.locator(".noUi-handle").focus()
+    notebook.page.keyboard.press("ArrowLeft")
+    expect(picture).not_to_have_attribute("src", before)
+    keys_stay(notebook, output.locator("select"), output.locator("input[type=checkbox]"))
+
+
+def train_with_another_setting(notebook: Notebook, output: Locator) -> None:
+    panel = notebook.panel(output)
+    runs = panel.root.locator(".mmlp-legend [data-line]")
+    before, points = runs.count(), int(panel.data("points"))
+    output.get_by_label("precision", exact=True).select_option("bf16")
+    panel.button("start").click()
+    expect(runs).to_have_count(before + 1)
+    panel.wait_points(points + 8)
+    panel.wait_state("done")
+    keys_stay(notebook, output.get_by_label("weighting"), output.locator(".noUi-handle"))
+
+
+# Which of a notebook's widgets is tried, and how.
+BY_HAND: dict[str, tuple[int, Callable[[Notebook, Locator], None]]] = {
+    "02_sorting_and_bucketing": (0, move_a_slider_of_the_plan_explorer),
+    "03_memory_aware_batching": (-1, move_a_slider_of_the_memory_panel),
+    "04_amp_training": (0, train_with_another_setting),
+}
+
+
+def keys_stay(notebook: Notebook, *targets: Locator) -> None:
+    """Keys that would add or delete a cell do nothing to the notebook."""
+    before = notebook.num_cells
+    for target in targets:
+        target.focus()
+        for key in ("b", "a", "d", "d", "x"):
+            notebook.page.keyboard.press(key)
+    notebook.page.evaluate(
+        "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    )
+    assert notebook.num_cells == before, "the notebook took the keys of a widget"

@@ -135,17 +135,6 @@ def test_options_are_changed_and_checked_above_the_panel(notebook: Notebook, dat
     assert notebook.num_cells == before, "the notebook took the keys of a list"
 
 
-def test_a_slider_of_the_plan_explorer_redraws_its_table(notebook: Notebook) -> None:
-    code = "from mmlab.dashboard import PlanExplorer\nfrom mmlab.images import Aspect\n"
-    code += "from mmlab.notebook import draw_sizes\nPlanExplorer(draw_sizes(500).resized(Aspect(224**2)))"
-    cell = notebook.run(code)
-    table = cell.locator("table")
-    before = table.inner_text()
-    cell.locator(".noUi-handle").first.focus()
-    notebook.page.keyboard.press("ArrowRight")
-    expect(table).not_to_have_text(before, use_inner_text=True)
-
-
 def test_an_error_in_a_callback_is_shown_in_the_panel(notebook: Notebook, data: Path) -> None:
     notebook.run(f"refused = Lab({str(data)!r}, out='refused', epochs=1)\nrefused.data = lambda: None")
     panel = notebook.panel(notebook.run("LivePanel(controller=refused)"))

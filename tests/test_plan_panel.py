@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from mmlab.dashboard import MAX_EXPLORED, PlanExplorer
 from mmlab.images import Aspect
 from mmlab.notebook import draw_sizes
+from mmlab.plan_panel import MAX_EXPLORED, PlanExplorer
 from mmlab.records import Records
 from mmlab.types import SampleSizes
 

@@ -1,31 +1,28 @@
-"""Widgets for the notebooks: explore plans with sliders.
+"""A panel for notebooks: what would each scheduler's batches waste? Sliders around `preview`, without training.
 
-`PlanExplorer` is ipywidgets around `preview`, and can be used without a front-end. An error in a callback is shown in
-the panel, where it can be copied.
+It can be used without a front-end.
 """
 
 from __future__ import annotations
 
-import html
-import traceback
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import ipywidgets as widgets
 import numpy as np
 
 from mmlab.overview import SHOWN_SCHEDULERS
+from mmlab.panels import WIDE, Panel
 from mmlab.schedule import SCHEDULERS, make_scheduler, preview
 
 if TYPE_CHECKING:
     from mmlab.types import SampleSizes
 
 MAX_EXPLORED = 16_384  # samples that a slider's answer is worked out from; more would take too long
-_WIDE = {"description_width": "9rem"}
 _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
 
 
-class PlanExplorer(widgets.VBox):
+class PlanExplorer(Panel):
     """Sliders beside a table: what would each scheduler's batches waste on these samples?
 
     Answers at once also for a large data set, because it plans 16,384 samples of it, drawn by image; the table says so.
@@ -37,7 +34,7 @@ class PlanExplorer(widgets.VBox):
     """
 
     def __init__(self, sizes: SampleSizes, schedulers: Sequence[str] = SHOWN_SCHEDULERS) -> None:
-        self._num_samples, self._sizes = len(sizes), _some_images(sizes, MAX_EXPLORED)
+        self._num_samples, self._sizes = len(sizes), some_images(sizes, MAX_EXPLORED)
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
         self.schedulers = _choose_schedulers(schedulers, without=("memory",))
         self.samples = _slider("budget, samples", 32, 4, 256)
@@ -46,21 +43,19 @@ class PlanExplorer(widgets.VBox):
             value=2**14,
             description="budget's window",
             continuous_update=False,
-            style=_WIDE,
+            style=WIDE,
         )
         self.text_step = _slider("bucket, tokens", 8, 1, 64)
         self.classes = _slider("bucket, aspects", 4, 1, 16)
         self.ranks = _slider("ranks", 1, 1, 16)
         self.table = widgets.HTML()
-        self.message = widgets.HTML()
         sliders = [self.samples, self.window, self.text_step, self.classes, self.ranks]
+        super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)])], [self.table])
         for control in (self.schedulers, *sliders):
-            control.observe(_shown_in(self.message, lambda change: self._update()), "value")
-        super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)]), self.message, self.table])
+            control.observe(self.showing(self._update), "value")
         self._update()
 
     def _update(self) -> None:
-        self.message.value = ""
         found = preview(
             self._sizes,
             self.schedulers.value,
@@ -74,8 +69,8 @@ class PlanExplorer(widgets.VBox):
         shares = table.columns[1:-2]
         style = table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", shares)
         style = style.format_index(lambda name: str(name).replace("_", " "), axis="columns")
-        style = style.bar(shares, vmin=0, vmax=0.5, color="#E69F00", width=80)
-        style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E9", width=80)
+        style = style.bar(shares, vmin=0, vmax=0.5, color="#E69F0080", width=80)
+        style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
         head = f"Budget {found.budget:.0f} padded tokens a batch."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
@@ -89,16 +84,16 @@ def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widge
         value=tuple(names),
         rows=len(offered),
         description="schedulers",
-        style=_WIDE,
+        style=WIDE,
     )
 
 
 def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
     """A slider that reports its value when it is let go."""
-    return widgets.IntSlider(value, low, high, description=name, continuous_update=False, style=_WIDE)
+    return widgets.IntSlider(value, low, high, description=name, continuous_update=False, style=WIDE)
 
 
-def _some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:
+def some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:
     """All samples of as many randomly drawn images as make about so many samples."""
     if len(sizes) <= num_samples:
         return sizes
@@ -107,19 +102,3 @@ def _some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:
     order = np.random.default_rng(0).permutation(len(images))
     drawn = images[order[np.cumsum(counts[order]) <= num_samples]]
     return sizes.take(np.flatnonzero(np.isin(group, drawn)))
-
-
-def _shown_in(message: widgets.HTML, act: Callable[[Any], object]) -> Callable[[Any], None]:
-    """`act`, with any error shown in `message` instead of vanishing with the callback or the thread."""
-
-    def acting(argument: Any) -> None:
-        try:
-            act(argument)
-        except Exception as error:
-            details = html.escape(traceback.format_exc())
-            message.value = (
-                f"<b>{html.escape(type(error).__name__)}: {html.escape(str(error))}</b>"
-                f"<details><summary>traceback</summary><pre>{details}</pre></details>"
-            )
-
-    return acting

@@ -1,0 +1,69 @@
+"""What the panels of widgets share: errors are shown, and keys stay inside.
+
+Does not: draw. The live panel has a page of its own and needs none of this.
+"""
+
+from __future__ import annotations
+
+import html
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anywidget
+import ipywidgets as widgets
+
+WIDE = {"description_width": "9rem"}  # labels of one column, as wide as each other
+
+
+class Panel(widgets.VBox):
+    """A column of widgets with a place for messages, whose keys do not reach the notebook.
+
+    Args:
+        above: children above the message.
+        below: children below it.
+    """
+
+    def __init__(self, above: Sequence[widgets.Widget], below: Sequence[widgets.Widget] = ()) -> None:
+        self.message = widgets.HTML()
+        self.message.add_class("mmlab-message")
+        super().__init__([*above, self.message, *below, _KeptKeys()])
+        self.add_class("mmlab-panel")
+
+    def showing(self, act: Callable[[], object]) -> Callable[[Any], None]:
+        """A callback that does `act` and shows any error of it, which would vanish otherwise."""
+
+        def acting(_argument: Any) -> None:
+            try:
+                self.message.value = ""
+                act()
+            except Exception as error:
+                details = html.escape(traceback.format_exc())
+                self.message.value = (
+                    f"<b>{html.escape(type(error).__name__)}: {html.escape(str(error))}</b>"
+                    f"<details><summary>traceback</summary><pre>{details}</pre></details>"
+                )
+
+        return acting
+
+
+class _KeptKeys(anywidget.AnyWidget):
+    """Shows nothing; keeps the keys that are pressed in the panel around it from the notebook."""
+
+    _esm = """
+    // A notebook would take b, d d, ... for itself. Ctrl and Cmd combinations are let through, as the live panel does.
+    function keep(event) { if (!event.ctrlKey && !event.metaKey) event.stopPropagation(); }
+    function render({ el }) {
+      let frame = requestAnimationFrame(function attach() { // the panel may not stand in the page yet
+        const panel = el.closest(".mmlab-panel");
+        if (!panel) { frame = requestAnimationFrame(attach); return; }
+        for (const kind of ["keydown", "keyup", "keypress"]) panel.addEventListener(kind, keep);
+        panel.dataset.keys = "kept";
+      });
+      return () => cancelAnimationFrame(frame);
+    }
+    export default { render };
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layout=widgets.Layout(display="none"))
