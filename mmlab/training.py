@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 from tqdm.auto import tqdm
@@ -34,7 +35,7 @@ from mmlab.machine import this_process, versions
 from mmlab.model import build_model, enable_packing
 from mmlab.monitor import DeviceMonitor
 from mmlab.parallel import ParallelOptions, Ranks
-from mmlab.preparation import describe_machine, fill_cache, make_datasets, resolve_device
+from mmlab.preparation import costs_of, describe_machine, fill_cache, make_datasets, resolve_device
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.resource_aware import ResourceAwareScheduler
 from mmlab.schedule import BatchPlan, BatchScheduler, make_scheduler
@@ -155,7 +156,9 @@ class _Run:
             **options,
         )
         self._checkpoints = Checkpoints(folder / _CHECKPOINTS, emit=log.emit, **config.checkpoint)
-        self._bar = tqdm(unit="step", disable=None if progress else True)
+        self._bar = tqdm(
+            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}", disable=None if progress else True
+        )
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
 
@@ -191,8 +194,8 @@ class _Run:
     def train(self, resumed_from: Path | None) -> TrainingResult:
         """The epochs that are left."""
         trainer = self.trainer
-        self._bar.reset(self._num_steps())
-        self._bar.update(trainer.step)
+        self._bar.reset(self._num_epochs)
+        self._bar.initial = self._bar.n = self._epochs_done()
         started, status, details = time.perf_counter(), "failed", {}
         interval_s = self.config.events.get("device_interval_s", 0.5)
         try:
@@ -239,18 +242,25 @@ class _Run:
             return trainer.total_steps
         return trainer.step + trainer.steps_left(self._loader, self._num_epochs)
 
+    def _epochs_done(self) -> float:
+        """The one in hand by what its batches cost: they differ, so steps are no measure of time."""
+        plan, num_done = self._loader.plan, self.trainer.epoch_batches
+        costs = costs_of(plan) if isinstance(plan, BatchPlan) else np.ones(len(plan))
+        return self.trainer.epoch + float(costs[:num_done].sum() / max(1.0, costs.sum()))
+
     def _take(self, event: RunEvent) -> None:
         """Write an event and show it."""
         self._log.emit(event)
         values = event.values
         if event.kind == "step":
             self._loss = values["loss"] if math.isfinite(values["loss"]) else None
-            self._bar.total = self.trainer.total_steps
             self._bar.set_postfix_str(
-                f"epoch {values['epoch']}, loss {values['loss']:.3f}, {values['samples_per_s']:.0f} samples/s",
+                f"step {event.step}/{self.trainer.total_steps}, epoch {values['epoch']}, loss {values['loss']:.3f}, "
+                f"{values['samples_per_s']:.0f} samples/s",
                 refresh=False,
             )
-            self._bar.update()
+            if not self._bar.disable:
+                self._bar.update(self._epochs_done() - self._bar.n)
         elif event.kind == "eval":
             self._evaluation = {
                 key: value for key, value in values.items() if isinstance(value, int) or math.isfinite(value)

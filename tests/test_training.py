@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,13 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tqdm.auto import tqdm
 
 from mmlab.cache import cache_info
 from mmlab.checkpoint import Checkpoints, read_checkpoint
 from mmlab.config import load_config
+from mmlab.cost import PaddedTokens, batch_costs
 from mmlab.errors import DataError, OptionError
 from mmlab.events import read_events
 from mmlab.trackers import current_events, export_run
@@ -274,3 +279,27 @@ def test_packed_batches_train_without_padding(config: Path, tmp_path: Path) -> N
     train(load_config(config, ["trainer.num_epochs=1"]), runs=tmp_path, progress=False)
     events, _ = read_events(tmp_path / "small" / "events-rank0.jsonl")
     assert {event.values["combined_waste"] for event in events if event.kind == "step"} == {0.0}
+
+
+def test_the_bar_follows_what_the_batches_cost(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = []
+
+    class Bar(tqdm):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "disable": False, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            shares.append(self.n / self.total)
+            return shown
+
+    monkeypatch.setattr("mmlab.training.tqdm", Bar)
+    train(load_config(config, ["trainer.num_epochs=1", "scheduler.batch_size=5"]), runs=tmp_path)
+    steps = [event.values for event in read_events(tmp_path / "small/events-rank0.jsonl")[0]]
+    names = ("num_samples", "num_tokens", "height", "width")
+    shapes = [[values[name] for name in names] for values in steps if "step_s" in values]
+    costs = batch_costs(PaddedTokens(), np.array(shapes))
+    assert shares == pytest.approx(list(costs.cumsum() / costs.sum()))
+    assert len(set(costs)) > 1, "batches of one cost cannot tell steps from costs"
