@@ -62,6 +62,7 @@ class MemoryPanel(Panel):
             readout_format=".3g",
             continuous_update=False,
             style=WIDE,
+            layout=widgets.Layout(width="26rem"),
         )
         self.precision = widgets.Dropdown(
             options=sorted({name for name, _ in models}), description="precision", style=WIDE

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmlab.types import SampleSizes
 
 MAX_EXPLORED = 16_384  # samples that a slider's answer is worked out from; more would take too long
+_LONG = {"width": "26rem"}
 _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
 
 
@@ -44,6 +45,7 @@ class PlanExplorer(Panel):
             description="budget's window",
             continuous_update=False,
             style=WIDE,
+            layout=_LONG,
         )
         self.text_step = _slider("bucket, tokens", 8, 1, 64)
         self.classes = _slider("bucket, aspects", 4, 1, 16)
@@ -71,6 +73,7 @@ class PlanExplorer(Panel):
         style = style.format_index(lambda name: str(name).replace("_", " "), axis="columns")
         style = style.bar(shares, vmin=0, vmax=0.5, color="#E69F0080", width=80)
         style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
+        style = style.set_table_styles([{"selector": "th", "props": "text-align: left; white-space: nowrap"}])
         head = f"Budget {found.budget:.0f} padded tokens a batch."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
@@ -90,7 +93,9 @@ def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widge
 
 def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
     """A slider that reports its value when it is let go."""
-    return widgets.IntSlider(value, low, high, description=name, continuous_update=False, style=WIDE)
+    return widgets.IntSlider(
+        value, low, high, description=name, continuous_update=False, style=WIDE, layout=_LONG
+    )
 
 
 def some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:

@@ -137,7 +137,7 @@ class Notebook:
     def __init__(self, server: Server, page: Page, name: str) -> None:
         self.server, self.page, self.name = server, page, name
         self.errors: list[str] = []  # what the page's own scripts raised
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("pageerror", lambda error: self.errors.append(error.stack or str(error)))
 
     def create(self) -> Notebook:
         """An empty notebook."""
