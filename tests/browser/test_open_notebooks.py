@@ -1,4 +1,4 @@
-"""Every notebook as a user meets it: opened, all cells run, nothing raised, its panels drawn and tried by hand.
+"""Notebooks 00 to 05 as a user meets it: opened, all cells run, nothing raised, its panels drawn and tried by hand.
 
 All are tabs of one JupyterLab, each with a kernel of its own. The next one is started before the one in hand is
 looked at, so that neither core waits. What the widgets look like, in both themes, is kept in `build/screenshots`.
@@ -14,8 +14,8 @@ import pytest
 from jupyter import PATIENCE_MS, ROOT, Notebook, Server
 from playwright.sync_api import Locator, Page, expect
 
-NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-WITHOUT_PANELS = ("01_loading", "06_parallel")
+# 06 shows no panel and starts ranks twice: `make notebooks` runs it
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("0[0-5]_*.ipynb"))
 SCREENSHOTS = ROOT / "build" / "screenshots"
 
 _OPEN = """async path => {
@@ -96,7 +96,7 @@ def test_a_notebook_opens_and_runs(request: pytest.FixtureRequest, tour: Tour, n
     assert tour.page.evaluate(_FAILED) == []
     assert tour.page.evaluate(_NUM_RUN) == sum(cell["cell_type"] == "code" for cell in cells)
     panels = tour.page.evaluate(_PANELS)
-    assert panels or name in WITHOUT_PANELS
+    assert panels or name == "01_loading"
     for number in panels:
         output = shown(notebook, number)
         photograph(output, f"{name}-{number}-light")
