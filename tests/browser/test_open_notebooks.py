@@ -1,4 +1,4 @@
-"""Notebooks 00 to 05 as a user meets it: opened, all cells run, nothing raised, its panels drawn and tried by hand.
+"""Notebooks 00 to 05 as a user meets them: opened, all cells run, nothing raised, its panels drawn and tried by hand.
 
 All are tabs of one JupyterLab, each with a kernel of its own. The next one is started before the one in hand is
 looked at, so that neither core waits. What the widgets look like, in both themes, is kept in `build/screenshots`.
