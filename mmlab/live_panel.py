@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -33,6 +34,7 @@ SILENCE_S = 1.0  # without an answer for so long, messages are sent at this inte
 BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
 FACTS_S = 0.1  # between looks at what is not in the files, such as the controller's state
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
+REGULAR = 0.95  # of the shortest time between the last news: no look before that
 ACTIONS = ("start", "pause", "resume", "stop")
 
 
@@ -147,10 +149,10 @@ class _Pump:
         self._said: dict[str, Any] = {}  # facts as they were last sent
         self._answers: dict[str, Any] = {}  # the controller's last ones
         self._seq = 0
-        self._sent_s = self._due_s = self._news_s = self._looked_s = 0.0
-        self._fresh = self._more = (
-            False  # rows were read, rows are left over that did not fit into the last message
-        )
+        self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = 0.0
+        self._gaps_s: deque[float] = deque(maxlen=8)  # from one piece of news to the next
+        self._fresh = False  # rows were read
+        self._more = False  # rows are left over that did not fit into the last message
         self._cost = _Cost()
 
     def receive(self, content: Mapping[str, Any]) -> None:
@@ -250,6 +252,7 @@ class _Pump:
         if self._follows_controller and (folder := self._asked("folder")) != self._feed.source:
             self._feed.follow(folder)
         if self._feed.poll():
+            self._gaps_s.append(now_s - self._news_s)
             self._news_s, self._fresh = now_s, True
         with self._wake:
             silent = self._acked < self._seq and now_s - max(self._sent_s, self._seen_s) > SILENCE_S
@@ -262,7 +265,8 @@ class _Pump:
         poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
         if self._more:
             return 0.001 if may_send else poll_s  # an answer wakes
-        return max(poll_s, self._due_s - time.monotonic())
+        early_s = REGULAR * min(self._gaps_s, default=0.0) - quiet_s
+        return max(poll_s, min(early_s, FACTS_S), self._due_s - time.monotonic())
 
     def _update(self, now_s: float, urgent: bool) -> None:
         """Send what is new, if it is time to."""
@@ -275,7 +279,9 @@ class _Pump:
             self._more = sum(part.columns.size for part in rows) > MAX_NUMBERS // 2
         if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
             return
-        self._due_s = max(self._due_s + self._interval_s, now_s + 0.75 * self._interval_s)
+        # One message an interval in the long run; one may come early, so that the messages fall in step with the run.
+        self._paid_s = min(max(self._paid_s, now_s) + self._interval_s, now_s + 2 * self._interval_s)
+        self._due_s = max(self._paid_s - self._interval_s, now_s + 0.5 * self._interval_s)
         self._sent_s = now_s
         self._seq += 1
         message |= {
