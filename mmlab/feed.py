@@ -12,8 +12,6 @@ Does not: send, draw, or write. Not thread-safe: one thread polls.
 
 from __future__ import annotations
 
-import fnmatch
-import json
 import os
 import time
 import traceback
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from mmlab.errors import DataError
@@ -129,6 +128,11 @@ class RunFeed:
         """What is followed, as it was given."""
         return self._source
 
+    @property
+    def stepped_s(self) -> float:
+        """When the last step of any run was written, seconds since 1970; minus infinity before the first."""
+        return max((run.stepped_s for run in self.runs.values()), default=-inf)
+
     def poll(self) -> bool:
         """Read what was written since the last call; True if anything is new. Never raises for what a file holds."""
         now_s = time.monotonic()
@@ -213,14 +217,14 @@ class RunFeed:
 
     def _scan(self) -> bool:
         """Look for folders of runs that came or went."""
-        found = run_folders(self._source)
+        found = _run_files(self._source)
         before = list(self.runs)
-        for folder in found:
-            if folder not in self.runs and self._cleared.get(folder) != _beginning(folder):
+        for folder, paths in found.items():
+            if folder in self.runs:
+                self.runs[folder].scan(paths)
+            elif self._cleared.get(folder) != _beginning(folder):
                 self._cleared.pop(folder, None)
                 self.runs[folder] = self._take(folder)
-            elif folder in self.runs:
-                self.runs[folder].scan()
         for folder in set(self.runs) - set(found):
             del self.runs[folder]
         return before != list(self.runs)
@@ -230,7 +234,7 @@ class RunFeed:
         twins = [run for run in self.runs.values() if run.folder.name == folder.name and run.folder != folder]
         name = f"{folder.parent.parent.name}/{folder.name}" if twins else folder.resolve().name
         run = FollowedRun(f"r{self._num_runs}", name, folder)
-        run.scan()
+        run.scan(_event_files(str(folder)))
         return run
 
 
@@ -255,6 +259,7 @@ class FollowedRun:
     first_s: float = nan  # time of the first and the last event, seconds since 1970
     last_s: float = nan
     step: int = 0
+    stepped_s: float = -inf  # time of the last step
     num_steps: int = 0  # planned; 0 where unknown
     cost: float = 0.0  # of the first rank's steps, as the plan counts it
     planned_cost: float = nan  # NaN where unknown
@@ -264,9 +269,9 @@ class FollowedRun:
     _tables: dict[tuple[int, str], array[float]] = field(default_factory=dict)  # rows of each rank and track
     _latest: dict[str, dict[str, Any]] = field(default_factory=dict)  # track -> the first rank's last values
 
-    def scan(self) -> None:
-        """Look for files of further ranks."""
-        for path in _event_files(self.folder):
+    def scan(self, paths: Sequence[str]) -> None:
+        """These are its files, one a rank."""
+        for path in paths:
             self._files.setdefault(path, _File())
 
     def read(self) -> bool:
@@ -324,7 +329,7 @@ class FollowedRun:
             if rank == 0:
                 self._latest[kind] = values
             if kind == "step":
-                self.step = step
+                self.step, self.stepped_s = step, time_s
                 if rank == 0 and isfinite(cost := _number(values.get("predicted_cost"))):
                     self.cost += cost
         elif kind == "start":
@@ -368,7 +373,7 @@ def _read(path: str, offset: int, size: int) -> tuple[list[tuple[str, int, int, 
     end, found = data.rfind(b"\n") + 1, []
     try:
         for line in data[:end].splitlines():
-            values = json.loads(line)
+            values = orjson.loads(line)
             found.append((*map(values.pop, _FIELDS), values))
     except (ValueError, KeyError, TypeError, AttributeError):  # says which line is no event
         events, offset = read_events(path, offset)
@@ -380,10 +385,7 @@ def _read(path: str, offset: int, size: int) -> tuple[list[tuple[str, int, int, 
 
 def run_folders(source: str | Path | Sequence[str | Path] | None) -> list[Path]:
     """The folders of the runs that a source stands for, as `RunFeed` takes it."""
-    if source is None:
-        return []
-    roots = [source] if isinstance(source, str | Path) else source
-    return list(dict.fromkeys(folder for root in roots for folder in _run_folders(Path(root))))
+    return list(_run_files(source))
 
 
 def glance(folder: Path) -> str:
@@ -400,21 +402,34 @@ def glance(folder: Path) -> str:
     return f"{ends[-1] if ends else 'running'} at step {steps[-1] if steps else 0}"
 
 
-def _run_folders(root: Path) -> list[Path]:
-    """The folders with event files: this one, those in it, or those in its `runs`."""
-    if _event_files(root):
-        return [root]
-    for parent in (root, root / "runs"):
-        if found := [folder for name in sorted(_names(parent)) if _event_files(folder := parent / name)]:
+def _run_files(source: str | Path | Sequence[str | Path] | None) -> dict[Path, list[str]]:
+    """The folders of runs that a source stands for, and the event files of each."""
+    roots = [] if source is None else [source] if isinstance(source, str | Path) else source
+    found: dict[Path, list[str]] = {}
+    for root in map(str, roots):
+        found |= {Path(folder): files for folder, files in _files_below(root).items()}
+    return found
+
+
+def _files_below(root: str) -> dict[str, list[str]]:
+    """Of this folder, of those in it, or of those in its `runs`: the first that hold any."""
+    if files := _event_files(root):
+        return {root: files}
+    for parent in (root, os.path.join(root, "runs")):
+        folders = (os.path.join(parent, name) for name in sorted(_names(parent)))
+        if found := {folder: files for folder in folders if (files := _event_files(folder))}:
             return found
-    return []
+    return {}
 
 
-def _event_files(folder: Path) -> list[str]:
-    return [os.path.join(folder, name) for name in fnmatch.filter(_names(folder), EVENT_FILES)]
+def _event_files(folder: str) -> list[str]:
+    start, end = EVENT_FILES.split("*")
+    return [
+        os.path.join(folder, name) for name in _names(folder) if name.startswith(start) and name.endswith(end)
+    ]
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError:  # not there, no folder, not ours to read
