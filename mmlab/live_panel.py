@@ -4,8 +4,8 @@ One small widget. A daemon thread follows the runs' event files and sends new ro
 every row, draws, smooths, zooms and exports. The page answers each message once it is drawn; without an answer the
 thread sends once a second, so neither a slow page nor a closed one holds anything up.
 
-Costs: about 0.5 ms of the kernel's CPU time an update, at most `hz` updates a second; nothing while no page shows the
-panel. docs/live_panel.md has the measured figures. Opening a run needs no torch.
+Costs: under 1 ms of the thread's CPU time an update, `hz` updates a second in the long run; nothing while no page shows
+the panel. docs/live_panel.md has the measured figures. Opening a run needs no torch.
 Does not: train, nor write anything to disk. Exports are made by the browser.
 """
 

@@ -506,7 +506,6 @@ class View {
     const marks = ticks(low, high, Math.max(2, w / 80));
     for (const x of marks) { g.textAlign = px(x) > LEFT + w - 14 ? "right" : "center"; g.fillText(number(x, 6), Math.min(px(x), LEFT + w), TOP + h + 4); }
     g.strokeRect(LEFT + 0.5, TOP + 0.5, w - 1, h - 1);
-    if (softTop > top) { g.textAlign = "right"; g.fillText(`limit ${inUnit(softTop, plot.unit)} ↑`, LEFT + w - 6, TOP + h - 15); }
     if (!jobs.length) { g.textAlign = "center"; g.textBaseline = "middle"; g.fillText(this.store.points ? "not measured" : "no data yet", LEFT + w / 2, TOP + h / 2); return; }
     g.save();
     g.beginPath(); g.rect(LEFT, TOP - 2, w, h + 4); g.clip();
@@ -524,6 +523,11 @@ class View {
       }
     }
     g.restore();
+    if (softTop > top) {
+      const text = `limit ${inUnit(softTop, plot.unit)} ↑`;
+      g.textAlign = "right"; g.textBaseline = "top"; g.strokeStyle = colours.bg; g.fillStyle = colours.dim; g.lineWidth = 4; g.lineJoin = "round"; g.setLineDash([]);
+      g.strokeText(text, LEFT + w - 6, TOP + h - 15); g.fillText(text, LEFT + w - 6, TOP + h - 15);
+    }
   }
 
   drawCursor(colours = this.colours()) {
@@ -623,7 +627,7 @@ class View {
       const source = sources[order] ? `(${sources[order]})` : "";
       if (!several) return source ? [element("span", { class: "mmlp-dim" }, source)] : [];
       return [element("button", { type: "button", class: "mmlp-key", "data-measure": `${plot.id}.${measure.id}`, "aria-pressed": !off[order], title: "hide or show", onclick: () => this.toggle(this.off, `${plot.id}.${measure.id}`) },
-        measure.marks ? "●" : swatch(colours.dim, plot.id === "loss" ? [] : MEASURE_DASHES[order], 1.6), `${measure.label} ${source}`.trim())];
+        measure.marks ? "● " : swatch(colours.dim, plot.id === "loss" ? [] : MEASURE_DASHES[order], 1.6), `${measure.label} ${source}`.trim())];
     }));
     if (focused) made.keys.querySelector(`[data-measure="${focused}"]`)?.focus();
   }
@@ -757,7 +761,7 @@ function trace(g, xs, ys, from, to, px, py) {
 
 // Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one: so a wide line is several
 // narrow ones side by side.
-const BESIDE = [[[0, 0]], [[1, 1], [-1, -1]], [[0, 0], [0, 1], [0.87, -0.5], [-0.87, -0.5]]];
+const BESIDE = [[[0, 0]], [[1, 1], [-1, -1]], [[0, 0], [0, 1.1], [0.95, -0.55], [-0.95, -0.55]]];
 function strokeWide(g, path) {
   const ratio = g.getTransform().a, width = g.lineWidth, thin = 1 / ratio;
   if (width > 4 * thin) return g.stroke(path);
