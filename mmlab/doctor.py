@@ -38,6 +38,7 @@ LIBRARIES = {  # what mmlab needs, with the oldest version that will do; as in p
     "einops": "0.8",
     "psutil": "6",
     "nvidia-ml-py": "12.535",
+    "orjson": "3.10",
     "jupyterlab": "4.4",
     "ipywidgets": "8.1",
     "anywidget": "0.9.18",

@@ -72,6 +72,36 @@ def test_what_an_event_lacks_is_nan_and_seconds_count_from_the_first_event(tmp_p
     assert (share, left_s) == (0.5, 0.5)
 
 
+def test_progress_counts_what_batches_cost_where_the_events_tell_it(tmp_path: Path) -> None:
+    for name, costs in (("a", (10.0, 30.0)), ("b", (20.0,))):
+        with RunLog(tmp_path / name) as log:
+            log.emit(RunEvent("start", 0, 0, 1.8e9, {"num_steps": 10, "planned_cost": 100.0}))
+            for step, cost in enumerate(costs, start=1):
+                log.emit(RunEvent("step", step, 0, 1.8e9 + 3 * step, {"predicted_cost": cost}))
+    feed = RunFeed(tmp_path)
+    feed.poll()
+    assert feed.progress() == pytest.approx((0.3, 14.0))
+    with RunLog(tmp_path / "c") as log:
+        log.emit(RunEvent("start", 0, 0, 1.8e9, {"num_steps": 10}))
+    feed.follow(tmp_path)  # look at once
+    feed.poll()
+    assert feed.progress()[0] == pytest.approx(3 / 30), "one run tells no cost, so all count steps"
+
+
+def test_infinity_nothing_and_texts_are_rows_too(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write("step", 1, loss=math.inf, lr=None, num_samples=3)
+        log.write("step", 2, loss=-math.inf, lr=0.5, step_s=math.nan, num_samples=4)
+    feed = RunFeed(tmp_path)
+    feed.poll()
+    rows = dict(zip(TRACKS["step"], take(feed, {})["r1.0.step"].tolist(), strict=True))
+    assert rows["loss"] == [math.inf, -math.inf]
+    assert rows["num_samples"] == [3, 4]
+    assert math.isnan(rows["lr"][0])
+    assert rows["lr"][1] == 0.5
+    assert all(map(math.isnan, rows["step_s"]))
+
+
 def test_ranks_tracks_and_runs_are_series_of_their_own(tmp_path: Path) -> None:
     write(tmp_path / "runs" / "a", 3, rank=0)
     write(tmp_path / "runs" / "a", 3, rank=1)

@@ -8,7 +8,7 @@ const PALETTE = {
 const RUN_DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [4, 2], [1, 3], [12, 3], [6, 2, 1, 2, 1, 2]];
 const MEASURE_DASHES = [[], [6, 3], [1.5, 2.5], [9, 3, 2, 3], [3, 5], [12, 4]];
 const AXES = { step: "step", second: "second", sample: "sample", token: "padded token" };
-const ACK_EVERY = 6, ACK_MS = 600; // messages, or time, between answers to the kernel; each costs it about a millisecond
+const ACK_EVERY = 10, ACK_MS = 1100; // messages, or time, between answers to the kernel; each costs it about a millisecond
 const SILENT_MS = 5000; // without word from the kernel for so long, the panel greys
 const NUDGE_MS = 2500; // before that, ask whether it is there
 const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, CSS pixels
@@ -506,7 +506,6 @@ class View {
     const marks = ticks(low, high, Math.max(2, w / 80));
     for (const x of marks) { g.textAlign = px(x) > LEFT + w - 14 ? "right" : "center"; g.fillText(number(x, 6), Math.min(px(x), LEFT + w), TOP + h + 4); }
     g.strokeRect(LEFT + 0.5, TOP + 0.5, w - 1, h - 1);
-    if (softTop > top) { g.textAlign = "right"; g.fillText(`limit ${inUnit(softTop, plot.unit)} ↑`, LEFT + w - 6, TOP + h - 15); }
     if (!jobs.length) { g.textAlign = "center"; g.textBaseline = "middle"; g.fillText(this.store.points ? "not measured" : "no data yet", LEFT + w / 2, TOP + h / 2); return; }
     g.save();
     g.beginPath(); g.rect(LEFT, TOP - 2, w, h + 4); g.clip();
@@ -524,6 +523,11 @@ class View {
       }
     }
     g.restore();
+    if (softTop > top) {
+      const text = `limit ${inUnit(softTop, plot.unit)} ↑`;
+      g.textAlign = "right"; g.textBaseline = "top"; g.strokeStyle = colours.bg; g.fillStyle = colours.dim; g.lineWidth = 4; g.lineJoin = "round"; g.setLineDash([]);
+      g.strokeText(text, LEFT + w - 6, TOP + h - 15); g.fillText(text, LEFT + w - 6, TOP + h - 15);
+    }
   }
 
   drawCursor(colours = this.colours()) {
@@ -623,7 +627,7 @@ class View {
       const source = sources[order] ? `(${sources[order]})` : "";
       if (!several) return source ? [element("span", { class: "mmlp-dim" }, source)] : [];
       return [element("button", { type: "button", class: "mmlp-key", "data-measure": `${plot.id}.${measure.id}`, "aria-pressed": !off[order], title: "hide or show", onclick: () => this.toggle(this.off, `${plot.id}.${measure.id}`) },
-        measure.marks ? "●" : swatch(colours.dim, plot.id === "loss" ? [] : MEASURE_DASHES[order], 1.6), `${measure.label} ${source}`.trim())];
+        measure.marks ? "● " : swatch(colours.dim, plot.id === "loss" ? [] : MEASURE_DASHES[order], 1.6), `${measure.label} ${source}`.trim())];
     }));
     if (focused) made.keys.querySelector(`[data-measure="${focused}"]`)?.focus();
   }
@@ -732,12 +736,12 @@ function nearest(xs, n, x, sorted) {
 
 // A path through rows from..to: within one pixel column only first, lowest, highest and last; NaN is a gap.
 function trace(g, xs, ys, from, to, px, py) {
-  g.beginPath();
+  const path = new Path2D();
   let column = NaN, low = 0, high = 0, last = 0, lowFirst = true, open = false;
   const leave = () => {
     if (low === high) return;
     const a = lowFirst ? low : high, b = lowFirst ? high : low;
-    g.lineTo(column, py(a)); g.lineTo(column, py(b)); g.lineTo(column, py(last));
+    path.lineTo(column, py(a)); path.lineTo(column, py(b)); path.lineTo(column, py(last));
   };
   for (let i = from; i < to; i++) {
     const y = ys[i];
@@ -748,11 +752,23 @@ function trace(g, xs, ys, from, to, px, py) {
       last = y;
       continue;
     }
-    if (open) { leave(); g.lineTo(at, py(y)); } else g.moveTo(at, py(y));
+    if (open) { leave(); path.lineTo(at, py(y)); } else path.moveTo(at, py(y));
     open = true; column = at; low = high = last = y;
   }
   if (open) leave();
-  g.stroke();
+  strokeWide(g, path);
+}
+
+// Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one: so a wide line is several
+// narrow ones side by side.
+const BESIDE = [[[0, 0]], [[1, 1], [-1, -1]], [[0, 0], [0, 1.1], [0.95, -0.55], [-0.95, -0.55]]];
+function strokeWide(g, path) {
+  const ratio = g.getTransform().a, width = g.lineWidth, thin = 1 / ratio;
+  if (width > 4 * thin) return g.stroke(path);
+  const off = Math.max(0, width - thin) / 2;
+  g.lineWidth = Math.min(width, thin);
+  for (const [x, y] of BESIDE[off ? (width > 2.2 * thin ? 2 : 1) : 0]) { g.translate(x * off, y * off); g.stroke(path); g.translate(-x * off, -y * off); }
+  g.lineWidth = width;
 }
 
 /* ---- the widget ------------------------------------------------------------------------------------------------ */
