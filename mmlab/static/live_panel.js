@@ -789,10 +789,6 @@ function initialize({ model }) {
 function render({ model, el }) {
   const store = storeOf(model), view = new View(store, el);
   store.attach(view);
-  requestAnimationFrame(() => { // by then it stands in the page; widgets around it, if any, keep their keys as well
-    const around = el.closest(".mmlab-lab");
-    for (const kind of ["keydown", "keyup", "keypress"]) around?.addEventListener(kind, keep);
-  });
   return () => { view.close(); store.detach(view); };
 }
 export default { initialize, render };

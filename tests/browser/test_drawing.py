@@ -148,7 +148,7 @@ def test_the_cursor_reads_the_same_step_in_every_plot(panel: Panel, runs: Path) 
     for plot, text in {
         "samples": f"budget: {step['num_samples']}",
         "speed": f"budget: {step['samples_per_s']:.4g}",
-        "waste": f"budget: measured {100 * step['combined_waste']:.1f} %",
+        "waste": f"budget: {100 * step['combined_waste']:.1f} %",
         "loss": f"budget: training {step['loss']:.4g}",
     }.items():
         expect(panel.plot(plot).locator(".mmlp-read")).to_contain_text(text)
