@@ -22,6 +22,7 @@ from typing import Any
 from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 
 ROOT = Path(__file__).resolve().parents[2]
+BLUE, ORANGE = LINE_COLOURS = ("#0072B2", "#D98C00")  # the first two runs, light theme
 PATIENCE_MS = (
     180_000  # training alone takes 25 s to begin on two cores at load 7; a wait ends as soon as it can
 )
@@ -249,9 +250,9 @@ class Panel:
         )
 
     def colours(self, name: str) -> dict[str, int]:
-        """How many pixels of a plot have each colour, the background left out."""
+        """How many pixels of a plot have each colour, the background left out; thin lines count as what they are."""
         self.frames()
-        return self.plot(name).locator("canvas").first.evaluate(_COLOURS)
+        return self.plot(name).locator("canvas").first.evaluate(_COLOURS, LINE_COLOURS)
 
     def x_range(self) -> tuple[float, float]:
         self.frames()
@@ -282,10 +283,13 @@ _SELECT = """const notebook = jupyterapp.shell.currentWidget.content;
   notebook.activeCellIndex = number; notebook.deselectAll();"""
 _RUN = "async number => {" + _SELECT + " await jupyterapp.commands.execute('notebook:run-cell'); }"
 _RUN_ONLY = "number => {" + _SELECT + " jupyterapp.commands.execute('notebook:run-cell'); }"
-_COLOURS = """canvas => {
+_COLOURS = """(canvas, lines) => {
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, found = {};
+  const near = (line, i) => [0, 1, 2].every(
+    k => Math.abs(parseInt(line.slice(1 + 2 * k, 3 + 2 * k), 16) - data[i + k]) <= 48);
   for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) {
-    const name = '#' + [0, 1, 2].map(k => data[i + k].toString(16).padStart(2, '0')).join('').toUpperCase();
+    const name = lines.find(line => near(line, i))
+      ?? '#' + [0, 1, 2].map(k => data[i + k].toString(16).padStart(2, '0')).join('').toUpperCase();
     found[name] = (found[name] ?? 0) + 1;
   }
   return found;

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter import PATIENCE_MS, Panel, Server
+from jupyter import BLUE, PATIENCE_MS, Panel, Server
 from playwright.sync_api import Browser, Locator, Page, expect
 from writing_runs import write_run
 
 from mmlab.events import EVENT_FILES, RunEvent, read_events
 
-BLUE = "#0072B2"  # the first run, light theme
 CODE = """
 from mmlab.lab import Lab
 from mmlab.live_panel import LivePanel

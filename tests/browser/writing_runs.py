@@ -42,8 +42,9 @@ def events_of(step: int, time_s: float, rng: random.Random, seed: int) -> list[R
     found = [RunEvent("step", step, 0, time_s, values)]
     if step % 5 == 1:
         values = {
-            "device": "cpu", "memory_bytes": 2**20 * (900 + rng.random() * 20), "memory_total_bytes": 2**33,
-            "memory_source": "process RSS", "utilization_ratio": min(1.0, rng.uniform(0.6, 1.1)),
+            "device": "cpu", "memory_bytes": 2**20 * (900 - 200 * seed + 20 * rng.random()),
+            "memory_total_bytes": 2**33, "memory_source": "process RSS",
+            "utilization_ratio": min(1.0, rng.uniform(0.6, 1.1)),
             "utilization_source": "process CPU",
         }  # fmt: skip
         found.append(RunEvent("device", -1, 0, time_s, values))
