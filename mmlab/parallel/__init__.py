@@ -3,6 +3,7 @@
 ranks        `Ranks`: sums of counts, one verdict, the sum of the gradients
 engines      `ParallelOptions`, and the engine that the others improve on
 overlapped   gradients summed during the backward pass
+sharded      weights, gradients and optimizer state shared out
 shared_work  `SharedWork`: work that ranks hand out among themselves
 """
 
