@@ -600,7 +600,8 @@ class FusionTrainer:
             for place, values in known
             if values
         }
-        return {"state": state, "param_groups": self._whole_groups}
+        options = self.optimizer.param_groups[0]
+        return {"state": state, "param_groups": [{**options, **group} for group in self._whole_groups]}
 
     def _load_shares(self, state: Mapping[str, Any]) -> None:
         """Take this rank's share of what one process has."""
