@@ -10,7 +10,7 @@ process killed at any moment, or a power cut, leaves the checkpoints before it a
         manifest.json         size and SHA-256 of the other files, and what an evaluation found
 
 Costs 12 bytes a weight on disk (fp32 with AdamW), written while training waits: 41 million weights, 490 MB, took 1.9 s.
-Does not: shard over ranks (rank 0 writes, all read), nor guard against two runs in one folder.
+Does not: write shares of ranks (rank 0 collects and writes, all read), nor guard against two runs in one folder.
 """
 
 from __future__ import annotations

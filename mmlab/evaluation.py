@@ -33,6 +33,7 @@ def evaluate(
     objectives: Mapping[str, Objective] | None = None,
     by_objective: bool = False,
     on_failure: Callable[[str], object] = lambda failure: None,
+    run: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> dict[str, Any]:
     """Losses, recall and alignment over all samples; see `FusionTrainer.evaluate`. Leaves the model in evaluation mode.
 
@@ -45,6 +46,7 @@ def evaluate(
         by_objective: add the mean of each objective under `by_objective`, as training computes it, in the batches as
             they come. A model's own loss is `loss` already.
         on_failure: told the error's first line each time that memory ran out; the batch is then measured in halves.
+        run: calls what computes with the model's weights.
 
     Raises:
         RunError: a sample does not fit by itself, or a batch whose loss compares samples does not fit.
@@ -55,7 +57,7 @@ def evaluate(
     told: dict[str, list[float]] = {}
     num_samples, parts, logit_scale = 0, [], torch.ones(())
     for number, held_out in enumerate(loader):
-        measure = partial(_measure, model, precision, device, masked, each, number)
+        measure = partial(_run, run, partial(_measure, model, precision, device, masked, each, number))
         num_samples += len(held_out)
         for found in _in_parts(measure, held_out, model, device, on_failure):
             parts += found.embeddings
@@ -86,6 +88,10 @@ class _Found(NamedTuple):
     embeddings: list[Any]  # of its pairs, where the model gives them
     logit_scale: torch.Tensor
     told: list[tuple[str, float, int]]  # name, sum and count of a loss
+
+
+def _run(run: Callable[[Callable[[], Any]], Any], measure: Callable[[Batch], _Found], batch: Batch) -> _Found:
+    return run(partial(measure, batch))
 
 
 def _measure(

@@ -22,7 +22,7 @@ fp16 with 16-bit weights  their gradients cannot be unscaled without overflow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -47,6 +47,13 @@ class StepResult(NamedTuple):
     skipped: bool  # weights left as they were: a gradient was not finite, or there was none
     loss_scale: float  # factor used in this step; 1 without a scaler
     part_norms: dict[str, float]  # the same norm of each part of the model that had a gradient
+
+
+class Shares(NamedTuple):
+    """How gradients are shared out over ranks."""
+
+    num_ranks: int
+    total: Callable[[Sequence[float]], list[float]]  # numbers summed over the ranks
 
 
 class Precision:
@@ -146,6 +153,7 @@ class Precision:
         optimizer: torch.optim.Optimizer,
         parameters: Iterable[nn.Parameter] | Mapping[str, Sequence[nn.Parameter]],
         max_grad_norm: float | Mapping[str, float] = math.inf,
+        shares: Shares | None = None,
     ) -> StepResult:
         """Unscale once, clip once, step unless a gradient is not finite or there is none, and clear the gradients.
 
@@ -155,6 +163,7 @@ class Precision:
         Args:
             parameters: the weights, or the weights of each part of the model.
             max_grad_norm: L2 limit of all gradients together, or of each part by itself; infinity does not clip.
+            shares: where ranks have a share of each weight; None where every rank has all.
         """
         parts = parameters if isinstance(parameters, Mapping) else {"all": list(parameters)}
         gradients = {
@@ -171,7 +180,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
             done["unscaled"] = True
         if "norms" not in done:
-            done["norms"] = dict(zip(gradients, _norms(list(gradients.values())), strict=True))
+            done["norms"] = dict(zip(gradients, norms_of(list(gradients.values()), shares), strict=True))
         grad_norm = math.hypot(*done["norms"].values())
         finite = math.isfinite(grad_norm)
         for name, tensors in gradients.items():
@@ -182,7 +191,7 @@ class Precision:
             else:
                 norm, limit = grad_norm, max_grad_norm
             if norm > limit:
-                torch._foreach_mul_(tensors, limit / (norm + 1e-6))
+                torch._foreach_mul_([_own(tensor) for tensor in tensors], limit / (norm + 1e-6))
             done["clipped", name] = True
         if "stepped" not in done:
             if finite and self.scales:  # the scaler looks at entries: a norm can overflow where they do not
@@ -207,14 +216,29 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def _norms(parts: Sequence[Sequence[Tensor]]) -> list[float]:
-    """L2 norm of each part's gradients: one pass over them, one wait for the device, or for each of several."""
-    apart = torch._foreach_norm([tensor for part in parts for tensor in part])
-    norms = [norm.to(apart[0].device) for norm in apart]
+def _own(gradient: Tensor) -> Tensor:
+    """What this rank has of a gradient that is shared out."""
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def norms_of(parts: Sequence[Sequence[Tensor]], shares: Shares | None = None) -> list[float]:
+    """L2 norm of each part's gradients: one pass over them, one wait for the device."""
+    tensors = [tensor for part in parts for tensor in part]
+    norms: Sequence[Tensor] = torch._foreach_norm([_own(tensor) for tensor in tensors])
+    if shares is not None:  # what every rank has whole is counted once
+        factor = shares.num_ranks**-0.5
+        norms = [
+            norm if hasattr(tensor, "to_local") else norm * factor
+            for tensor, norm in zip(tensors, norms, strict=True)
+        ]
     of_parts = [
-        torch.stack(norms_of_part).float() for norms_of_part in _split(norms, [len(part) for part in parts])
+        torch.stack(norms_of_part).to(torch.float32 if shares is None else torch.float64)
+        for norms_of_part in _split(norms, [len(part) for part in parts])
     ]
-    return torch.stack([torch.linalg.vector_norm(norms_of_part) for norms_of_part in of_parts]).tolist()
+    found = torch.stack([torch.linalg.vector_norm(norms_of_part) for norms_of_part in of_parts]).tolist()
+    return (
+        found if shares is None else [math.sqrt(each) for each in shares.total([norm**2 for norm in found])]
+    )
 
 
 def _split(values: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:

@@ -51,7 +51,7 @@ from mmlab.padding import measure_padding
 from mmlab.parallel import ParallelOptions, Ranks, make_engine
 from mmlab.parallel.engines import Abandoned
 from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
-from mmlab.precision import Precision, StepResult
+from mmlab.precision import Precision, Shares, StepResult, norms_of
 from mmlab.schedule.metrics import work
 from mmlab.types import Batch, BatchShape, CostModel
 from mmlab.weighting import Weighting, make_weighting
@@ -151,14 +151,19 @@ class FusionTrainer:
             seed=(seed, 0, math.inf),
         )
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = taking_batches(model).to(self.device)
+        self.precision = Precision.parse(precision, self.device)
+        self.ranks, options = Ranks(), ParallelOptions.parse(parallel)
+        self._engine = make_engine(options, self.ranks, self.device)
+        splits = on_out_of_memory == "split"
+        self._engine.check(scales=self.precision.scales, splits=splits, compiles=bool(compile))
+        self.model = taking_batches(model)
+        if not self._engine.lockstep:  # else no device may have room for all of it
+            self.model.to(self.device)
         freeze_parameters(self.model, freeze)
         if checkpointing:
             enable_checkpointing(self.model)
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
-        self.ranks = Ranks()
-        self._engine = make_engine(ParallelOptions.parse(parallel), self.ranks, self.device)
         self._engine.prepare(self.model)
         self.objectives = parse_objectives(self.model, objectives)
         if isinstance(weighting, str):
@@ -167,13 +172,23 @@ class FusionTrainer:
         self.weighting, self.weighting_on = weighting, weighting_on
         _check_weighting(weighting, weighting_on)
         self.eval_every, self.eval_batches = eval_every, eval_batches
-        self.precision = Precision.parse(precision, self.device)
         self.parameters = learning(self.model)
         self.precision.check(self.parameters)
+        groups = parameter_groups(
+            self.model, weight_decay=weight_decay, lr_factors=lr_factors, layer_decay=layer_decay
+        )
+        self._order = [weight for group in groups for weight in group["params"]]  # of the optimizer's state
+        self._shares, places = None, iter(range(len(self._order)))
+        self._whole_groups = [
+            {**group, "params": [next(places) for _ in group["params"]]} for group in groups
+        ]
+        if self._engine.lockstep:
+            self._shares = Shares(
+                self.ranks.world_size, lambda numbers: self.ranks.sums(numbers, self.device)
+            )
+            groups = [part for group in groups for part in _alike(group)]
         self.optimizer = RestartableAdamW(
-            parameter_groups(
-                self.model, weight_decay=weight_decay, lr_factors=lr_factors, layer_decay=layer_decay
-            ),
+            groups,
             lr=lr,
             fused=self.device.type in ("cpu", "cuda"),
         )
@@ -203,7 +218,7 @@ class FusionTrainer:
             self.device,
             seed=lambda draw: self._seed(self.step, draw),
             on_failure=self._ran_out,
-            recover=on_out_of_memory == "split",
+            recover=splits,
             forward=self._compiled(compile) if compile else None,
             all_ranks=self._all_ranks,
             engine=self._engine,
@@ -238,6 +253,7 @@ class FusionTrainer:
         if self._live is not None:
             self._live.add(*(tensor for batch in learnt for tensor in batch.tensors()))
         weights, norms = self.weighting.weights(), None
+        self._window.stand_in = batches[0] if self._engine.lockstep else None
         predicted_bytes = None if self.memory is None else max(self.memory(batch.shape) for batch in batches)
         with self._live or nullcontext(), self.precision.arithmetic():
             if self.weighting.wants_grad_norms(self.step + 1):
@@ -247,7 +263,7 @@ class FusionTrainer:
             if not math.isfinite(sum(means.values())):  # its gradient may look sound all the same
                 self.model.zero_grad(set_to_none=True)
             result = self._retried(
-                lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm)
+                lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm, self._shares)
             )
         if not math.isfinite(sum(means.values())) or (result.skipped and means and not self.precision.scales):
             self._not_finite(learnt, means, result)
@@ -326,7 +342,7 @@ class FusionTrainer:
             gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
             scale = self.precision.scaler.get_scale()
             if name in means:  # else there was nothing to learn from: no gradient is not a small one
-                norms[name] = float(torch.nn.utils.get_total_norm(gradients)) / scale
+                norms[name] = norms_of([gradients], self._shares)[0] / scale
             self.model.zero_grad(set_to_none=True)
         return norms
 
@@ -347,15 +363,17 @@ class FusionTrainer:
         Returns:
             Mean losses over all ranks, and the parts of the micro-batch that was cut most.
         """
-        own = [*counts.values(), not reduce, *self.ranks.in_place(self._work(batches))]
-        found = self.ranks.sums(own, self.device)
-        totals, num_others = dict(zip(counts, found, strict=False)), found[len(counts)]
-        self._most_work = max(found[len(counts) + 1 :])
+        reduce = reduce or self._engine.lockstep
+        places = [self.ranks.in_place(number) for number in (self._work(batches), len(batches))]
+        sums = iter(self.ranks.sums([*counts.values(), not reduce, *places[0], *places[1]], self.device))
+        totals, num_others = dict(zip(counts, islice(sums, len(counts)), strict=True)), int(next(sums))
+        self._most_work = max(islice(sums, self.ranks.world_size))
+        length = int(max(sums)) if self._engine.lockstep else not num_others
         problem: Exception | None = None
         terms, num_parts, reduced = LossTerms(totals, weights), 1, False
         try:
             terms, num_parts, reduced = self._window.gradient(
-                batches, totals, weights, joined, reduce=not num_others
+                batches, totals, weights, joined, reduce=not num_others, length=length
             )
         except Interrupted:
             pass  # the rank that gave up is named below
@@ -367,9 +385,9 @@ class FusionTrainer:
             self.ranks.agree(problem, self.device, f"step {self.step}")
             self._engine.reduce(self.parameters)
         shares = self._retried(terms.means)
-        used = self._engine.used() if reduced else []
-        means = self.ranks.sums([*(shares.get(name, 0.0) for name in self.objectives), *used], self.device)
-        self._engine.keep(means[len(self.objectives) :])
+        told = self._engine.tell() if reduced else []
+        means = self.ranks.sums([*(shares.get(name, 0.0) for name in self.objectives), *told], self.device)
+        self._engine.hear(means[len(self.objectives) :])
         return {
             name: mean for name, mean in zip(self.objectives, means, strict=False) if totals[name]
         }, num_parts
@@ -377,8 +395,13 @@ class FusionTrainer:
     def _not_finite(self, batches: Sequence[Batch], means: Mapping[str, float], result: StepResult) -> None:
         """Name the samples at fault, and raise or go on, as asked."""
         self._window.forget()
-        ids = offending(self.model, batches, self.precision, self.device)
-        whom = f"samples {', '.join(ids)}" if ids else "no sample by itself: the gradient overflowed"
+        ids, whom = [], "no sample by itself: the gradient overflowed"
+        if self._engine.lockstep:
+            whom = "some sample of this step: under fsdp they cannot be looked at one by one"
+        else:
+            ids = offending(self.model, batches, self.precision, self.device)
+        if ids:
+            whom = f"samples {', '.join(ids)}"
         message = (
             f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {whom}"
         )
@@ -555,6 +578,7 @@ class FusionTrainer:
             objectives=self.objectives,
             by_objective=by_objective,
             on_failure=lambda failure: self._ran_out("evaluation", failure, 2),
+            run=self._engine.evaluate,
         )
         means = measured.get("by_objective", {})
         measured |= {f"{name}_loss": mean for name, mean in means.items() if name in OBJECTIVES}
@@ -577,10 +601,14 @@ class FusionTrainer:
         return place + (step - first) * (length - place) / max(1, self.total_steps - first), int(length)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it."""
+        """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it.
+
+        Under `fsdp` a collective: rank 0 has the whole of it, as a single process would, the others its shapes alone.
+        """
+        whole = self._engine.whole
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": {name: whole(tensor) for name, tensor in self.model.state_dict().items()},
+            "optimizer": self._optimizer_state(),
             "precision": self.precision.state_dict(),
             "weighting": {**self.weighting.state_dict(), "on": self.weighting_on},
             "progress": {
@@ -588,6 +616,37 @@ class FusionTrainer:
                 "world_size": self.ranks.world_size,
             },
         }
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """As one process has it."""
+        if not self._engine.lockstep:
+            return self.optimizer.state_dict()
+        known = ((place, self.optimizer.state.get(weight, {})) for place, weight in enumerate(self._order))
+        state = {
+            place: {key: self._engine.whole(value) for key, value in values.items()}
+            for place, values in known
+            if values
+        }
+        options = self.optimizer.param_groups[0]
+        return {"state": state, "param_groups": [{**options, **group} for group in self._whole_groups]}
+
+    def _load_shares(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's share of what one process has."""
+        own = self.model.state_dict()
+        found = {name: tensor.shape for name, tensor in state["model"].items()}
+        if found != {name: tensor.shape for name, tensor in own.items()}:
+            raise ValueError(
+                f"its weights {list(found)[:3]}... have other names or sizes than {list(own)[:3]}..."
+            )
+        for name, tensor in own.items():
+            tensor.copy_(self._engine.share(state["model"][name], tensor))
+        self.optimizer.state.clear()
+        for place, values in state["optimizer"]["state"].items():
+            weight = self._order[place]
+            self.optimizer.state[weight] = {
+                key: value.to(self.device) if key == "step" else self._engine.share(value, weight.detach())
+                for key, value in values.items()
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`.
@@ -600,17 +659,23 @@ class FusionTrainer:
             raise OptionError(
                 f"the checkpoint's weights follow {followed} losses; use weighting_on={followed!r} to go on from it"
             )
-        self.model.load_state_dict(state["model"])
-        own = [(group["weight_decay"], group["lr_factor"]) for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, options in zip(self.optimizer.param_groups, own, strict=True):  # not the checkpoint's
-            group["weight_decay"], group["lr_factor"] = options
+        if self._engine.lockstep:
+            self._load_shares(state)
+        else:
+            self._load_whole(state)
         self.precision.load_state_dict(state["precision"])
         self.weighting.load_state_dict(state["weighting"])
         progress = state["progress"]
         for name in _PROGRESS:
             setattr(self, name, progress[name])
         self.saved_on = progress["world_size"]
+
+    def _load_whole(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        own = [(group["weight_decay"], group["lr_factor"]) for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, options in zip(self.optimizer.param_groups, own, strict=True):  # not the checkpoint's
+            group["weight_decay"], group["lr_factor"] = options
 
     def description(self) -> StepValues:
         """What a `start` event says of the trainer."""
@@ -677,6 +742,14 @@ class FusionTrainer:
 def _lengths(shape: BatchShape) -> NDArray[np.int64]:
     """(2,) padded tokens and patches of one sample."""
     return np.array([shape.num_tokens, -(-shape.height // PATCH) * -(-shape.width // PATCH)])
+
+
+def _alike(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A group of the optimizer as what is shared out and what is not, which no operation takes at once."""
+    parts: list[list[nn.Parameter]] = [[], []]
+    for weight in group["params"]:
+        parts[hasattr(weight, "to_local")].append(weight)
+    return [{**group, "params": part} for part in parts if part]
 
 
 def _or_none(batches: Sequence[Batch], counts: Sequence[Mapping[str, int]]) -> list[Batch | None]:

@@ -69,6 +69,9 @@ class Window:
         self._seed, self._on_failure, self._recover = seed, on_failure, recover
         self._call = forward or model
         self._engine, self._reduces = engine, False
+        self.stand_in: Batch | None = (
+            None  # gone through for nothing where this rank has no micro-batch and must
+        )
         self._all_ranks, self._joined = all_ranks, list[JoinedRows]()
         joint = {} if all_ranks is None else all_ranks.goals
         self._local = {name: goal for name, goal in objectives.items() if name not in joint}
@@ -89,6 +92,7 @@ class Window:
         joined: Sequence[JoinedRows] = (),
         *,
         reduce: bool = False,
+        length: int = 0,
     ) -> tuple[LossTerms, int, bool]:
         """Add the gradient of the window's mean losses to the parameters, whose gradients are None.
 
@@ -99,6 +103,7 @@ class Window:
             weights: by objective, the factor of its mean.
             joined: of each number, what the ranks' micro-batches hold; with an exchange every rank calls this.
             reduce: let the engine reduce the gradients in the last backward pass; alike on all ranks.
+            length: micro-batches of the longest window of all ranks, where they must go through the model together.
 
         Returns:
             The sums of the losses, the most parts that a micro-batch was cut into, and whether the gradients are
@@ -110,7 +115,7 @@ class Window:
             Abandoned: ranks cannot agree on anything any more.
         """
         self._joined = [*joined]
-        batches = [*batches, *[None] * (max(len(joined), reduce) - len(batches))]
+        batches = [*batches, *[None] * (max(len(joined), length) - len(batches))]
         num_parts = [1] * len(batches)
         statistics = self._before = self._copy_statistics()
         number = 0
@@ -122,7 +127,7 @@ class Window:
             for number, batch in enumerate(batches):
                 self._reduces = reduce and number == len(batches) - 1
                 if batch is None:
-                    self._pass(partial(self._nothing, number + 1, terms))
+                    self._idle(number + 1, terms)
                 else:
                     self._one(batch, number + 1, num_parts[number], terms)
 
@@ -165,9 +170,10 @@ class Window:
         except Exception as error:
             problem = error
         if told is None and self._engine is not None and (reduce or self._all_ranks is not None):
-            if reduce and (own or problem is not None) and not self._num_exchanges:
+            waited_for = not self._num_exchanges or self._engine.lockstep
+            if reduce and (own or problem is not None) and waited_for:
                 try:
-                    self._engine.complete()
+                    self._engine.complete(problem)
                 except Abandoned as error:
                     raise error from problem
             own = own if problem is None else AGAIN + 1 + self._engine.ranks.rank
@@ -241,21 +247,38 @@ class Window:
     def _learn(self, forward: Callable[[], Any], batch: Batch, number: int, terms: LossTerms) -> None:
         """The objectives on an output, and the backward pass."""
 
+        self._pass(partial(self._roots, forward, batch, number, terms))
+
+    def _roots(self, forward: Callable[[], Any], batch: Batch, number: int, terms: LossTerms) -> Roots:
+        output = forward()
+        self._phase = "forward"
+        self._seed(number)
+        loss = None
+        if self._local:
+            with self.precision.autocast():
+                loss = terms.add({name: goal(output, batch) for name, goal in self._local.items()})
+        taught = self._teach(output, number, terms)
+        if self._engine is not None and self._engine.lockstep and self._all_ranks is not None:
+            taught += _nothing_taught(output)
+        return loss, taught
+
+    def _idle(self, number: int, terms: LossTerms) -> None:
+        """In the place of a micro-batch that this rank does not have."""
+        if self.stand_in is None:
+            self._pass(lambda: (None, self._teach(None, number, terms)))
+            return
+        batch = self._on_device(self.stand_in, slice(0, len(self.stand_in)))
+        nothing = LossTerms(terms.counts, scale=0.0)
+
         def roots() -> Roots:
-            output = forward()
-            self._phase = "forward"
-            self._seed(number)
-            loss = None
-            if self._local:
-                with self.precision.autocast():
-                    loss = terms.add({name: goal(output, batch) for name, goal in self._local.items()})
-            return loss, self._teach(output, number, terms)
+            output = self._forward(batch)
+            with self.precision.autocast():
+                sums = {name: goal(output, batch) for name, goal in self._local.items()}
+                loss = nothing.add(sums) if sums else None
+            self._teach(None, number, terms)
+            return loss, [] if self._all_ranks is None else _nothing_taught(output)
 
         self._pass(roots)
-
-    def _nothing(self, number: int, terms: LossTerms) -> Roots:
-        """In the place of a micro-batch that this rank does not have."""
-        return None, self._teach(None, number, terms)
 
     def _pass(self, work: Callable[[], Roots]) -> None:
         loss, taught = work() if self._engine is None else self._engine.run(work, reduce=self._reduces)
@@ -321,6 +344,12 @@ class Window:
                 torch.cuda.set_rng_state(state, device)
             else:
                 torch.set_rng_state(state)
+
+
+def _nothing_taught(output: Any) -> list[tuple[Tensor, Any]]:
+    """Gradients of zero for all that a loss over all ranks may teach on one of them."""
+    tensors = (output.image_embedding, output.text_embedding, output.logit_scale)
+    return [(tensor, torch.zeros_like(tensor)) for tensor in tensors if tensor.requires_grad]
 
 
 def _given(output: Any) -> Any:

@@ -14,8 +14,13 @@ def test_a_gradient_summed_in_the_backward_pass_is_that_of_one_process(num_ranks
     run_on_ranks("ranks_data_parallel.py", num_ranks)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_steps_with_weights_shared_out_are_those_of_one_process(num_ranks):
+    run_on_ranks("ranks_sharded.py", num_ranks)
+
+
 def test_in_a_single_process_the_strategy_changes_nothing():
-    trainers = [make_trainer(parallel=name) for name in ("ddp", "reduce")]
+    trainers = [make_trainer(parallel=name) for name in ("ddp", "reduce", "fsdp")]
     for trainer in trainers:
         trainer.train_step(window())
     first, *others = map(weights, trainers)
@@ -30,7 +35,7 @@ def test_in_a_single_process_the_strategy_changes_nothing():
         ({"overlap": "yes"}, "unknown overlap 'yes'"),
         ({"bucket_mb": 0.0}, "bucket_mb must be above 0, found 0"),
         ({"powersgd_start": 1}, "powersgd_start must be at least 2, found 1"),
-        ({"strategy": "reduce", "compression": "bf16"}, "use compression='none'"),
+        ({"strategy": "fsdp", "compression": "bf16"}, "use compression='none'"),
         ({"overlap": "never", "compression": "bf16"}, "use compression='none'"),
     ],
 )

@@ -41,7 +41,10 @@ every_minutes = 60.0
 @pytest.mark.parametrize(
     "stages",
     [
-        pytest.param([(2, "ddp", 2), (1, "ddp", 4), (4, "ddp", None)], id="2 to 1 to 4"),
+        pytest.param([(2, "ddp", 2), (1, "ddp", 4), (4, "fsdp", None)], id="2 to 1 to 4"),
+        pytest.param(
+            [(2, "fsdp", 2), (1, "ddp", 4), (2, "fsdp", None)], id="shared out, in one process, shared out"
+        ),
     ],
 )
 def test_every_sample_comes_once_an_epoch_on_whatever_ranks(stages, scenes: Path, tmp_path: Path) -> None:

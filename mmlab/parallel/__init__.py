@@ -5,6 +5,7 @@ engines      `ParallelOptions`, and the engine that the others improve on
 overlapped   gradients summed during the backward pass
 faults       `RankWatch`: who ended, hangs or gives no sign of life
 launches     joining at each start, and knowing a launch of `torchrun` again
+sharded      weights, gradients and optimizer state shared out
 shared_work  `SharedWork`: work that ranks hand out among themselves
 """
 

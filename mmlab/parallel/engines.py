@@ -3,6 +3,7 @@
 ========  ==================================================================================================
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
 reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
+fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.sharded`)
 ========  ==================================================================================================
 
 An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from mmlab.errors import OptionError, RunError, unknown_name
 from mmlab.parallel.ranks import Ranks
 
-STRATEGIES = ("ddp", "reduce")
+STRATEGIES = ("ddp", "reduce", "fsdp")
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
 OVERLAPS = ("auto", "always", "never")
 Result = TypeVar("Result")
@@ -102,6 +103,13 @@ class Engine:
     def __init__(self, options: ParallelOptions, ranks: Ranks, device: torch.device) -> None:
         self.options, self.ranks, self.device = options, ranks, device
 
+    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
+        """Refuse what does not go together: a loss scale, cutting what does not fit into parts, and compiling.
+
+        Raises:
+            OptionError: one of them is asked for and cannot work.
+        """
+
     def prepare(self, model: nn.Module) -> None:
         """Take the model, on its device and with its trained weights marked, before an optimizer does."""
 
@@ -121,26 +129,37 @@ class Engine:
         """
         return work()
 
-    def complete(self) -> None:
+    def complete(self, problem: Exception | None) -> None:
         """After a failure here: take part in the reduction that the other ranks wait in; its outcome means nothing.
+
+        Args:
+            problem: None where memory ran out.
 
         Raises:
             Abandoned: the reduction itself failed.
         """
 
-    def used(self) -> list[bool]:
-        """Of each trained weight, whether this rank's window gave it a gradient, where only this engine can tell."""
+    def tell(self) -> list[float]:
+        """What is to be summed over the ranks after a window that was reduced, beside the losses."""
         return []
 
     def be_careful(self, step: int) -> None:
         """A step ran out of memory; if nothing predicts it, the next ones are to be done so that it costs least."""
 
-    def keep(self, used: Sequence[float]) -> None:
-        """Take the gradients away that no rank's window gave, which are zero now."""
+    def hear(self, sums: Sequence[float]) -> None:
+        """The sums of what was told, to set the gradients right by; none after a window that was not reduced."""
 
     def reduce(self, weights: Sequence[nn.Parameter]) -> None:
         """Sum the gradients after the window."""
         self.ranks.add_gradients(weights, self.device)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a weight or of the optimizer's state; where it is shared out a collective, and on rank 0 alone."""
+        return tensor
+
+    def share(self, whole: Tensor, like: Tensor) -> Tensor:
+        """This rank's share of a whole tensor, as one like it is shared out."""
+        return whole
 
     def evaluate(self, work: Callable[[], Result]) -> Result:
         """A forward pass without a backward pass."""
@@ -149,6 +168,10 @@ class Engine:
 
 def make_engine(options: ParallelOptions, ranks: Ranks, device: torch.device) -> Engine:
     """The engine of a strategy; in a single process the one that does nothing."""
+    if ranks.world_size > 1 and options.strategy == "fsdp":
+        from mmlab.parallel.sharded import Sharded
+
+        return Sharded(options, ranks, device)
     if ranks.world_size > 1 and options.strategy == "ddp" and options.overlap != "never":
         from mmlab.parallel.overlapped import Overlapped
 

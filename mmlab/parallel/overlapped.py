@@ -90,7 +90,7 @@ class Overlapped(Engine):
             self._armed = True
         return loss, taught
 
-    def complete(self) -> None:
+    def complete(self, problem: Exception | None) -> None:
         try:
             if not self._armed:
                 self._ddp().backward()
@@ -101,16 +101,14 @@ class Overlapped(Engine):
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise Abandoned(
                 f"rank {self.ranks.rank} failed inside the reduction of gradients, which cannot be taken up again: "
-                f"{error}; resume from the last checkpoint, with strategy='reduce' if memory ran out there"
+                f"{problem or error}; resume from the last checkpoint, with strategy='reduce' if memory ran out there"
             ) from error
 
-    def used(self) -> list[bool]:
-        return [index in self._used for index in range(len(self._weights))]
+    def tell(self) -> list[float]:
+        return [float(index in self._used) for index in range(len(self._weights))]
 
-    def keep(self, used: Sequence[float]) -> None:
-        for weight, num_ranks in zip(
-            self._weights, used, strict=False
-        ):  # none after a window without overlap
+    def hear(self, sums: Sequence[float]) -> None:
+        for weight, num_ranks in zip(self._weights, sums, strict=False):  # none without overlap
             if not num_ranks:
                 weight.grad = None
 
