@@ -22,7 +22,7 @@ fp16 with 16-bit weights  their gradients cannot be unscaled without overflow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -79,6 +79,8 @@ class Precision:
                 "use fp16"
             )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
+        # norms of the parts over all ranks from those of this one, where each rank holds a part of the model
+        self.share_norms: Callable[[Mapping[str, float]], dict[str, float]] | None = None
         self._done: dict[Any, Any] = {}  # what the step in hand has done so far
 
     @classmethod
@@ -163,7 +165,7 @@ class Precision:
         }
         gradients = {name: tensors for name, tensors in gradients.items() if tensors}
         done = self._done
-        if not gradients and not done:
+        if not gradients and not done and self.share_norms is None:
             return StepResult(0.0, True, self.scaler.get_scale(), {})
         if "loss_scale" not in done:
             done["loss_scale"] = self.scaler.get_scale()
@@ -171,7 +173,11 @@ class Precision:
             self.scaler.unscale_(optimizer)
             done["unscaled"] = True
         if "norms" not in done:
-            done["norms"] = dict(zip(gradients, _norms(list(gradients.values())), strict=True))
+            own = dict(zip(gradients, _norms(list(gradients.values())), strict=True)) if gradients else {}
+            done["norms"] = own if self.share_norms is None else self.share_norms(own)
+        if not done["norms"]:  # on no rank
+            self._done = {}
+            return StepResult(0.0, True, self.scaler.get_scale(), {})
         grad_norm = math.hypot(*done["norms"].values())
         finite = math.isfinite(grad_norm)
         for name, tensors in gradients.items():

@@ -2,13 +2,16 @@
 
 placement        `BranchPlacement`: which branch lives where
 branch_parallel  `BranchParallel`: both in one process, by threads (CPU) or queues of kernels (CUDA)
+branch_ranks     `BranchRanks`: in two processes, features and gradients over a wire
+wire             tensors of any shape between two ranks
 side_by_side     two functions in two threads
 draws            dropout in branches that run at once
 timeline         `Timeline`, `overlap`: when each branch computed
 """
 
 from mmlab.branches.branch_parallel import BranchParallel
+from mmlab.branches.branch_ranks import BranchRanks
 from mmlab.branches.placement import BranchPlacement
 from mmlab.branches.timeline import Span, Timeline, busy_s, overlap
 
-__all__ = ["BranchParallel", "BranchPlacement", "Span", "Timeline", "busy_s", "overlap"]
+__all__ = ["BranchParallel", "BranchPlacement", "BranchRanks", "Span", "Timeline", "busy_s", "overlap"]
