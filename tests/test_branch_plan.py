@@ -95,10 +95,10 @@ def test_layers_move_to_where_they_balance_the_devices():
     heavy = costs(cost(8.0, 8.0, layers=(0.25,) * 4), cost(1.0, 1.0))
     plan = plan_branches(None, CUDA, costs=heavy, num_micro_batches=8, ahead=3, **NO_WAIT)
     found = option(plan, "layers moved")
-    assert "1 of 4 layers moved" in found.what  # 12 against 4 + 4: nearer than 8 against 12
+    assert "first 3 of 4 image layers" in found.what  # 12 against 4 + 4: nearer than 8 against 12
     assert option(plan, "one device").step_s / 2 <= found.step_s < option(plan, "two ranks").step_s
     light = costs(cost(1.0, 1.0), cost(8.0, 8.0, layers=(0.5, 0.5)))
-    assert "image + text" in option(plan_branches(None, CUDA, costs=light), "layers moved").what
+    assert "cuda:0: image + text" in option(plan_branches(None, CUDA, costs=light), "layers moved").what
 
 
 def test_the_table_says_what_runs_and_what_is_only_planned():

@@ -7,7 +7,7 @@ one device             everything on the first: what the others are compared wit
 one process            a device for each branch, `BranchParallel`
 two ranks              the same in two processes, the image rank ahead, `BranchRanks`
 replicas               several devices share the batch of the heavier branch (only planned)
-layers moved           last layers of the heavier branch on the other device (only planned)
+layers moved           a branch is cut: its first layers on the one device, the rest on the other (only planned)
 
 Each is simulated with its dependencies, transfers (bytes / bandwidth + latency) and, for replicas, the sum of their
 gradients. What a simulation leaves out: memory, kernels that slow each other down, and a host that cannot queue kernels
@@ -161,7 +161,6 @@ class _Planner:
         """All ways, in any order."""
         costs, names = self.costs, self.devices
         one_s = self.num_micro_batches * costs.total_s
-        image_is_heavier = costs.image.both_s >= costs.text.both_s
         found = [self._option(ONE_DEVICE, [(0, 1.0)], [(0, 1.0)], 0, "FusionTrainer", one_s)]
         for fusion in (0, 1):
             place = BranchPlacement(image=names[0], text=names[1], fusion=names[fusion])
@@ -171,19 +170,19 @@ class _Planner:
                 )
             )
         found.append(self._option(TWO_RANKS, [(0, 1.0)], [(1, 1.0)], 1, "BranchRanks", one_s))
-        heavier = costs.image if image_is_heavier else costs.text
         moved = [
             self._option(
                 LAYERS_MOVED,
-                [(0, kept), (1, 1 - kept)] if image_is_heavier else [(0, 1.0)],
-                [(1, 1.0)] if image_is_heavier else [(1, kept), (0, 1 - kept)],
-                1 if image_is_heavier else 0,
+                [(0, first), (1, 1 - first)] if name == "image" else [(0, 1.0)],
+                [(0, first), (1, 1 - first)] if name == "text" else [(1, 1.0)],
+                1,
                 None,
                 one_s,
-                note=f"{len(heavier.layers) - number} of {len(heavier.layers)} layers moved",
+                note=f"first {number} of {len(cost.layers)} {name} layers on the first",
             )
-            for number in range(1, len(heavier.layers))
-            if (kept := sum(heavier.layers[:number]))
+            for name, cost in (("image", costs.image), ("text", costs.text))
+            for number in range(1, len(cost.layers))
+            if (first := sum(cost.layers[:number]))
         ]
         found += [min(moved, key=lambda option: option.step_s)] if moved else []
         return found + self._replicated(one_s)
