@@ -86,6 +86,8 @@ class Precision:
                 "use fp16"
             )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
+        # norms of the parts over all ranks from those of this one, where each rank holds a part of the model
+        self.share_norms: Callable[[Mapping[str, float]], dict[str, float]] | None = None
         self._done: dict[Any, Any] = {}  # what the step in hand has done so far
 
     @classmethod
@@ -172,7 +174,7 @@ class Precision:
         }
         gradients = {name: tensors for name, tensors in gradients.items() if tensors}
         done = self._done
-        if not gradients and not done:
+        if not gradients and not done and self.share_norms is None:
             return StepResult(0.0, True, self.scaler.get_scale(), {})
         if "loss_scale" not in done:
             done["loss_scale"] = self.scaler.get_scale()
@@ -180,7 +182,15 @@ class Precision:
             self.scaler.unscale_(optimizer)
             done["unscaled"] = True
         if "norms" not in done:
-            done["norms"] = dict(zip(gradients, norms_of(list(gradients.values()), shares), strict=True))
+            own = (
+                dict(zip(gradients, norms_of(list(gradients.values()), shares), strict=True))
+                if gradients
+                else {}
+            )
+            done["norms"] = own if self.share_norms is None else self.share_norms(own)
+        if not done["norms"]:  # on no rank
+            self._done = {}
+            return StepResult(0.0, True, self.scaler.get_scale(), {})
         grad_norm = math.hypot(*done["norms"].values())
         finite = math.isfinite(grad_norm)
         for name, tensors in gradients.items():
@@ -222,9 +232,10 @@ def _own(gradient: Tensor) -> Tensor:
 
 
 def norms_of(parts: Sequence[Sequence[Tensor]], shares: Shares | None = None) -> list[float]:
-    """L2 norm of each part's gradients: one pass over them, one wait for the device."""
+    """L2 norm of each part's gradients: one pass over them, one wait for the device, or for each of several."""
     tensors = [tensor for part in parts for tensor in part]
-    norms: Sequence[Tensor] = torch._foreach_norm([_own(tensor) for tensor in tensors])
+    apart = torch._foreach_norm([_own(tensor) for tensor in tensors])
+    norms = [norm.to(apart[0].device) for norm in apart]
     if shares is not None:  # what every rank has whole is counted once
         factor = shares.num_ranks**-0.5
         norms = [

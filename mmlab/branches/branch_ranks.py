@@ -1,0 +1,308 @@
+"""`BranchRanks`: two processes, the image branch on rank 0, the text branch, the fusion and the losses on rank 1.
+
+    rank 0   image 0 | image 1 |        back 0 | image 2 | back 1 | ...
+    rank 1   text 0  | fusion 0, back | text back 0 | text 1 | fusion 1, back | ...
+
+Features go forward and their gradients back (`mmlab.branches.wire`: gloo between CPUs, NCCL between GPUs). Rank 0 is
+a few micro-batches ahead, and a micro-batch's image gradient leaves before the text branch is taught, so that both
+ranks compute. Both see the same batches. Loss and gradients are those of one process, bit by bit in fp32 and under bf16
+autocast, with the exception named in `mmlab.branches.branch_parallel`; with dropout in the image branch they repeat
+themselves but differ from one process's.
+
+Costs, for each micro-batch: its image features and their gradient over the wire (embeddings alone where nothing but a
+contrastive loss asks), and the activations of `1 + ahead` micro-batches on rank 0. Does not do a step again in parts
+where memory ran out, nor fp16, whose scaler would have to agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+
+from mmlab.branches.timeline import BACKWARD, FORWARD, FUSION, IMAGE, TEXT, WAIT, Timeline
+from mmlab.branches.wire import PeerFailed, Wire
+from mmlab.errors import OptionError, RunError
+from mmlab.losses import Contrastive, LossTerms, Objective, parse_objectives
+from mmlab.model import Encoded, FusionModel
+from mmlab.model.parameters import PARTS, parameter_groups, part_of
+from mmlab.optimizer import RestartableAdamW
+from mmlab.parallel import Ranks
+from mmlab.precision import Precision
+from mmlab.types import Batch
+
+IMAGE_RANK, TEXT_RANK = 0, 1
+_OF_IMAGES = ("image_encoder.", "image_head.", "fusion.mix_images.", "pixel_")
+
+
+class BranchRanks:
+    """One rank of two; both make it with the same arguments, after `torch.distributed.init_process_group`.
+
+    Args:
+        model: the same on both ranks; the branch of this rank is trained.
+        objectives: names in `mmlab.losses.OBJECTIVES`, or objects by name.
+        precision: "fp32" or "bf16" ("tf32" on CUDA).
+        device: of this rank.
+        lr, weight_decay, max_grad_norm: as in `FusionTrainer`, for `step`.
+        ahead: micro-batches that rank 0 may be ahead.
+        seed: of dropout and drawn negatives.
+        timeline: takes the spans of this rank.
+
+    Raises:
+        OptionError: not two ranks, fp16, a model without branches, or negatives from all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
+        precision: str | Precision = "fp32",
+        device: torch.device | str = "cpu",
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+        ahead: int = 1,
+        seed: int = 0,
+        timeline: Timeline | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.ranks, self.device = Ranks(), torch.device(device)
+        if self.ranks.world_size != 2:
+            raise OptionError(
+                f"branches take two ranks, one for the images and one for the texts, found {self.ranks.world_size}; "
+                "start with torchrun --nproc-per-node 2, or use BranchParallel in one process"
+            )
+        if not isinstance(model, FusionModel):
+            raise OptionError(
+                f"{type(model).__name__} has no branches; branch parallelism needs a FusionModel"
+            )
+        self.model, self.precision = model.to(self.device), Precision.parse(precision, self.device)
+        self.objectives = parse_objectives(model, objectives)
+        if self.precision.scales:
+            raise OptionError("fp16 scales the loss, and the two ranks' scalers would part; use bf16 or fp32")
+        if any(getattr(goal, "all_ranks", False) for goal in self.objectives.values()):
+            raise OptionError(
+                "both ranks see the same batches, so negatives come from all of them; use contrastive"
+            )
+        if ahead < 0:
+            raise OptionError(f"ahead must be at least 0, found {ahead}")
+        self.ahead, self.seed, self.timeline, self.max_grad_norm = ahead, seed, timeline, max_grad_norm
+        self.is_image_rank = self.ranks.rank == IMAGE_RANK
+        peer = TEXT_RANK if self.is_image_rank else IMAGE_RANK
+        self._features, self._gradients = Wire(peer, self.device), Wire(peer, self.device)
+        self._wants_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
+        self.parts: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}  # this rank's, that learn
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and self.owns(name):
+                self.parts[part_of(name)].append(weight)
+        self.optimizer = optimizer or RestartableAdamW(
+            parameter_groups(model, weight_decay=weight_decay), lr=lr, fused=True
+        )
+        self.precision.share_norms = self.share_norms
+        self.num_steps = self._number = 0
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank trains the weight of that name."""
+        return name.startswith(_OF_IMAGES) == self.is_image_rank
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """By this rank so far."""
+        return self._features.num_bytes + self._gradients.num_bytes
+
+    def step(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """One optimizer step over a window of micro-batches, the same on both ranks.
+
+        Returns:
+            On both ranks `loss`, each objective's `..._loss`, `grad_norm` over both ranks, and `skipped`.
+
+        Raises:
+            RunError: the loss or the gradient is not finite, or the other rank failed.
+        """
+        self.model.train()
+        counts = [{name: goal.count(batch) for name, goal in self.objectives.items()} for batch in batches]
+        learnt = [batch for batch, count in zip(batches, counts, strict=True) if any(count.values())]
+        totals = {name: sum(count[name] for count in counts) for name in self.objectives}
+        with self.precision.arithmetic():
+            means = self.gradient(learnt, totals)
+            result = self.precision.step(self.optimizer, self.parts, self.max_grad_norm)
+        loss = sum(means.values()) if means else math.nan
+        if means and (result.skipped or not math.isfinite(loss)):
+            raise RunError(
+                f"step {self.num_steps}: loss {means}, gradient norm {result.grad_norm}; not finite"
+            )
+        self.num_steps += 1
+        losses = {f"{name}_loss": mean for name, mean in means.items()}
+        return {"loss": loss, **losses, "grad_norm": result.grad_norm, "skipped": result.skipped}
+
+    def gradient(
+        self,
+        batches: Sequence[Batch],
+        counts: Mapping[str, float],
+        weights: Mapping[str, float] | None = None,
+        seed: Callable[[int], None] | None = None,
+    ) -> dict[str, float]:
+        """Leave this rank's share of the window's gradient in its weights; a collective.
+
+        Args:
+            batches: micro-batches with something to learn, on any device.
+            counts: by objective, over all of them.
+            weights: by objective, the factor of its mean.
+            seed: as in `mmlab.window.Window`; None draws as `FusionTrainer` does.
+
+        Returns:
+            Mean losses, on both ranks.
+
+        Raises:
+            RunError: the other rank failed; this rank's own error is raised as it is.
+        """
+        seed = seed or self._seed
+        terms = LossTerms(counts, weights)
+        problem: Exception | None = None
+        seed(0)
+        try:
+            if self.is_image_rank:
+                self._images(batches)
+            else:
+                self._texts(batches, terms, seed)
+        except PeerFailed:
+            pass  # it is named below
+        except Exception as error:
+            problem = error
+            (self._features if self.is_image_rank else self._gradients).give_up()
+        self.ranks.agree(problem, self.device, f"step {self.num_steps}")
+        self._number += len(batches)
+        for wire in (self._features, self._gradients):
+            wire.wait()
+        shares = terms.means()  # none on rank 0
+        means = self.ranks.sums([shares.get(name, 0.0) for name in counts], self.device)
+        return {name: mean for name, mean in zip(counts, means, strict=True) if counts[name]}
+
+    def share_norms(self, norms: Mapping[str, float]) -> dict[str, float]:
+        """L2 norms of the parts over both ranks, from those of this one; a collective."""
+        held = self.ranks.sums([float(part in norms) for part in PARTS], self.device)
+        squares = self.ranks.sums([norms.get(part, 0.0) ** 2 for part in PARTS], self.device)
+        return {
+            part: math.sqrt(square) for part, square, has in zip(PARTS, squares, held, strict=True) if has
+        }
+
+    def share_weights(self) -> None:
+        """Give each rank the other's weights and statistics, so that both hold the whole model; a collective."""
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            self._share(tensor.data, self.owns(name))
+
+    def share_moments(self) -> None:
+        """Give each rank the other's state of the optimizer; a collective. `forget_moments` undoes it."""
+        for name, weight in self.model.named_parameters():
+            own, state = self.owns(name), self.optimizer.state
+            has = self.ranks.largest(float(own and weight in state), self.device)
+            if not has:
+                continue
+            if not own:
+                state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                }
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                self._share(state[weight][key], own)
+
+    def forget_moments(self) -> None:
+        """Drop the other rank's state of the optimizer."""
+        for name, weight in self.model.named_parameters():
+            if not self.owns(name):
+                self.optimizer.state.pop(weight, None)
+
+    def _share(self, tensor: Tensor, own: bool) -> None:
+        source = self.ranks.rank if own else 1 - self.ranks.rank
+        message = tensor.detach().to(self.device).contiguous()
+        distributed.broadcast(message, source)
+        if not own:
+            tensor.copy_(message)
+
+    def _images(self, batches: Sequence[Batch]) -> None:
+        """Rank 0: encode ahead, and be taught as gradients come back."""
+        waiting: deque[tuple[int, Encoded]] = deque()
+        for number, batch in enumerate(batches):
+            with self._span(number, IMAGE, FORWARD), self.precision.autocast():
+                encoded = self.model.encode_image(*self._here(batch.pixel_values, batch.pixel_mask))
+            embedding, features, mask = encoded
+            self._features.send([embedding, features if self._wants_features else None, mask])
+            waiting.append((number, encoded))
+            if len(waiting) > self.ahead:
+                self._taught(*waiting.popleft())
+        while waiting:
+            self._taught(*waiting.popleft())
+
+    def _taught(self, number: int, encoded: Encoded) -> None:
+        if not any(tensor.requires_grad for tensor in encoded[:2]):
+            return
+        with self._span(number, IMAGE, WAIT):
+            gradients = self._gradients.receive()
+        with self._span(number, IMAGE, BACKWARD):
+            _teach(encoded, gradients)
+
+    def _texts(self, batches: Sequence[Batch], terms: LossTerms, seed: Callable[[int], None]) -> None:
+        """Rank 1: encode the texts, meet the images, and send their gradients before the texts are taught."""
+        for number, batch in enumerate(batches):
+            with self._span(number, TEXT, FORWARD), self.precision.autocast():
+                text = self.model.encode_text(*self._here(batch.input_ids, batch.attention_mask))
+            with self._span(number, TEXT, WAIT):
+                embedding, features, mask = self._features.receive()
+            assert embedding is not None
+            assert mask is not None
+            if features is None:  # nobody will read them
+                features = embedding.new_zeros(*mask.shape, 1)
+            image, leaves = Encoded(embedding, features, mask), _leaves(text)
+            with self._span(number, FUSION, FORWARD):
+                with self.precision.autocast():
+                    output = self.model.join(image, leaves)
+                seed(number + 1)
+                here = batch.to(self.device)
+                with self.precision.autocast():
+                    loss = terms.add({name: goal(output, here) for name, goal in self.objectives.items()})
+                del output
+            with self._span(number, FUSION, BACKWARD):
+                self.precision.backward(loss)
+            if any(tensor.requires_grad for tensor in image[:2]):
+                self._gradients.send([embedding.grad, features.grad])
+            with self._span(number, TEXT, BACKWARD):
+                _teach(text, [leaves.embedding.grad, leaves.features.grad])
+
+    def _here(self, *tensors: Tensor) -> list[Tensor]:
+        return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+
+    def _span(self, number: int, branch: str, phase: str) -> AbstractContextManager[None]:
+        timeline = self.timeline
+        return nullcontext() if timeline is None else timeline.span(self._number + number, branch, phase)
+
+    def _seed(self, draw: int) -> None:
+        """As `FusionTrainer` seeds rank 0, on both ranks."""
+        key = np.random.SeedSequence([self.seed, self.num_steps, False, draw, 0]).generate_state(1, np.uint64)
+        torch.default_generator.manual_seed(int(key[0]))
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed_all(int(key[0]))
+
+
+def _leaves(encoded: Encoded) -> Encoded:
+    """The same values, cut from their graph."""
+    embedding, features = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in encoded[:2])
+    return Encoded(embedding, features, encoded.mask)
+
+
+def _teach(encoded: Encoded, gradients: Sequence[Tensor | None]) -> None:
+    """Gradients of embedding and features into the branch that made them."""
+    taught = [
+        (tensor, gradient)
+        for tensor, gradient in zip(encoded[:2], gradients, strict=True)
+        if gradient is not None and tensor.requires_grad
+    ]
+    if taught:
+        torch.autograd.backward([tensor for tensor, _ in taught], [gradient for _, gradient in taught])
