@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -63,9 +65,6 @@ def test_shares_of_the_batch_are_padded_alike_and_differ() -> None:
 @pytest.fixture(scope="module")
 def document() -> Any:
     """What the command prints."""
-    import contextlib
-    import io
-
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(["bench", "parallel", "--device=cpu", "--json", *ARGUMENTS]) == 0
@@ -94,7 +93,7 @@ def test_the_same_weights_and_samples_in_every_turn(document: Any) -> None:
 
 def test_one_process_sends_nothing(document: Any) -> None:
     for row in document["rows"]:
-        if row["devices"] == 1:
+        if row["processes"] == 1:
             assert row["payload_bytes"] == [{}]
             assert row["sent_bytes"] == [0]
 

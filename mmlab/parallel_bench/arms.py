@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from mmlab.branches import BranchParallel, BranchPlacement, Timeline
 from mmlab.machine import process_rss_bytes
 from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.model import FusionModel, build_model
@@ -34,6 +35,7 @@ class Arm:
 
     step: Callable[[], float]  # returns the loss
     held: tuple[Any, ...]  # models, optimizers and tensors that stay between steps
+    timeline: Timeline | None = None  # when each branch computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Strategy:
 
     build: Callable[[Setting, int], Arm]
     joins: bool  # needs a process group of all ranks; else it runs on rank 0 alone
-    devices: int | None = None  # that it uses; None takes one a rank
+    gpus: int | None = None  # that it uses; None takes one a rank
     ranks: int | None = None  # that it must have
     all_cores: bool = False  # on a CPU its one process gets the threads of all ranks
 
@@ -59,10 +61,12 @@ def share(setting: Setting, rank: int, num_ranks: int) -> slice:
     return slice(rank * size, (rank + 1) * size)
 
 
-def make_trainer(setting: Setting, rank: int, **options: Any) -> FusionTrainer:
+def make_trainer(
+    setting: Setting, rank: int, *, model: FusionModel | None = None, **options: Any
+) -> FusionTrainer:
     """A trainer on this rank's device."""
     return FusionTrainer(
-        seeded_model(setting),
+        seeded_model(setting) if model is None else model,
         objectives=OBJECTIVES,
         precision=setting.precision,
         device=setting.device(rank),
@@ -72,6 +76,7 @@ def make_trainer(setting: Setting, rank: int, **options: Any) -> FusionTrainer:
 
 
 def _trained(setting: Setting, rank: int, *, num_ranks: int | None = None, **options: Any) -> Arm:
+    """`FusionTrainer` on this rank's share of the samples."""
     batch = make_batch(setting, share(setting, rank, num_ranks or setting.num_ranks))
     trainer = make_trainer(setting, rank, **options)
     batch = batch.to(trainer.device)
@@ -80,10 +85,27 @@ def _trained(setting: Setting, rank: int, *, num_ranks: int | None = None, **opt
     )
 
 
+def _threaded_branches(setting: Setting, rank: int) -> Arm:
+    """Both branches in this process: by threads on a CPU, on two GPUs on one each."""
+    timeline = Timeline() if setting.device_type == "cpu" else None
+    names = [str(setting.device(index)) for index in range(2)] if setting.device_type == "cuda" else ["cpu"]
+    model = BranchParallel(
+        seeded_model(setting),
+        BranchPlacement.of(names),
+        timeline=timeline,
+        threads_per_branch=setting.threads_per_rank if setting.device_type == "cpu" else None,
+    )
+    trainer = make_trainer(setting, model.branch_devices[0].index or 0, model=model)
+    batch = make_batch(setting).to(trainer.device)
+    held = (trainer.model, trainer.optimizer, *batch.tensors())
+    return Arm(lambda: trainer.train_step([batch])["loss"], held, timeline)
+
+
 ARMS: dict[str, Strategy] = {
-    "one core": Strategy(partial(_trained, num_ranks=1), joins=False, devices=1),
-    "single": Strategy(partial(_trained, num_ranks=1), joins=False, devices=1, all_cores=True),
+    "one core": Strategy(partial(_trained, num_ranks=1), joins=False, gpus=1),
+    "single": Strategy(partial(_trained, num_ranks=1), joins=False, gpus=1, all_cores=True),
     "reduce": Strategy(_trained, joins=True),
+    "branch threads": Strategy(_threaded_branches, joins=False, gpus=2, ranks=2, all_cores=True),
 }
 
 
@@ -125,6 +147,14 @@ def num_threads(setting: Setting, name: str) -> int:
     return setting.threads_per_rank * (setting.num_ranks if strategy_of(setting, name).all_cores else 1)
 
 
+def num_devices(setting: Setting, name: str) -> int:
+    """GPUs that an arm uses; on a CPU, how many times the cores of one rank."""
+    strategy = strategy_of(setting, name)
+    if setting.device_type == "cpu":
+        return setting.num_ranks if strategy.joins or strategy.all_cores else 1
+    return strategy.gpus or setting.num_ranks
+
+
 def clock(device: torch.device) -> float:
     """Now, when the device has finished."""
     if device.type == "cuda":
@@ -135,6 +165,8 @@ def clock(device: torch.device) -> float:
 def _timed(setting: Setting, arm: Arm, device: torch.device, *, joins: bool) -> dict[str, Any]:
     if joins:
         distributed.barrier()
+    if arm.timeline is not None:
+        arm.timeline.clear()
     losses, marks = [], [clock(device)]
     cpu_s = time.process_time()
     for _ in range(setting.num_steps):
@@ -145,6 +177,7 @@ def _timed(setting: Setting, arm: Arm, device: torch.device, *, joins: bool) -> 
         "wall_s": marks[-1] - marks[0],
         "cpu_s": time.process_time() - cpu_s,
         "losses": losses,
+        "spans": [] if arm.timeline is None else [tuple(span) for span in arm.timeline.spans],
     }
 
 

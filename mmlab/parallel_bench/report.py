@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmlab.branches import Span, overlap
 from mmlab.charts import save_figure
-from mmlab.parallel_bench.arms import num_threads, strategy_of
+from mmlab.parallel_bench.arms import num_devices, num_threads, strategy_of
 from mmlab.parallel_bench.probes import network_from, work_from
 from mmlab.parallel_bench.setting import Setting
 from mmlab.pipeline.stages import as_html, as_text
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 _COLUMNS = (
-    "strategy", "devices", "threads", "samples_per_s", "step_p50_ms", "step_p95_ms", "idle", "sent_mib",
+    "strategy", "processes", "threads", "samples_per_s", "step_p50_ms", "step_p95_ms", "idle", "sent_mib",
     "memory_mib", "efficiency", "predicted_ms", "error",
 )  # fmt: skip
 _MODELS = {"one core": "single"}  # arm -> strategy of the model; others have their own name
@@ -63,24 +64,11 @@ class ParallelBench:
     def rows(self) -> list[dict[str, Any]]:
         """One row a strategy: medians over rounds, what was counted, and what the model says."""
         rows = [self._row(name) for name in self.setting.strategies]
-        base = next(
-            (row for row in rows if row["devices"] == 1 and row["threads"] == self._base_threads), None
-        )
+        base = next((row for row in rows if row["devices"] == 1), None)
         for row in rows:
-            row["efficiency"] = (
-                None
-                if base is None
-                else row["samples_per_s"] / base["samples_per_s"] / self._num_base_devices(row)
-            )
+            alike = base and row["samples_per_s"] / base["samples_per_s"]
+            row["efficiency"] = alike and alike / row["devices"]
         return rows
-
-    @property
-    def _base_threads(self) -> int:
-        return self.setting.threads_per_rank
-
-    def _num_base_devices(self, row: Mapping[str, Any]) -> int:
-        """Devices as large as the one that efficiency is measured against."""
-        return max(row["devices"], row["devices"] * row["threads"] // self._base_threads)
 
     def _row(self, name: str) -> dict[str, Any]:
         setting, strategy = self.setting, strategy_of(self.setting, name)
@@ -93,8 +81,9 @@ class ParallelBench:
         predicted = self._predicted(name)
         return {
             "strategy": name,
-            "devices": strategy.devices or setting.num_ranks,
+            "processes": setting.num_ranks if strategy.joins else 1,
             "threads": threads,
+            "devices": num_devices(setting, name),
             "samples_per_s": setting.batch_size / step_s,
             "step_s": step_s,
             "step_p50_s": float(np.percentile(per_step, 50)),
@@ -108,6 +97,7 @@ class ParallelBench:
             "written_bytes": [found["written_bytes"] for found in measured],
             "memory_bytes": [found["peak_bytes"] for found in measured],
             "memory_source": measured[0]["memory_source"],
+            "overlap_ratios": self._overlaps(turns),
             "losses": [turn["losses"] for turn in turns[0]],
             "predicted_s": predicted,
             "error": None if predicted is None else predicted / step_s - 1,
@@ -118,6 +108,13 @@ class ParallelBench:
             return 1 - turns[0]["kernel_ratio"]
         return median(max(0.0, 1 - turn["cpu_s"] / (threads * turn["wall_s"])) for turn in turns)
 
+    def _overlaps(self, turns: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
+        """Of each round, the share of the shorter branch's time in which the other computed too; of branches only."""
+        rounds = [
+            [Span(*span) for turn in ranks for span in turn["spans"]] for ranks in zip(*turns, strict=True)
+        ]
+        return [overlap(spans) for spans in rounds if spans]
+
     def _predicted(self, name: str) -> float | None:
         """Of the model, where it knows the strategy and what this arm runs on is what was probed."""
         setting, strategy = self.setting, _MODELS.get(name, name)
@@ -127,13 +124,13 @@ class ParallelBench:
             return self.work.step_s(setting.batch_size)
         if self.network is None:
             return None
-        num_devices = strategy_of(setting, name).devices or setting.num_ranks
+        count = num_devices(setting, name)
         return predict(
             strategy,
             self.work,
             self.network,
-            num_devices=num_devices,
-            batch_size=setting.batch_size / num_devices,
+            num_devices=count,
+            batch_size=setting.batch_size / count,
             overlap=self.overlap,
         ).step_s
 
@@ -230,7 +227,7 @@ class ParallelBench:
         return [
             {
                 "strategy": row["strategy"],
-                "devices": row["devices"],
+                "processes": row["processes"],
                 "threads": row["threads"],
                 "samples_per_s": row["samples_per_s"],
                 "step_p50_ms": 1e3 * row["step_p50_s"],
