@@ -52,7 +52,9 @@ class Strategy:
 def seeded_model(setting: Setting) -> FusionModel:
     """The model that every strategy starts from."""
     torch.manual_seed(setting.seed)
-    return build_model(setting.model, vocab_size=VOCAB_SIZE)
+    model = build_model(setting.model, vocab_size=VOCAB_SIZE)
+    model.token_head.requires_grad_(False)  # no objective here tells hidden tokens
+    return model
 
 
 def share(setting: Setting, rank: int, num_ranks: int) -> slice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from typing import Any
 
@@ -37,11 +38,18 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
         monitor_interval=0.1,
         start_method="spawn",
     )
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(
+        logging.CRITICAL
+    )  # a rank's traceback is in the error's cause; the message is in the error
     try:
         found = elastic_launch(config, rank_main)(setting)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         raise RunError(_message(failure)) from error
+    finally:
+        logger.setLevel(level)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -98,4 +106,4 @@ def _message(failure: Any) -> str:
     said = failure.message
     text = said.get("message", "") if isinstance(said, dict) else str(said)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("mmlab.errors.RunError: ") if lines else f"exit code {failure.exitcode}"
+    return lines[-1].rpartition("RunError: ")[2] if lines else f"exit code {failure.exitcode}"
