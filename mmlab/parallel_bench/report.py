@@ -120,8 +120,8 @@ class ParallelBench:
         setting, strategy = self.setting, _MODELS.get(name, name)
         if strategy not in STRATEGIES or num_threads(setting, name) != setting.threads_per_rank:
             return None
-        if strategy == "single":
-            return self.work.step_s(setting.batch_size)
+        if strategy == "single":  # alone, where the model's computation was measured on all ranks at once
+            return self.work.step_s(setting.batch_size) if setting.num_ranks == 1 else None
         if self.network is None:
             return None
         count = num_devices(setting, name)
@@ -133,6 +133,14 @@ class ParallelBench:
             batch_size=setting.batch_size / count,
             overlap=self.overlap,
         ).step_s
+
+    @property
+    def contention(self) -> float | None:
+        """How many times longer a device computes while the others do; None of a single rank."""
+        base = next((row for row in self.rows if row["devices"] == 1), None)
+        if base is None or self.setting.num_ranks == 1:
+            return None
+        return self.work.step_s(self.setting.batch_size) / base["step_s"]
 
     @cached_property
     def modelled(self) -> list[str]:
@@ -216,6 +224,7 @@ class ParallelBench:
             "work": asdict(self.work),
             "network": None if self.network is None else asdict(self.network),
             "overlap": self.overlap,
+            "contention": self.contention,
             "scaling": self.scaling,
             "winners": self.winners,
             "probes": [{"work": rank["work"], "network": rank["network"]} for rank in self.ranks],
@@ -261,6 +270,10 @@ class ParallelBench:
         text = f"Every strategy has {wanted} threads in all; 'one core' has {self.setting.threads_per_rank}."
         if wanted > self.num_cores:
             text += f" That is more than the {self.num_cores} cores here: ranks take turns on them."
+        if self.contention is not None:
+            text += (
+                f" While all ranks compute, a step of one takes {self.contention:.2f} times as long as alone."
+            )
         return text
 
     def __str__(self) -> str:
