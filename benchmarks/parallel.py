@@ -62,7 +62,7 @@ def main() -> None:
 
 def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every strategy, and peers; whether the branches' gradient is that of one process."""
-    sizes = QUICK if options.quick else {**SMALL, "steps": 4, "rounds": 3}
+    sizes = QUICK if options.quick else {**SMALL, "steps": 3, "rounds": 3}
     names = [*DEFAULT, "reduce", "branch threads", *peers()]
     bench = bench_parallel(
         [name for name in names if name in ARMS or name in peers()],
@@ -132,6 +132,18 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ratio = float(np.median(row["overlap_ratios"]))
             name = f"{row['strategy']} ({row['model']}): share of the shorter branch that overlaps"
             goals.append(goal(name, ">= 0.85", ratio, ratio >= 0.85))
+            alone = next(
+                other
+                for other in rows
+                if (other.get("part"), other.get("strategy")) == (row["part"], "one core")
+            )
+            apart = max(
+                abs(one - other)
+                for one, other in zip(np.ravel(row["losses"]), np.ravel(alone["losses"]), strict=True)
+            )
+            if row["strategy"] == "branch":  # the other's fusion uses two threads, and adds in another order
+                name = f"branch ({row['model']}): losses of every step against one core"
+                goals.append(goal(name, "0", float(apart), apart == 0))
         if row["kind"] == "gradient":
             for name, difference in row["differences"].items():
                 goals.append(
