@@ -19,6 +19,7 @@ from mmlab.parallel_bench.setting import make_batch
 from mmlab.parallel_bench.traffic import Traffic
 
 SIZES = {"model": "tiny", "batch_size": 4, "image_side": 32, "num_tokens": 8, "steps": 2, "rounds": 2}
+PARTS = ("image", "text", "fusion")
 ARGUMENTS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
 
 
@@ -73,7 +74,7 @@ def document() -> Any:
 
 def test_every_strategy_has_every_repetition(document: Any) -> None:
     rows = {row["strategy"]: row for row in document["rows"]}
-    assert {"one core", "single"} <= set(rows)
+    assert {"one core", "single", "ddp"} <= set(rows)
     for row in rows.values():
         assert len(row["rounds_s"]) == 2
         assert [len(steps) for steps in row["steps_s"]] == [2, 2]
@@ -89,6 +90,17 @@ def test_the_same_weights_and_samples_in_every_turn(document: Any) -> None:
     for row in rows.values():
         assert row["losses"][0] == row["losses"][1]  # both turns began anew
     assert rows["single"]["losses"][0] == pytest.approx(rows["one core"]["losses"][0], rel=1e-4)
+
+
+def test_what_is_counted_is_what_the_system_wrote(document: Any) -> None:
+    rows = {row["strategy"]: row for row in document["rows"]}
+    assert "ddp" in rows
+    for row in rows.values():
+        if row["processes"] > 1 and None not in row["written_bytes"]:
+            for written, sent in zip(row["written_bytes"], row["sent_bytes"], strict=True):
+                assert sent <= written <= 1.05 * sent + 10_000  # the rest are headers of messages
+    reduced = rows["ddp"]["payload_bytes"][0]["all_reduce"]
+    assert reduced == pytest.approx(sum(document["work"][f"{part}_bytes"] for part in PARTS), rel=1e-3)
 
 
 def test_one_process_sends_nothing(document: Any) -> None:

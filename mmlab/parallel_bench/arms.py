@@ -106,7 +106,8 @@ def _threaded_branches(setting: Setting, rank: int) -> Arm:
 ARMS: dict[str, Strategy] = {
     "one core": Strategy(partial(_trained, num_ranks=1), joins=False, gpus=1),
     "single": Strategy(partial(_trained, num_ranks=1), joins=False, gpus=1, all_cores=True),
-    "reduce": Strategy(_trained, joins=True),
+    "reduce": Strategy(partial(_trained, parallel="reduce"), joins=True),
+    "ddp": Strategy(partial(_trained, parallel="ddp"), joins=True),
     "branch threads": Strategy(_threaded_branches, joins=False, gpus=2, ranks=2, all_cores=True),
 }
 
