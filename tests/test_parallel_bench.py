@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,8 +126,10 @@ def fails_on_rank_1(setting: Setting, rank: int) -> Any:
 
 def test_a_rank_that_fails_is_named_with_its_error() -> None:
     broken = {"broken": Strategy(fails_on_rank_1, joins=True)}
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunError, match="rank 1 of 2 failed: ValueError: no such luck"):
         bench_parallel(["broken"], device="cpu", more=broken, progress=False, **SIZES)  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGTERM) is before  # the launcher's handlers are gone with it
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import uuid
 from typing import Any
 
@@ -16,6 +18,8 @@ from mmlab.parallel_bench.group import Groups
 from mmlab.parallel_bench.probes import probe_network, probe_work
 from mmlab.parallel_bench.setting import Setting
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that the launcher takes over
+
 
 def measure(setting: Setting) -> list[dict[str, Any]]:
     """Start the ranks, measure, and return what each found, rank 0 first.
@@ -23,6 +27,7 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
     Raises:
         RunError: a rank failed; the message has its error.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -48,8 +53,17 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         raise RunError(_message(failure)) from error
+    except SignalException as stopped:
+        if stopped.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + stopped.sigval) from None
     finally:
         logger.setLevel(level)
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # elsewhere the launcher has left them alone
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return [found[rank] for rank in sorted(found)]
 
 
