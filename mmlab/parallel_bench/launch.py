@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
     )
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     logger.setLevel(
         logging.CRITICAL
     )  # a rank's traceback is in the error's cause; the message is in the error
@@ -59,9 +60,7 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
         raise SystemExit(128 + stopped.sigval) from None
     finally:
         logger.setLevel(level)
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # elsewhere the launcher has left them alone
+        with suppress(ValueError):  # only the main thread may, and only there were they changed
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return [found[rank] for rank in sorted(found)]
