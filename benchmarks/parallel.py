@@ -28,7 +28,7 @@ from mmlab.parallel_bench.arms import ARMS
 from mmlab.parallel_bench.equality import gradient_differences
 from mmlab.scaling import predict
 
-SMALL: dict[str, Any] = {"model": "small", "batch_size": 16, "image_side": 128, "num_tokens": 32}
+SMALL: dict[str, Any] = {"model": "small", "batch_size": 8, "image_side": 128, "num_tokens": 32}
 ARTICLE: dict[str, Any] = {"model": "resnet50", "batch_size": 4, "image_side": 224, "num_tokens": 32}
 QUICK: dict[str, Any] = {
     "model": "tiny",
@@ -62,7 +62,7 @@ def main() -> None:
 
 def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every strategy, and peers; whether the branches' gradient is that of one process."""
-    sizes = QUICK if options.quick else {**SMALL, "steps": 3, "rounds": 3}
+    sizes = QUICK if options.quick else {**SMALL, "steps": 2, "rounds": 3}
     names = [*DEFAULT, "reduce", "branch threads", *peers()]
     bench = bench_parallel(
         [name for name in names if name in ARMS or name in peers()],
