@@ -1,4 +1,4 @@
-"""Measure on a machine with a CUDA device: device readings, precisions, live bytes, decoding, schedulers.
+"""Measure on a machine with a CUDA device: readings, precisions, live bytes, branches, decoding, schedulers.
 
     PYTHONPATH=. python benchmarks/gpu.py --out DIR        (or: make gpu)
 
@@ -194,6 +194,57 @@ def live_bytes(bench: Bench) -> Result:
     return {"batch_size": len(batch), "steps": rows}, goals
 
 
+def branches(bench: Bench) -> Result:
+    """Image and text branch on two streams of one device against one stream (on a CPU: two threads), in turns."""
+    import torch
+
+    from mmlab.branches import BranchParallel, BranchPlacement
+
+    rows = []
+    for batch_size in dict.fromkeys((4, bench.batch_sizes[-1])):
+        batch = _batch(bench, batch_size)
+        trainers = {"one stream": _trainer(bench, "fp32")}
+        model = BranchParallel(
+            _trainer(bench, "fp32").model, BranchPlacement.of([bench.device]), threads_per_branch=1
+        )
+        trainers["two streams"] = _trainer(bench, "fp32", model=model)
+        times: dict[str, list[float]] = {name: [] for name in trainers}
+        losses: dict[str, list[float]] = {name: [] for name in trainers}
+        for repeat in range(-1, bench.num_repeats):
+            for name, trainer in trainers.items():
+                _synchronize(bench.device)
+                started = time.perf_counter()
+                for _ in range(bench.num_warmup_steps if repeat < 0 else bench.steps_per_repeat):
+                    losses[name].append(trainer.train_step([batch])["loss"])
+                _synchronize(bench.device)
+                if repeat >= 0:
+                    times[name].append((time.perf_counter() - started) / bench.steps_per_repeat)
+        median = {name: statistics.median(values) for name, values in times.items()}
+        rows.append(
+            {
+                "batch_size": batch_size,
+                "step_s": times,
+                "median_step_s": median,
+                "speedup": median["one stream"] / median["two streams"],
+                "first_losses": {name: values[0] for name, values in losses.items()},
+            }
+        )
+        del trainers, model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    goals = [
+        goal(
+            f"two streams over one, batches of {row['batch_size']}",
+            ">= 1",
+            row["speedup"],
+            row["speedup"] >= 1,
+        )
+        for row in rows
+    ]
+    return {"model": bench.model, "sizes": rows}, goals
+
+
 def decode(bench: Bench) -> Result:
     """JPEGs decoded and resized to 224 x 224 by the device in one batch, by one core, and by all: in turns."""
     import io
@@ -312,6 +363,7 @@ CASES = {
     "readings": Case(readings, 20),
     "precisions": Case(precisions, 60),
     "live_bytes": Case(live_bytes, 20),
+    "branches": Case(branches, 30),
     "decode": Case(decode, 15),
     "compare": Case(compare_schedulers, 90),
 }
@@ -452,14 +504,14 @@ def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
     }
 
 
-def _trainer(bench: Bench, precision: str) -> Any:
+def _trainer(bench: Bench, precision: str, *, model: Any = None) -> Any:
     import torch
 
     from mmlab.model import build_model
     from mmlab.trainer import FusionTrainer
 
     torch.manual_seed(0)
-    model = build_model(bench.model, vocab_size=1000)
+    model = build_model(bench.model, vocab_size=1000) if model is None else model
     return FusionTrainer(
         model, objectives=("contrastive", "matching"), precision=precision, device=bench.device
     )

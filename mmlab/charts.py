@@ -56,13 +56,24 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     Raises:
         OptionError: a suffix that matplotlib cannot write.
     """
-    known = figure.canvas.get_supported_filetypes()
+    check_plot_name(path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def check_plot_name(path: str | Path) -> None:
+    """Refuse a name early, where the figure takes long to make.
+
+    Raises:
+        OptionError: a suffix that matplotlib cannot write.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in known:
         raise OptionError(
             f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
         )
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def _draw_waste(axes: Axes, arms: list[ArmResult]) -> None:

@@ -201,6 +201,22 @@ def run_bench_io(options: Namespace) -> Printed:
     return found.as_dict(), str(found)
 
 
+def run_bench_parallel(options: Namespace) -> Printed:
+    """Train with several parallel strategies in real processes; say who wins, and what more devices would give."""
+    from mmlab.charts import check_plot_name
+    from mmlab.parallel_bench import bench_parallel
+
+    if options.plot:  # measuring takes a while
+        check_plot_name(options.plot)
+    found = bench_parallel(
+        None if options.strategies is None else _names(options.strategies),
+        **_chosen(options, "ranks model batch_size image_side num_tokens steps rounds device precision seed"),
+    )
+    if options.plot:
+        found.save_figure(options.plot)
+    return found.as_dict(), str(found)
+
+
 def run_doctor(options: Namespace) -> Printed:
     """Say what this machine has, how fast it reads, and what is missing."""
     from mmlab.doctor import diagnose

@@ -57,8 +57,9 @@ def make_parser() -> argparse.ArgumentParser:
     _make(_command(data, "make", commands.run_make))
     _inspect(_command(data, "inspect", commands.run_inspect))
     _cache(_group(top, "cache", "Keep decoded samples on disk."))
-    bench = _group(top, "bench", "Measure this machine on your data.")
+    bench = _group(top, "bench", "Measure this machine.")
     _bench_io(_command(bench, "io", commands.run_bench_io))
+    _bench_parallel(_command(bench, "parallel", commands.run_bench_parallel))
     doctor = _command(top, "doctor", commands.run_doctor)
     doctor.add_argument("--data", metavar="PATH", help="measure the disk that holds this")
     doctor.set_defaults(failed=lambda document: not document["ok"])
@@ -212,3 +213,17 @@ def _bench_io(command: _Parser) -> None:
     command.options("--data", "--model")
     command.option("--image", default="square:224")
     command.options("--tokenizer", "--batch-size", "--device", "--precision", "--limit")
+
+
+def _bench_parallel(command: _Parser) -> None:
+    command.option(
+        "--strategies", metavar="A,B,C", help="names, separated by commas (default: all that can run)"
+    )
+    command.option("--ranks", type=int, default=2, help="processes; on CUDA one a GPU")
+    command.option("--model", default="small")
+    command.option("--batch-size", default=16, help="samples a step, over all ranks")
+    command.option("--image-side", type=int, default=128, help="pixels")
+    command.option("--num-tokens", type=int, default=32, help="of the longest text")
+    command.option("--steps", type=int, default=4, help="timed in a row")
+    command.option("--rounds", type=int, default=3, help="turns of every strategy; figures are medians")
+    command.options("--device", "--precision", "--seed", "--plot")

@@ -1,0 +1,78 @@
+"""Data parallel training beside ours: torch's own wrapper in a loop by hand, and accelerate where it is installed.
+
+Same weights, samples, losses and optimizer; neither counts padding, agrees on failures, nor keeps norms by part.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from mmlab.losses import LossTerms, parse_objectives
+from mmlab.model.parameters import learning, parameter_groups
+from mmlab.optimizer import RestartableAdamW
+from mmlab.parallel_bench import Setting, Strategy
+from mmlab.parallel_bench.arms import Arm, seeded_model, share
+from mmlab.parallel_bench.setting import OBJECTIVES, make_batch
+from mmlab.types import Batch
+
+
+class WithLoss(torch.nn.Module):
+    """Model and losses as one module: DistributedDataParallel reduces what its own forward used."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.objectives = model, parse_objectives(model, OBJECTIVES)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        output = self.model(batch)
+        counts = {name: goal.count(batch) for name, goal in self.objectives.items()}
+        return LossTerms(counts).add({name: goal(output, batch) for name, goal in self.objectives.items()})
+
+
+def _prepared(setting: Setting, rank: int) -> tuple[torch.nn.Module, Any, Batch]:
+    module = WithLoss(seeded_model(setting)).to(setting.device(rank))
+    optimizer = RestartableAdamW(parameter_groups(module, weight_decay=0.01), lr=1e-4, fused=True)
+    batch = make_batch(setting, share(setting, rank, setting.num_ranks)).to(setting.device(rank))
+    return module, optimizer, batch
+
+
+def _arm(module: torch.nn.Module, wrapped: Any, optimizer: Any, batch: Batch, backward: Any) -> Arm:
+    weights = learning(module)
+
+    def step() -> float:
+        loss = wrapped(batch)
+        backward(loss)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return Arm(step, (module, optimizer, *batch.tensors()))
+
+
+def by_hand(setting: Setting, rank: int) -> Arm:
+    """`torch.nn.parallel.DistributedDataParallel` and nothing else."""
+    module, optimizer, batch = _prepared(setting, rank)
+    wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    return _arm(module, wrapped, optimizer, batch, torch.Tensor.backward)
+
+
+def accelerate(setting: Setting, rank: int) -> Arm:
+    """Hugging Face accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=setting.device_type == "cpu")
+    module, optimizer, batch = _prepared(setting, rank)
+    wrapped, optimizer = accelerator.prepare(module, optimizer)
+    return _arm(module, wrapped, optimizer, batch, accelerator.backward)
+
+
+def peers() -> dict[str, Strategy]:
+    """Those that are installed, by name."""
+    found = {"DDP by hand": Strategy(by_hand, joins=True)}
+    if importlib.util.find_spec("accelerate"):
+        found["accelerate"] = Strategy(accelerate, joins=True)
+    return found
