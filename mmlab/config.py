@@ -9,7 +9,8 @@ defaults, so there is no second list to keep. `examples/train.toml` shows them a
     [scheduler]   name, and the options of that scheduler; for `memory` also memory_gb, the GiB to plan for (default:
                   ask the device), and follow, whether the plan is corrected by what steps need (default: true)
     [trainer]     num_epochs, and the options of `FusionTrainer`
-    [parallel]    the options of `ParallelOptions`, for runs on several ranks
+    [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, that one may keep the others
+                  waiting
     [checkpoint]  the options of `Checkpoints`
     [events]      device_interval_s
 
@@ -51,7 +52,7 @@ _MODEL = {"preset": "str", "image_encoder": "str", "text_encoder": "str"}
 _HARMLESS = (  # to change in a resume
     "checkpoint",
     "events",
-    *(f"parallel.{name}" for name in ("bucket_mb", "overlap")),
+    *(f"parallel.{name}" for name in ("bucket_mb", "overlap", "timeout_s")),
     *(f"data.{name}" for name in (*LOADER_OPTIONS, *CACHE_OPTIONS)),
 )
 
@@ -170,7 +171,10 @@ def _known(sections: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "model": {**_MODEL, **{item.name: str(item.type) for item in fields(ModelConfig)}},
         "scheduler": {"name": "str", **_of_scheduler(scheduler)},
         "trainer": {"num_epochs": "int", **_options(FusionTrainer, but="parallel")},
-        "parallel": {item.name: str(item.type) for item in fields(ParallelOptions)},
+        "parallel": {
+            **{item.name: str(item.type) for item in fields(ParallelOptions)},
+            "timeout_s": "float",
+        },
         "checkpoint": _options(Checkpoints),
         "events": {"device_interval_s": "float"},
     }

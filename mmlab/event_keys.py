@@ -116,6 +116,12 @@ EVENT_KEYS = {
         "step", "s", "from the end of the previous step to the end of this one, device synchronised"
     ),
     "data_wait_s": EventKey("step", "s", "part of `step_s` spent waiting for the loader"),
+    "rank_wait_s": EventKey(
+        "step", "s", "part of `step_s` spent in short exchanges with other ranks, beyond what these cost"
+    ),
+    "predicted_wait_ratio": EventKey(
+        "step", "ratio 0-1", "what a rank should wait by its batches' padded sizes: 1 - its work / the most"
+    ),
     "samples_per_s": EventKey("step eval epoch", "samples/s", "samples over time"),
     "eval_s": EventKey("eval", "s", "duration of the evaluation"),
     "epoch_s": EventKey("epoch", "s", "duration of the epoch"),

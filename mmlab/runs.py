@@ -141,6 +141,7 @@ def figures_of(state: RunState, rank: int = 0) -> dict[str, Any]:
         "samples_per_s": _ratio(samples[timed].sum(), timed_s),
         "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
         "data_wait_ratio": _ratio(_column(state, "data_wait_s", rank)[timed].sum(), timed_s),
+        "rank_wait_ratio": _ratio(_column(state, "rank_wait_s", rank)[timed].sum(), timed_s),
     }
     tokens = _column(state, "num_tokens", rank) * samples
     for key in ("text_waste", "image_waste", "combined_waste"):

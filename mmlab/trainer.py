@@ -29,6 +29,7 @@ from mmlab.control import Control
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.evaluation import evaluate, offending
 from mmlab.events import RunEvent
+from mmlab.images import PATCH
 from mmlab.interrupts import signals_held
 from mmlab.losses import (
     OBJECTIVES,
@@ -49,12 +50,16 @@ from mmlab.out_of_memory import Result, retried
 from mmlab.padding import measure_padding
 from mmlab.parallel import ParallelOptions, Ranks, make_engine
 from mmlab.parallel.engines import Abandoned
+from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
 from mmlab.precision import Precision, StepResult
-from mmlab.types import Batch, CostModel
+from mmlab.schedule.metrics import work
+from mmlab.types import Batch, BatchShape, CostModel
 from mmlab.weighting import Weighting, make_weighting
 from mmlab.window import Window
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from mmlab.checkpoint import Checkpoints
 
 NONFINITE_POLICIES = ("raise", "skip")
@@ -189,6 +194,7 @@ class FusionTrainer:
                 )
             live.add(self.model, self.optimizer)
         self.num_out_of_memory = 0
+        self._most_work = 0.0  # that a rank had in this step
         self._all_ranks = AllRanks.of(self.objectives, self.ranks, self.device)
         self._window = Window(
             self.model,
@@ -222,6 +228,8 @@ class FusionTrainer:
             step.
         """
         started = self._start_step()
+        self.ranks.note(self.step, STEP)
+        self.ranks.begin_step(self.device)
         num_failures = self.num_out_of_memory
         counts, joined = self._counts(batches)
         learnt = [batch for batch, count in zip(batches, counts, strict=True) if any(count.values())]
@@ -275,7 +283,24 @@ class FusionTrainer:
             **step_memory(self.device, self._live),
             "num_parts": num_parts,
             "num_out_of_memory": self.num_out_of_memory - num_failures,
+            **self._waiting(batches),
         }
+
+    def _work(self, batches: Sequence[Batch | None]) -> float:
+        """What plans for several ranks make alike in a step; 0 where padded shapes do not tell it."""
+        if getattr(self.model, "is_packed", False):
+            return 0.0
+        shapes = [batch.shape for batch in batches if batch is not None]
+        return float(sum(shape.batch_size * work(_lengths(shape)).sum() for shape in shapes))
+
+    def _waiting(self, batches: Sequence[Batch]) -> StepValues:
+        """What the step waited for other ranks, and what it had to by the sizes of their batches."""
+        if self.ranks.world_size == 1:
+            return {}
+        by_plan = (
+            {"predicted_wait_ratio": 1 - self._work(batches) / self._most_work} if self._most_work else {}
+        )
+        return {"rank_wait_s": self.ranks.waited_s, **by_plan}
 
     def _compiled(self, backend: bool | str) -> Compiled:
         def warn(message: str) -> None:
@@ -322,8 +347,10 @@ class FusionTrainer:
         Returns:
             Mean losses over all ranks, and the parts of the micro-batch that was cut most.
         """
-        *numbers, num_others = self.ranks.sums([*counts.values(), not reduce], self.device)
-        totals = dict(zip(counts, numbers, strict=True))
+        own = [*counts.values(), not reduce, *self.ranks.in_place(self._work(batches))]
+        found = self.ranks.sums(own, self.device)
+        totals, num_others = dict(zip(counts, found, strict=False)), found[len(counts)]
+        self._most_work = max(found[len(counts) + 1 :])
         problem: Exception | None = None
         terms, num_parts, reduced = LossTerms(totals, weights), 1, False
         try:
@@ -485,6 +512,7 @@ class FusionTrainer:
     ) -> None:
         """Rank 0 writes a checkpoint; the others wait for it."""
         if checkpoints is not None:
+            self.ranks.note(self.step, SAVES)
             state = self.state_dict()
             if hasattr(loader, "start_batch"):  # it can go on by itself
                 state["loader"] = loader.state_dict()  # type: ignore[attr-defined]
@@ -517,6 +545,7 @@ class FusionTrainer:
         self, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
     ) -> StepValues:
         started = self._clock()
+        self.ranks.note(self.step, EVALUATES)
         measured = evaluate(
             self.model,
             loader,
@@ -611,9 +640,11 @@ class FusionTrainer:
                 "samples are left; use PlannedLoader, or as many ranks as before"
             )
         batches = islice(iter(loader), 0 if goes_on else self.epoch_batches, None)
+        self.ranks.note(self.step, DATA)
         while window := list(islice(batches, self.accumulation_steps)):
             yield window, time.perf_counter() - started
             started = time.perf_counter()
+            self.ranks.note(self.step, DATA)
 
     def _start_step(self) -> float:
         """Set the learning rate and start the clock; the window seeds."""
@@ -641,6 +672,11 @@ class FusionTrainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _lengths(shape: BatchShape) -> NDArray[np.int64]:
+    """(2,) padded tokens and patches of one sample."""
+    return np.array([shape.num_tokens, -(-shape.height // PATCH) * -(-shape.width // PATCH)])
 
 
 def _or_none(batches: Sequence[Batch], counts: Sequence[Mapping[str, int]]) -> list[Batch | None]:

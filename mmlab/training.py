@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ from mmlab.losses import Objective, parse_objectives
 from mmlab.machine import this_process, versions
 from mmlab.model import build_model, enable_packing
 from mmlab.monitor import DeviceMonitor
-from mmlab.parallel import ParallelOptions, Ranks
+from mmlab.parallel import ParallelOptions, Ranks, RankWatch
+from mmlab.parallel.engines import Abandoned
+from mmlab.parallel.faults import START_S, TIMEOUT_S, broke_off, current_watch
+from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, note_launch, was_restarted
 from mmlab.preparation import costs_of, describe_machine, fill_cache, make_datasets, resolve_device
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.resource_aware import ResourceAwareScheduler
@@ -44,7 +48,7 @@ from mmlab.trainer import FusionTrainer
 
 EVAL_BATCH_SIZE = 32
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
-_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY, EVENT_FILES)
+_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY, LAUNCH, EVENT_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ def train(
 
     An interrupt, or SIGTERM where it raises, ends the run after the step in hand with a checkpoint. So does
     `mmlab.control.send(folder, "stop")`, on which `train` returns; `"pause"` and `"resume"` hold it and let it go on.
+    Started again by `torchrun`, a run goes on from its newest checkpoint, whatever `resume` says.
 
     Args:
         resume: `auto` goes on from the newest whole checkpoint in the folder, if there is one; `never` starts anew and
@@ -90,22 +95,29 @@ def train(
     Raises:
         DataError: data or checkpoint cannot be used.
         OptionError: an option cannot work.
-        RunError: training failed.
+        RunError: training failed, here or on a rank that is named.
     """
     with ExitStack() as stack:
         rank, world_size = stack.enter_context(_process_group(config))
         folder = Path(runs) / config.name
         start = None if resume in ("auto", "never") else Path(resume)
+        restarted = was_restarted()
         if rank == 0:
-            if resume == "never" or (start is not None and folder.resolve() not in start.resolve().parents):
+            anew = resume == "never" or (
+                start is not None and folder.resolve() not in start.resolve().parents
+            )
+            if anew and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
                 fresh_folder(folder, _WRITTEN)
             folder.mkdir(parents=True, exist_ok=True)
+            note_launch(folder / LAUNCH)
         if world_size > 1:
             distributed.barrier()
         log = stack.enter_context(RunLog(folder, rank))
+        if world_size > 1:
+            stack.enter_context(RankWatch(log.write, **config.parallel))
         run = _Run(config, folder, log, rank=rank, world_size=world_size, progress=progress and rank == 0)
         stack.callback(run.close)
-        return run.train(run.start(resume, start))
+        return run.train(run.start("auto" if restarted else resume, start, own_first=restarted))
 
 
 class _Run:
@@ -152,7 +164,9 @@ class _Run:
             emit=self._take,
             objectives=objectives,
             memory=memory,
-            parallel=ParallelOptions(**config.parallel),
+            parallel=ParallelOptions(
+                **{key: config.parallel[key] for key in config.parallel if key != "timeout_s"}
+            ),
             **options,
         )
         self._checkpoints = Checkpoints(folder / _CHECKPOINTS, emit=log.emit, **config.checkpoint)
@@ -162,11 +176,16 @@ class _Run:
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
 
-    def start(self, resume: str, path: Path | None) -> Path | None:
-        """Go on from a checkpoint where that is wanted, and write the start event; returns the checkpoint."""
+    def start(self, resume: str, path: Path | None, *, own_first: bool = False) -> Path | None:
+        """Go on from a checkpoint where that is wanted, and write the start event; returns the checkpoint.
+
+        Args:
+            own_first: the run's own newest one, if there is one, rather than that of `path`.
+        """
         found = None
         if resume != "never":
-            saved = _saved_in(path, self._checkpoints)
+            own = self._checkpoints.load() if own_first else None
+            saved = own or _saved_in(path, self._checkpoints)
             if saved is not None:
                 found, state = saved
                 restore(self.trainer, self._loader, found, state)
@@ -212,8 +231,15 @@ class _Run:
             status = "stopped"
             raise
         except Exception as error:
-            details = {"message": str(error), "traceback": traceback.format_exc()}
-            raise
+            cause, watch = error, current_watch()
+            if watch is not None and (
+                broke_off(error) or isinstance(error, Abandoned)
+            ):  # in one of torch's own
+                cause = watch.explained(error)
+            details = {"message": str(cause), "traceback": traceback.format_exc()}
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             run_s = time.perf_counter() - started
             figures = {"num_steps": trainer.step, "run_s": run_s, "paused_s": self._control.paused_s}
@@ -301,7 +327,9 @@ def _process_group(config: RunConfig) -> Iterator[tuple[int, int]]:
         yield (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
         return
     on_gpu = resolve_device(config.trainer.get("device", "auto")).startswith("cuda")
-    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    # the last resort, behind `RankWatch`
+    timeout_s = max(config.parallel.get("timeout_s", TIMEOUT_S), START_S) + 60
+    distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
         yield distributed.get_rank(), distributed.get_world_size()
     finally:

@@ -8,28 +8,56 @@ with the backward pass.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from statistics import median
 
 import torch
 from torch import distributed, nn
 
 from mmlab.errors import RunError
 from mmlab.out_of_memory import retried
+from mmlab.parallel.faults import broke_off, current_watch
 
 _BUCKET_BYTES = 32 * 2**20
+_NUM_TIMED = 10  # exchanges that tell what one costs
 
 
 class Ranks:
     """The process group of a run, or a lone process.
 
-    Every method is a collective: all ranks call it, in the same order.
+    Every method but `note` and `in_place` is a collective: all ranks call it, in the same order.
     """
 
     def __init__(self) -> None:
         joined = distributed.is_available() and distributed.is_initialized()
         self.rank = distributed.get_rank() if joined else 0
         self.world_size = distributed.get_world_size() if joined else 1
+        self._met_s, self._num_met = 0.0, 0  # in short exchanges since the step began
+        self._cost_s: float | None = None  # of one, when nobody is late
+
+    def note(self, step: int, doing: str) -> None:
+        """Where this rank is, for the others to know should they wait for it; see `mmlab.parallel.faults`."""
+        if (watch := current_watch()) is not None:
+            watch.note(step, doing)
+
+    def begin_step(self, device: torch.device) -> None:
+        """Count the waiting from here. A collective the first time: it learns what a short exchange costs."""
+        if self.world_size > 1 and self._cost_s is None:
+            costs_s = []
+            for _ in range(_NUM_TIMED):
+                self._met_s = 0.0
+                self.largest(0, device)
+                costs_s.append(self._met_s)
+            self._cost_s = median(costs_s)
+        self._met_s, self._num_met = 0.0, 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in the step's short exchanges beyond what they cost when nobody is late."""
+        return max(0.0, self._met_s - self._num_met * (self._cost_s or 0.0))
 
     def sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """Each number summed over the ranks, in double precision."""
@@ -47,21 +75,31 @@ class Ranks:
             return list(numbers)
         return self._reduced(numbers, device, distributed.ReduceOp.MAX)
 
+    def in_place(self, number: float) -> list[float]:
+        """This rank's number among zeros, (world_size,): summed over the ranks, that of each."""
+        return [number if rank == self.rank else 0.0 for rank in range(self.world_size)]
+
     def agree(self, problem: Exception | None, device: torch.device, doing: str) -> None:
         """Go on only if no rank has a problem.
 
         Raises:
             RunError: another rank has one, and it is named; this rank's own is raised as it is.
         """
+        watch = current_watch()
+        if problem is not None and watch is not None and not broke_off(problem):
+            watch.say(problem)
         failed = self.largest(0 if problem is None else self.rank + 1, device)
         if problem is not None:
             raise problem
         if failed:
-            raise RunError(f"rank {failed - 1:.0f} could not do {doing}; its own error says why")
+            rank = round(failed) - 1
+            words = "" if watch is None else watch.words_of(rank)
+            raise RunError(f"rank {rank} could not do {doing}: {words or 'its own error says why'}")
 
     def gather(self, rows: torch.Tensor, into: torch.Tensor, device: torch.device) -> None:
         """Every rank's rows (N, ...), one rank after the other, into a tensor of (world_size x N, ...)."""
-        retried(lambda: distributed.all_gather_into_tensor(into, rows), device)
+        with _exchange():
+            retried(lambda: distributed.all_gather_into_tensor(into, rows), device)
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         """Replace every gradient by its sum over the ranks; one that no rank has stays None."""
@@ -78,7 +116,8 @@ class Ranks:
 
     def _add(self, bucket: Sequence[torch.Tensor], device: torch.device) -> None:
         flat = retried(lambda: torch.cat([gradient.flatten() for gradient in bucket]), device)
-        retried(lambda: distributed.all_reduce(flat), device)
+        with _exchange():
+            retried(lambda: distributed.all_reduce(flat), device)
 
         def copy_back() -> None:
             parts = flat.split([gradient.numel() for gradient in bucket])
@@ -91,8 +130,20 @@ class Ranks:
         self, numbers: Sequence[float], device: torch.device, operation: distributed.ReduceOp.RedOpType
     ) -> list[float]:
         values = retried(lambda: torch.tensor(numbers, dtype=torch.float64, device=device), device)
-        retried(lambda: distributed.all_reduce(values, op=operation), device)
-        return retried(values.tolist, device)
+        if device.type == "cuda":  # what it still has to do is this rank's own time
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        with _exchange():
+            retried(lambda: distributed.all_reduce(values, op=operation), device)
+            found = retried(values.tolist, device)
+        self._met_s += time.perf_counter() - started
+        self._num_met += 1
+        return found
+
+
+def _exchange() -> AbstractContextManager[None]:
+    watch = current_watch()
+    return nullcontext() if watch is None else watch.exchange()
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
