@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from mmlab.monitor import DeviceMonitor
 from mmlab.parallel import ParallelOptions, Ranks, RankWatch
 from mmlab.parallel.engines import Abandoned
 from mmlab.parallel.faults import START_S, TIMEOUT_S, broke_off, current_watch
-from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, note_launch, was_restarted
+from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
 from mmlab.preparation import costs_of, describe_machine, fill_cache, make_datasets, resolve_device
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.resource_aware import ResourceAwareScheduler
@@ -114,7 +113,7 @@ def train(
             distributed.barrier()
         log = stack.enter_context(RunLog(folder, rank))
         if world_size > 1:
-            stack.enter_context(RankWatch(log.write, **config.parallel))
+            stack.enter_context(RankWatch(log.write, timeout_s=config.parallel.get("timeout_s", TIMEOUT_S)))
         run = _Run(config, folder, log, rank=rank, world_size=world_size, progress=progress and rank == 0)
         stack.callback(run.close)
         return run.train(run.start("auto" if restarted else resume, start, own_first=restarted))
@@ -329,7 +328,7 @@ def _process_group(config: RunConfig) -> Iterator[tuple[int, int]]:
     on_gpu = resolve_device(config.trainer.get("device", "auto")).startswith("cuda")
     # the last resort, behind `RankWatch`
     timeout_s = max(config.parallel.get("timeout_s", TIMEOUT_S), START_S) + 60
-    distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    join("nccl" if on_gpu else "gloo", timeout_s=timeout_s)
     try:
         yield distributed.get_rank(), distributed.get_world_size()
     finally:

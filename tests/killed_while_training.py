@@ -40,9 +40,9 @@ def begin(config: Path, name: str, runs: Path, *, rank: int = 0, port: int | Non
     return process
 
 
-def wait_for_steps(events: Path, from_byte: int, num_steps: int) -> None:
+def wait_for_steps(events: Path, from_byte: int, num_steps: int, *, limit_s: float = 60) -> None:
     """Until so many steps were written, or the run has begun where none are asked for."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
         written = events.read_bytes()[from_byte:] if events.exists() else b""
         if b'"kind":"start"' in written and written.count(b'"kind":"step"') >= num_steps:

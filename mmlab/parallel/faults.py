@@ -212,10 +212,13 @@ class RankWatch:
             elif sign.num_exchanges < self._num_exchanges:
                 late[rank] = sign
         if silent:
-            return _of_silent(silent)
+            return _of_silent(silent, step)
         has_begun = self._first_step is not None and step > self._first_step
         if doing != WAITS or waits_s < (self.timeout_s if has_begun else max(self.timeout_s, START_S)):
             return None
+        gone = {rank: sign for rank, sign in late.items() if now_s - self._seen[rank][1] >= 3 * self._beat_s}
+        if gone:  # with a timeout as short as that for silence
+            return _of_silent(gone, step)
         for_s = f"for {waits_s:.0f} s, longer than [parallel] timeout_s = {self.timeout_s:g}"
         if not late:
             return (), (
@@ -258,7 +261,7 @@ class RankWatch:
                     return _of_words(rank, sign)
             silent = {rank: sign for rank, sign in signs.items() if sign.beat == first[rank].beat}
             if silent and time.monotonic() >= deadline_s:
-                return _of_silent(silent)
+                return _of_silent(silent, self._here[0])
             if not silent:
                 return (), f"the exchange between ranks broke off though every rank lives: {_places(signs)}"
             time.sleep(_LOOK_S)
@@ -335,11 +338,13 @@ def _of_words(rank: int, sign: _Sign) -> _Blame:
     return (rank,), f"{_places({rank: sign})} and ended with an error of its own: {words}"
 
 
-def _of_silent(signs: Mapping[int, _Sign]) -> _Blame:
-    no_more = "answers no more" if len(signs) == 1 else "answer no more"
+def _of_silent(signs: Mapping[int, _Sign], step: int) -> _Blame:
+    no_more = ", ".join(
+        f"rank {rank} ({sign.process}, last heard of {sign.doing})" for rank, sign in signs.items()
+    )
     return tuple(signs), (
-        f"{_places(signs)} and {no_more}: killed, stopped or cut off; look at its last lines and the system's log "
-        f"(out of memory?), and {_REMEDY}"
+        f"{no_more} gives no sign of life since step {step}: killed, stopped or cut off; look at its last lines and "
+        f"the system's log (out of memory?), and {_REMEDY}"
     )
 
 
