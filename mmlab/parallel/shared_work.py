@@ -18,9 +18,10 @@ from typing import Any
 from torch import distributed
 
 from mmlab.errors import RunError
+from mmlab.parallel.launches import connect
 
 _LOOK_EVERY_S = 0.05
-_LEAVE_S = 60.0
+_JOIN_S, _LEAVE_S = 600.0, 60.0
 _job_number = count()  # every rank counts alike: all make the same calls
 
 
@@ -47,7 +48,8 @@ class SharedWork:
         """
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
-        store, rank, world_size = next(distributed.rendezvous("env://"))
+        # not the variables' store as it is: what an earlier start of this job left there would count
+        store, rank, world_size = connect(timeout_s=_JOIN_S)
         return cls(distributed.PrefixStore(f"mmlab/{next(_job_number)}", store), rank, world_size)
 
     def blocks(self, num_blocks: int) -> Iterator[int]:
