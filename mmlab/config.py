@@ -9,8 +9,8 @@ defaults, so there is no second list to keep. `examples/train.toml` shows them a
     [scheduler]   name, and the options of that scheduler; for `memory` also memory_gb, the GiB to plan for (default:
                   ask the device), and follow, whether the plan is corrected by what steps need (default: true)
     [trainer]     num_epochs, and the options of `FusionTrainer`
-    [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, that one may keep the others
-                  waiting
+    [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, for which one may
+                  keep the others waiting
     [checkpoint]  the options of `Checkpoints`
     [events]      device_interval_s
 

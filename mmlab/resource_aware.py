@@ -108,7 +108,7 @@ class ResourceAwareScheduler:
         return rule.adjust(current)
 
     def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> LivePlan:
-        """The epoch that is now read; asked for again, the same with all that was decided in it.
+        """This rank's share of the epoch that is now read; asked for again, the same with all that was decided in it.
 
         Raises:
             OptionError: no planner, or a sample that no batch may hold.
@@ -123,7 +123,7 @@ class ResourceAwareScheduler:
         if self._live is None or epoch != self._epoch:
             self._epoch = epoch
             self._live = self._make_live([(0, self.value)])
-        return self._live
+        return self._mine()
 
     def set_epoch(self, epoch: int) -> None:
         """Plan another epoch of the same samples."""

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,9 @@ class _Run:
         self.scheduler_name = config.scheduler.get("name", "budget")
         loading = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         planner: Any = _Share(whole=scheduler, rank=rank, seed=scheduler.seed, world_size=world_size)
-        if isinstance(scheduler, Memory) and config.scheduler.get("follow", True) and world_size == 1:
-            planner = ResourceAwareScheduler(planner=scheduler, emit=log.emit)
+        if isinstance(scheduler, Memory) and config.scheduler.get("follow", True):
+            agree = partial(Ranks().largest, device=torch.device(device))
+            planner = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=log.emit, agree=agree)
         self._loader = PlannedLoader(
             train_set, planner, device=None if device == "cpu" else device, emit=log.emit, **loading
         )

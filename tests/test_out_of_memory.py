@@ -196,11 +196,11 @@ def test_a_loss_that_compares_samples_is_not_computed_in_parts():
         trainer.train_step([make_batch([(4, 32, 32)] * 4)])
 
 
-def run_on_two_ranks(script: str) -> None:
-    run_on_ranks(script, 2)
+def run_on_two_ranks(script: str, *arguments: str) -> None:
+    run_on_ranks(script, 2, *arguments)
 
 
-def run_on_ranks(script: str, num_ranks: int) -> None:
+def run_on_ranks(script: str, num_ranks: int, *arguments: str) -> None:
     """Processes run a script beside this file; each says ok at its end."""
     command = [
         sys.executable,
@@ -210,6 +210,7 @@ def run_on_ranks(script: str, num_ranks: int) -> None:
         "--nproc-per-node",
         str(num_ranks),
         str(Path(__file__).with_name(script)),
+        *arguments,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

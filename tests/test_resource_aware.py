@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from batches import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_out_of_memory import run_on_two_ranks
 from torch.utils.data import DataLoader
 
 from mmlab.cost import MaxPolynomial
@@ -393,6 +395,34 @@ def test_ranks_decide_alike_whatever_each_has_seen_and_handed_out():
     assert one == other
     assert len(one) > 1
     assert "another rank needs it" in {event.values["reason"] for each in events for event in each}
+
+
+CONFIG = """
+name = "small"
+[data]
+path = "{scenes}"
+image = "aspect:32"
+[model]
+preset = "tiny"
+image_dim = 32
+image_depth = 1
+text_dim = 32
+text_depth = 1
+hidden_dim = 32
+embed_dim = 16
+[scheduler]
+name = "memory"
+memory_gb = 1.02
+[trainer]
+num_epochs = 1
+device = "cpu"
+"""
+
+
+def test_two_processes_follow_what_either_of_them_needs(tmp_path: Path, scenes: Path) -> None:
+    config = tmp_path / "small.toml"
+    config.write_text(CONFIG.format(scenes=scenes))
+    run_on_two_ranks("ranks_following.py", str(scenes), str(config), str(tmp_path))
 
 
 # the article's rule, and what is refused
