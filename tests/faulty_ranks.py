@@ -9,8 +9,7 @@ import json
 import os
 import signal
 import sys
-import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -19,10 +18,9 @@ from killed_while_training import ended, free_port, wait_for_steps
 from transformers import BertModel, PreTrainedTokenizerFast  # noqa: F401 (imported late, where it is used)
 
 from mmlab.cli import main
-from mmlab.errors import DataError
 from mmlab.testing import VirtualDevice
 
-WAYS = ("stopped", "stuck", "memory", "error")
+WAYS = ("stopped", "stuck", "memory", "disk")
 TIMEOUT_S = 5
 LIMIT_S = 200  # until all have begun, on the busiest machine
 
@@ -37,12 +35,13 @@ def begin(config: Path, way: str, runs: Path, rank: int, port: int) -> int:
     device = VirtualDevice()
 
     def fail(number: int, frame: FrameType | None) -> None:
-        if way == "stuck":
-            time.sleep(1e6)
-        elif way == "memory":
+        if way == "memory":
             device.limit_bytes = 1
         else:
-            raise DataError("the disk is gone")
+            replace_open_file(
+                runs / way / f"events-rank{rank}.jsonl",
+                hanging_file() if way == "stuck" else os.open("/dev/full", os.O_WRONLY),
+            )
 
     signal.signal(signal.SIGUSR1, fail)
     arguments = ["train", str(config), "--runs", str(runs), "--set", f"name={way}"]
@@ -52,6 +51,24 @@ def begin(config: Path, way: str, runs: Path, rank: int, port: int) -> int:
         arguments += ["--set", f"parallel.timeout_s={TIMEOUT_S}"]
     with device if way == "memory" and rank else nullcontext():
         os._exit(main(arguments))
+
+
+def hanging_file() -> int:
+    """A descriptor on which writing never ends, as to a file system that answers no more: a full pipe's."""
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    return writer
+
+
+def replace_open_file(file: Path, by: int) -> None:
+    """Let what this process writes into a file that it has open go elsewhere from now on."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if descriptor.exists() and descriptor.resolve() == file.resolve():
+            os.dup2(by, int(descriptor.name))
 
 
 def run_all(config: Path, runs: Path) -> dict[str, list[int]]:

@@ -78,13 +78,13 @@ def test_whatever_befalls_a_rank_the_others_stop_and_name_it(config: Path, tmp_p
         "stopped": [1, killed],
         "stuck": [1, killed],
         "memory": [1, 1],
-        "error": [1, 2],
+        "disk": [1, 1],
     }
     told = {
         "stopped": "gives no sign of life since step",
         "stuck": "it lives and has kept rank 0 waiting for",
         "memory": "out of memory",
-        "error": "DataError: the disk is gone",
+        "disk": "No space left on device",
     }
     for way, words in told.items():
         run, end = tmp_path / way, last(tmp_path / way, "end")
