@@ -756,7 +756,7 @@ function trace(g, xs, ys, from, to, px, py) {
     open = true; column = at; low = high = last = y;
   }
   if (open) leave();
-  strokeWide(g, path);
+  if (to - from > 64) strokeWide(g, path); else g.stroke(path);
 }
 
 // Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one: so a wide line is several
