@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mmlab.branches import BranchParallel, BranchPlacement, Timeline
+from mmlab.branches import BranchParallel, BranchPlacement, BranchRanks, Timeline
 from mmlab.machine import process_rss_bytes
 from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.model import FusionModel, build_model
@@ -87,6 +87,22 @@ def _trained(setting: Setting, rank: int, *, num_ranks: int | None = None, **opt
     )
 
 
+def _branch_ranks(setting: Setting, rank: int) -> Arm:
+    """The image branch on rank 0, the text branch and the fusion on rank 1; both see every sample."""
+    timeline, device = Timeline(), setting.device(rank)
+    branches = BranchRanks(
+        seeded_model(setting),
+        objectives=OBJECTIVES,
+        precision=setting.precision,
+        device=device,
+        seed=setting.seed,
+        timeline=timeline if setting.device_type == "cpu" else None,
+    )
+    batch = make_batch(setting).to(device)
+    held = (branches.model, branches.optimizer, *batch.tensors())
+    return Arm(lambda: branches.step([batch])["loss"], held, timeline)
+
+
 def _threaded_branches(setting: Setting, rank: int) -> Arm:
     """Both branches in this process: by threads on a CPU, on two GPUs on one each."""
     timeline = Timeline() if setting.device_type == "cpu" else None
@@ -108,6 +124,7 @@ ARMS: dict[str, Strategy] = {
     "single": Strategy(partial(_trained, num_ranks=1), joins=False, gpus=1, all_cores=True),
     "reduce": Strategy(partial(_trained, parallel="reduce"), joins=True),
     "ddp": Strategy(partial(_trained, parallel="ddp"), joins=True),
+    "branch": Strategy(_branch_ranks, joins=True, gpus=2, ranks=2),
     "branch threads": Strategy(_threaded_branches, joins=False, gpus=2, ranks=2, all_cores=True),
 }
 
