@@ -184,6 +184,9 @@ def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str
     }
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of live tensors, exactly: each storage once, from when it is first seen until it is freed.
 
@@ -234,6 +237,8 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensors: Iterable[torch.Tensor]) -> None:
         with self._lock:
             for tensor in tensors:
+                if type(tensor) not in _PLAIN:  # of a tensor that ranks share, what this one has
+                    tensor = getattr(tensor, "_local_tensor", tensor)
                 if tensor.layout != torch.strided or tensor.is_meta:
                     continue
                 storage = tensor.untyped_storage()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from mmlab.errors import OptionError, RunError
 from mmlab.losses import Contrastive
+from mmlab.meters import LiveBytes
 from mmlab.types import Batch
 
 
@@ -55,6 +56,8 @@ def same_steps(rank: int, world_size: int) -> None:
         options = {"objectives": goals, "dtype": dtype, "precision": precision, "max_grad_norm": limits}
         trainer, single = sharded(**options, checkpointing=dtype == torch.float32), alone(**options)
         assert sum(not isinstance(weight, DTensor) for weight in trainer.parameters) == 1  # the temperature
+        own, all_of_it = (LiveBytes().add(*each.parameters).current_bytes for each in (trainer, single))
+        assert own < 1.2 * all_of_it / world_size
         for bound in (
             tolerance,
             1e3 * tolerance,

@@ -98,8 +98,11 @@ def test_what_is_counted_is_what_the_system_wrote(document: Any) -> None:
     assert "ddp" in rows
     for row in rows.values():
         if row["processes"] > 1 and None not in row["written_bytes"]:
+            most = (
+                1.6 if row["strategy"] == "fsdp" else 1.05
+            )  # gloo reduces to all ranks and drops what is not asked for
             for written, sent in zip(row["written_bytes"], row["sent_bytes"], strict=True):
-                assert sent <= written <= 1.05 * sent + 10_000  # the rest are headers of messages
+                assert sent <= written <= most * sent + 10_000  # the rest are headers of messages
     reduced = rows["ddp"]["payload_bytes"][0]["all_reduce"]
     assert reduced == pytest.approx(sum(document["work"][f"{part}_bytes"] for part in PARTS), rel=1e-3)
 

@@ -124,6 +124,7 @@ ARMS: dict[str, Strategy] = {
     "single": Strategy(partial(_trained, num_ranks=1), joins=False, gpus=1, all_cores=True),
     "reduce": Strategy(partial(_trained, parallel="reduce"), joins=True),
     "ddp": Strategy(partial(_trained, parallel="ddp"), joins=True),
+    "fsdp": Strategy(partial(_trained, parallel="fsdp", on_out_of_memory="raise"), joins=True),
     "branch": Strategy(_branch_ranks, joins=True, gpus=2, ranks=2),
     "branch threads": Strategy(_threaded_branches, joins=False, gpus=2, ranks=2, all_cores=True),
 }
