@@ -60,6 +60,7 @@ class TorchEngine:
         self.copier, self._warn = copier, warn
         self._jobs = _JobSampler()
         self._loader: DataLoader | None = None
+        self._closing, self._is_awaited = threading.Lock(), False
         self._holding: Any = []  # the row that each of them works at, in shared memory; -1 between two samples
         self._num_deaths = self._batch_bytes = self._worker_bytes = 0
         self.max_bytes = max_bytes
@@ -101,16 +102,23 @@ class TorchEngine:
 
     def close(self) -> None:
         """End the workers at once, also where a traceback still holds on to torch's iterator."""
-        processes = self._processes()
-        self._loader = None
+        with self._closing:
+            iterator, processes, is_awaited = self._iterator(), self._processes(), self._is_awaited
+            self._loader = None
         for process in processes:
             process.terminate()
         for process in processes:
             process.join()
+        if iterator is not None and not is_awaited:  # else by who waits for it, in another thread
+            iterator._shutdown_workers()
+
+    def _iterator(self) -> Any:
+        """Torch's, which stays from epoch to epoch; there is no public way to it, nor to its workers."""
+        return None if self._loader is None else self._loader._iterator
 
     def _processes(self) -> list[Any]:
-        """The workers, those included that have not begun; torch has no public way to them."""
-        iterator: Any = None if self._loader is None else self._loader._iterator
+        """The workers, those included that have not begun."""
+        iterator = self._iterator()
         return [] if iterator is None else list(iterator._workers)
 
     def _new_meter(self) -> StageMeter:
@@ -118,15 +126,17 @@ class TorchEngine:
 
     def _deliver(self) -> Generator[Done, None, bool]:
         """Outcomes, until all are delivered (True), or workers must be started anew."""
-        workers = None
+        workers: Any = None
         while True:
             try:
                 if workers is None:
                     with _no_warning_of_many_workers():
                         workers = _iter_elsewhere(self._open())
-                done = next(workers, None)
+                done = self._next(workers)
             except (RuntimeError, OSError, EOFError) as error:
                 if self._loader is None:
+                    if workers is not None:
+                        workers._shutdown_workers()
                     raise RunError("the loader was closed while a batch was awaited") from error
                 self._report_deaths(error)
                 return False
@@ -137,6 +147,17 @@ class TorchEngine:
             for stage, busy_s in done.busy_s.items():
                 self.meter.add(stage, len(done.job.rows), busy_s)
             yield done if done.batch is None else done._replace(batch=self.copier(done.batch))
+
+    def _next(self, workers: Any) -> Done | None:
+        """The next outcome; None after the last."""
+        with self._closing:
+            if self._loader is None:
+                raise RuntimeError("closed")
+            self._is_awaited = True
+        try:
+            return next(workers, None)
+        finally:
+            self._is_awaited = False
 
     def _open(self) -> DataLoader:
         if self._loader is None:
