@@ -97,7 +97,7 @@ def test_a_torch_that_cannot_be_imported_is_reported_and_the_rest_still_looked_a
     checks = {check["name"]: check for check in found["checks"]}
     assert not found["ok"]
     assert checks["import torch"]["detail"] == "OSError: libcudart.so.13: cannot open shared object file"
-    assert checks["reading"]["status"] == "ok"
+    assert "MiB/s" in checks["reading"]["detail"]  # ok or slow, as the disk is
 
 
 def test_a_small_file_stands_for_its_folder_and_a_large_one_for_itself(tmp_path: Path) -> None:
