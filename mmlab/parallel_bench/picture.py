@@ -51,11 +51,14 @@ def _draw_measured(axes: Any, bench: ParallelBench) -> None:
                 place, batch_size / row["predicted_s"], "D", mfc="none", color="#D55E00", ms=8,
                 label=None if axes.get_legend_handles_labels()[1] else "model",
             )  # fmt: skip
-    names = [f"{row['strategy']}\n{row['processes']} x {row['threads']}" for row in bench.rows]
+    axes.margins(y=0.15)  # room for the legend
+    names = [
+        "\n".join([f"{row['processes']} x {row['threads']}", *row["strategy"].split()]) for row in bench.rows
+    ]
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set(title="Measured (dots are rounds)", ylabel="samples/s", xlabel="processes x threads")
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def _draw_scaling(axes: Any, bench: ParallelBench) -> None:
