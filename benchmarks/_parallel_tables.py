@@ -88,7 +88,7 @@ def outlook(row: Row) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.2g} MB/s"
+    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
 
 
 if __name__ == "__main__":

@@ -167,12 +167,7 @@ class Precision:
             max_grad_norm: L2 limit of all gradients together, or of each part by itself; infinity does not clip.
             shares: where ranks have a share of each weight; None where every rank has all.
         """
-        parts = parameters if isinstance(parameters, Mapping) else {"all": list(parameters)}
-        gradients = {
-            name: [weight.grad for weight in weights if weight.grad is not None]
-            for name, weights in parts.items()
-        }
-        gradients = {name: tensors for name, tensors in gradients.items() if tensors}
+        gradients = gradients_of(parameters if isinstance(parameters, Mapping) else {"all": list(parameters)})
         done = self._done
         if not gradients and not done and self.share_norms is None:
             return StepResult(0.0, True, self.scaler.get_scale(), {})
@@ -182,12 +177,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
             done["unscaled"] = True
         if "norms" not in done:
-            own = (
-                dict(zip(gradients, norms_of(list(gradients.values()), shares), strict=True))
-                if gradients
-                else {}
-            )
-            done["norms"] = own if self.share_norms is None else self.share_norms(own)
+            done["norms"] = self.norms(gradients, shares)
         if not done["norms"]:  # on no rank
             self._done = {}
             return StepResult(0.0, True, self.scaler.get_scale(), {})
@@ -216,6 +206,17 @@ class Precision:
         self._done = {}
         return StepResult(grad_norm, not finite, done["loss_scale"], done["norms"])
 
+    def norms(
+        self, gradients: Mapping[str, Sequence[Tensor]], shares: Shares | None = None
+    ) -> dict[str, float]:
+        """L2 norm of each part's gradients, over all ranks that hold some of them."""
+        own = (
+            dict(zip(gradients, _norms_of(list(gradients.values()), shares), strict=True))
+            if gradients
+            else {}
+        )
+        return own if self.share_norms is None else self.share_norms(own)
+
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without one."""
         return self.scaler.state_dict()
@@ -231,7 +232,16 @@ def _own(gradient: Tensor) -> Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def norms_of(parts: Sequence[Sequence[Tensor]], shares: Shares | None = None) -> list[float]:
+def gradients_of(parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, list[Tensor]]:
+    """The gradients of each part that has any."""
+    found = {
+        name: [weight.grad for weight in weights if weight.grad is not None]
+        for name, weights in parts.items()
+    }
+    return {name: gradients for name, gradients in found.items() if gradients}
+
+
+def _norms_of(parts: Sequence[Sequence[Tensor]], shares: Shares | None = None) -> list[float]:
     """L2 norm of each part's gradients: one pass over them, one wait for the device, or for each of several."""
     tensors = [tensor for part in parts for tensor in part]
     apart = torch._foreach_norm([_own(tensor) for tensor in tensors])

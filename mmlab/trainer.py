@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mmlab.branches import BranchParallel, BranchPlacement, BranchRanks
 from mmlab.control import Control
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.evaluation import evaluate, offending
@@ -51,7 +52,7 @@ from mmlab.padding import measure_padding
 from mmlab.parallel import ParallelOptions, Ranks, make_engine
 from mmlab.parallel.engines import Abandoned
 from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
-from mmlab.precision import Precision, Shares, StepResult, norms_of
+from mmlab.precision import Precision, Shares, StepResult, gradients_of
 from mmlab.schedule.metrics import work
 from mmlab.types import Batch, BatchShape, CostModel
 from mmlab.weighting import Weighting, make_weighting
@@ -98,7 +99,7 @@ class FusionTrainer:
         on_out_of_memory: "split" does the step again in parts, with the same gradient; "raise" leaves it to the caller.
         on_nonfinite: what to do when a loss, or a gradient without a scaler, is not finite: "raise" or "skip".
         parallel: how the ranks that `torchrun` started share a step: a name in `mmlab.parallel.engines.STRATEGIES`,
-            or `ParallelOptions`. In a single process it changes nothing.
+            or `ParallelOptions`. In a single process only "branch" changes anything: it makes a `BranchParallel`.
         seed: of dropout and drawn negatives.
         emit: takes each `RunEvent`, for example `RunLog(folder).emit`.
         memory: predicts a step's peak in bytes; the prediction is logged beside what was measured.
@@ -156,6 +157,8 @@ class FusionTrainer:
         self._engine = make_engine(options, self.ranks, self.device)
         splits = on_out_of_memory == "split"
         self._engine.check(scales=self.precision.scales, splits=splits, compiles=bool(compile))
+        if options.strategy == "branch" and self.ranks.world_size == 1:
+            model = _branches_at_once(model, self.device, options.image_device)
         self.model = taking_batches(model)
         if not self._engine.lockstep:  # else no device may have room for all of it
             self.model.to(self.device)
@@ -166,6 +169,16 @@ class FusionTrainer:
             self.model.to(memory_format=torch.channels_last)
         self._engine.prepare(self.model)
         self.objectives = parse_objectives(self.model, objectives)
+        self.branches: BranchRanks | None = None  # where the ranks are a branch each
+        if options.strategy == "branch" and self.ranks.world_size > 1:
+            _check_branches(splits=splits, compiles=bool(compile))
+            self.branches = BranchRanks(
+                self.model,
+                objectives=self.objectives,
+                precision=self.precision,
+                device=self.device,
+                ahead=options.ahead,
+            )
         if isinstance(weighting, str):
             bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
             weighting = make_weighting(weighting, list(self.objectives), **bounds)
@@ -187,11 +200,7 @@ class FusionTrainer:
                 self.ranks.world_size, lambda numbers: self.ranks.sums(numbers, self.device)
             )
             groups = [part for group in groups for part in _alike(group)]
-        self.optimizer = RestartableAdamW(
-            groups,
-            lr=lr,
-            fused=self.device.type in ("cpu", "cuda"),
-        )
+        self.optimizer = RestartableAdamW(groups, lr=lr, fused=self.device.type in ("cpu", "cuda"))
         self.lr, self.warmup_ratio, self.total_steps = lr, warmup_ratio, total_steps
         self.accumulation_steps, self.max_grad_norm, self.seed = accumulation_steps, max_grad_norm, seed
         self.on_nonfinite, self._parts = on_nonfinite, parts_of(self.model)
@@ -199,7 +208,7 @@ class FusionTrainer:
         self.epoch_batches = 0  # done in the current epoch
         self._fixed_schedule = total_steps is not None
         self.schedule: list[float] | None = None  # what `total_steps` was stretched from, see `learning_rate`
-        self.saved_on = self.ranks.world_size  # ranks that wrote the checkpoint gone on from
+        self.saved_on = self.num_sharing  # that of the run whose checkpoint this one goes on from
         self._resumed_on_others = False
         self.memory, self._live = memory, live
         if live is not None:
@@ -216,7 +225,7 @@ class FusionTrainer:
             self.objectives,
             self.precision,
             self.device,
-            seed=lambda draw: self._seed(self.step, draw),
+            seed=self._seed_draw,
             on_failure=self._ran_out,
             recover=splits,
             forward=self._compiled(compile) if compile else None,
@@ -225,6 +234,11 @@ class FusionTrainer:
         )
         self._emit = emit or (lambda event: None)
         self._stopping = threading.Event()
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks that share the samples out among themselves."""
+        return self.ranks.world_size if self.branches is None else 1
 
     def train_step(self, batches: Sequence[Batch], *, data_wait_s: float = 0.0) -> StepValues:
         """One optimizer step over a window of micro-batches, which may be on the CPU.
@@ -339,10 +353,10 @@ class FusionTrainer:
         for name in self.objectives:
             alone = {other: float(other == name) for other in self.objectives}
             means, _ = self._gradient(batches, counts, alone, joined)
-            gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
             scale = self.precision.scaler.get_scale()
             if name in means:  # else there was nothing to learn from: no gradient is not a small one
-                norms[name] = norms_of([gradients], self._shares)[0] / scale
+                of_parts = self.precision.norms(gradients_of(self._parts), self._shares)
+                norms[name] = math.hypot(*of_parts.values()) / scale
             self.model.zero_grad(set_to_none=True)
         return norms
 
@@ -363,6 +377,10 @@ class FusionTrainer:
         Returns:
             Mean losses over all ranks, and the parts of the micro-batch that was cut most.
         """
+        if self.branches is not None:
+            there = [batch for batch in batches if batch is not None]
+            doing = f"step {self.step}"
+            return self.branches.gradient(there, counts, weights, seed=self._seed_draw, doing=doing), 1
         reduce = reduce or self._engine.lockstep
         places = [self.ranks.in_place(number) for number in (self._work(batches), len(batches))]
         sums = iter(self.ranks.sums([*counts.values(), not reduce, *places[0], *places[1]], self.device))
@@ -399,6 +417,7 @@ class FusionTrainer:
         if self._engine.lockstep:
             whom = "some sample of this step: under fsdp they cannot be looked at one by one"
         else:
+            self._gather_weights()
             ids = offending(self.model, batches, self.precision, self.device)
         if ids:
             whom = f"samples {', '.join(ids)}"
@@ -500,13 +519,13 @@ class FusionTrainer:
 
     def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
         """Work out the schedule's length, unless it was given, or this is the rest of a run that has one."""
-        others = self.saved_on != self.ranks.world_size and self.step > 0
+        others = self.saved_on != self.num_sharing and self.step > 0
         if not self._fixed_schedule and (self.total_steps is None or last_epoch != self.last_epoch or others):
             if others and self.total_steps is not None and last_epoch == self.last_epoch:
                 place, length = self._place(self.step)
                 self.schedule = [self.step, place, length or 0]
             self.total_steps = self.step + self.steps_left(loader, last_epoch)
-        self.last_epoch, self.saved_on = last_epoch, self.ranks.world_size
+        self.last_epoch, self.saved_on = last_epoch, self.num_sharing
         self._resumed_on_others = others
 
     def steps_left(self, loader: Iterable[Batch], last_epoch: int) -> int:
@@ -569,6 +588,7 @@ class FusionTrainer:
     ) -> StepValues:
         started = self._clock()
         self.ranks.note(self.step, EVALUATES)
+        self._gather_weights()
         measured = evaluate(
             self.model,
             loader,
@@ -604,7 +624,9 @@ class FusionTrainer:
         """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it.
 
         Under `fsdp` a collective: rank 0 has the whole of it, as a single process would, the others its shapes alone.
+        Where ranks train a branch each a collective too, and all have the whole of it.
         """
+        self._gather_weights()
         whole = self._engine.whole
         return {
             "model": {name: whole(tensor) for name, tensor in self.model.state_dict().items()},
@@ -613,12 +635,22 @@ class FusionTrainer:
             "weighting": {**self.weighting.state_dict(), "on": self.weighting_on},
             "progress": {
                 **{name: getattr(self, name) for name in _PROGRESS},
-                "world_size": self.ranks.world_size,
+                "world_size": self.num_sharing,
             },
         }
 
+    def _gather_weights(self) -> None:
+        """Have the whole model here, where ranks train a branch each; a collective."""
+        if self.branches is not None:
+            self.branches.share_weights()
+
     def _optimizer_state(self) -> dict[str, Any]:
         """As one process has it."""
+        if self.branches is not None:
+            self.branches.share_moments(self.optimizer)
+            whole = self.optimizer.state_dict()
+            self.branches.forget_moments(self.optimizer)
+            return whole
         if not self._engine.lockstep:
             return self.optimizer.state_dict()
         known = ((place, self.optimizer.state.get(weight, {})) for place, weight in enumerate(self._order))
@@ -676,6 +708,8 @@ class FusionTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, options in zip(self.optimizer.param_groups, own, strict=True):  # not the checkpoint's
             group["weight_decay"], group["lr_factor"] = options
+        if self.branches is not None:
+            self.branches.forget_moments(self.optimizer)
 
     def description(self) -> StepValues:
         """What a `start` event says of the trainer."""
@@ -727,11 +761,15 @@ class FusionTrainer:
 
     def _seed(self, moment: int, draw: int = 0) -> None:
         """Seed torch's generators for a draw of one step (from 0) or for one epoch's order (below 0)."""
-        entropy = [self.seed, abs(moment), moment < 0, draw, self.ranks.rank]
+        rank = self.ranks.rank if self.branches is None else 0
+        entropy = [self.seed, abs(moment), moment < 0, draw, rank]
         key = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         torch.default_generator.manual_seed(int(key[0]))
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(int(key[0]))
+
+    def _seed_draw(self, draw: int) -> None:
+        self._seed(self.step, draw)
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -773,6 +811,26 @@ def _check_options(
     limits = max_grad_norm if isinstance(max_grad_norm, Mapping) else {"all": max_grad_norm}
     if not all(limit > 0 for limit in limits.values()):
         raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {max_grad_norm}")
+
+
+def _branches_at_once(model: nn.Module, device: torch.device, image_device: str | None) -> BranchParallel:
+    """Both branches in this process, the images' on the GPU after `device` if there is one."""
+    if isinstance(model, BranchParallel):
+        return model
+    if image_device is None and device.type == "cuda" and torch.cuda.device_count() > 1:
+        image_device = f"cuda:{((device.index or 0) + 1) % torch.cuda.device_count()}"
+    placement = BranchPlacement(image=image_device or str(device), text=str(device), fusion=str(device))
+    return BranchParallel(model, placement)
+
+
+def _check_branches(*, splits: bool, compiles: bool) -> None:
+    if splits:
+        raise OptionError(
+            "with a branch on each rank one alone cannot go through a micro-batch again in parts; use "
+            "on_out_of_memory='raise', and plan smaller batches"
+        )
+    if compiles:
+        raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")
 
 
 def _check_weighting(weighting: Weighting, on: str) -> None:

@@ -1,7 +1,7 @@
 """One training run from a configuration: read, plan, train, evaluate, save; go on where an earlier run ended.
 
 A run is a folder: `config.toml`, `tokenizer/`, one events file a rank, and `checkpoints/`. Started by `torchrun`, every
-rank trains on its share of each plan and rank 0 writes the checkpoints.
+rank trains on its share of each plan, or its branch of the model, and rank 0 writes the checkpoints.
 """
 
 from __future__ import annotations
@@ -140,13 +140,17 @@ class _Run:
         asked = options.pop("objectives", ("contrastive",))
         objectives = parse_objectives(model, asked, tokenizer=train_set.tokenizer)
         saved = folder / _MEMORY if rank == 0 else None
-        scheduler = _scheduler(config, model, objectives, device, world_size, seed=seed, saved=saved)
+        parallel = ParallelOptions(
+            **{key: config.parallel[key] for key in config.parallel if key != "timeout_s"}
+        )
+        shares = (0, 1) if parallel.strategy == "branch" else (rank, world_size)  # a branch needs all samples
+        scheduler = _scheduler(config, model, objectives, device, shares[1], seed=seed, saved=saved)
         self.scheduler_name = config.scheduler.get("name", "budget")
         loading = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
-        planner: Any = _Share(whole=scheduler, rank=rank, seed=scheduler.seed, world_size=world_size)
+        planner: Any = _Share(whole=scheduler, rank=shares[0], seed=scheduler.seed, world_size=shares[1])
         if isinstance(scheduler, Memory) and config.scheduler.get("follow", True):
             agree = partial(Ranks().largest, device=torch.device(device))
-            planner = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=log.emit, agree=agree)
+            planner = ResourceAwareScheduler(planner=scheduler, rank=shares[0], emit=log.emit, agree=agree)
         self._loader = PlannedLoader(
             train_set, planner, device=None if device == "cpu" else device, emit=log.emit, **loading
         )
@@ -165,9 +169,7 @@ class _Run:
             emit=self._take,
             objectives=objectives,
             memory=memory,
-            parallel=ParallelOptions(
-                **{key: config.parallel[key] for key in config.parallel if key != "timeout_s"}
-            ),
+            parallel=parallel,
             **options,
         )
         self._checkpoints = Checkpoints(folder / _CHECKPOINTS, emit=log.emit, **config.checkpoint)
@@ -264,7 +266,7 @@ class _Run:
     def _num_steps(self) -> int:
         """Of the whole run, as far as this epoch's plan tells."""
         trainer = self.trainer
-        known = trainer.last_epoch == self._num_epochs and trainer.saved_on == self._world_size
+        known = trainer.last_epoch == self._num_epochs and trainer.saved_on == trainer.num_sharing
         if trainer.total_steps is not None and known:
             return trainer.total_steps
         return trainer.step + trainer.steps_left(self._loader, self._num_epochs)

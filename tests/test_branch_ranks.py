@@ -1,13 +1,47 @@
-"""Two processes, one branch each: the loss and the gradient of one process, and failures told to both."""
+"""Two processes, one branch each: the loss and the gradient of one process, checkpoints of one, failures of both."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from test_branches import build
 from test_out_of_memory import run_on_two_ranks
 
-from mmlab.branches import BranchRanks
+from mmlab.branches import BranchParallel, BranchRanks
+from mmlab.checkpoint import read_checkpoint
+from mmlab.config import load_config
 from mmlab.errors import OptionError
+from mmlab.events import read_events
+from mmlab.launch import train_on
+from mmlab.trainer import FusionTrainer
+from mmlab.training import train
+
+CONFIG = """
+[data]
+path = "{scenes}"
+image = "aspect:32"
+num_workers = 0
+[model]
+preset = "tiny"
+image_dim = 32
+image_depth = 1
+text_dim = 32
+text_depth = 1
+hidden_dim = 32
+embed_dim = 16
+[scheduler]
+name = "budget"
+budget = 400
+[trainer]
+objectives = ["contrastive", "matching"]
+accumulation_steps = 2
+on_out_of_memory = "raise"
+device = "cpu"
+[parallel]
+strategy = "branch"
+"""
 
 
 def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
@@ -17,3 +51,37 @@ def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
 def test_one_process_is_refused():
     with pytest.raises(OptionError, match=r"branches take two ranks.*found 1; start with torchrun"):
         BranchRanks(build())
+
+
+def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_in_one(scenes: Path, tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(scenes=scenes))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have: more add in another order
+    try:
+        for name, begin in (("apart", train_on), ("together", train)):
+            options = {"num_processes": 2} if begin is train_on else {"progress": False}
+            begin(load_config(path, [f"name={name}", "trainer.num_epochs=1"]), runs=tmp_path, **options)
+            config = load_config(path, [f"name={name}", "trainer.num_epochs=2"])
+            result = train(config, runs=tmp_path, resume="auto", progress=False)
+            assert result.num_epochs == 2
+            assert result.resumed_from
+    finally:
+        torch.set_num_threads(before)
+    found, expected = (
+        read_checkpoint(sorted((tmp_path / name / "checkpoints").iterdir())[-1])
+        for name in ("apart", "together")
+    )
+    assert found["progress"] == expected["progress"]
+    assert all(torch.equal(found["model"][name], weight) for name, weight in expected["model"].items())
+    events, _ = read_events(tmp_path / "apart" / "events-rank1.jsonl")
+    of_first = [event.values["loss"] for event in events if event.kind == "step"]
+    events, _ = read_events(tmp_path / "apart" / "events-rank0.jsonl")
+    assert of_first == [event.values["loss"] for event in events if event.kind == "step"][: len(of_first)]
+    assert of_first
+
+
+def test_in_one_process_the_branches_run_side_by_side():
+    trainer = FusionTrainer(build(), device="cpu", parallel="branch")
+    assert isinstance(trainer.model, BranchParallel)
+    assert FusionTrainer(trainer.model, device="cpu", parallel="branch").model is trainer.model

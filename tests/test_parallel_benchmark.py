@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,12 @@ def test_the_loop_by_hand_learns_what_one_process_learns(script: Any) -> None:
         distributed.destroy_process_group()
     assert losses[0][0] == pytest.approx(losses[1][0], rel=0.2)  # matching draws its own negatives
     assert all(later < first for first, later in losses)
+
+
+def test_the_documented_tables_are_the_measured_ones(script: Any) -> None:
+    rows = json.loads((ROOT / "benchmarks/results/parallel.json").read_text(encoding="utf-8"))["rows"]
+    text = (ROOT / "docs/parallel.md").read_text(encoding="utf-8")
+    tables = script("_parallel_tables").tables(rows)
+    assert len(tables) == 4
+    for table in tables:
+        assert table in text

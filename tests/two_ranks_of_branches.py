@@ -11,9 +11,12 @@ from test_branches import GOALS, MISSING, SIZES, build, trainer_of
 from test_out_of_memory import Classifier, relative
 from torch import distributed
 
-from mmlab.branches import BranchRanks, PipelinedBranches, Timeline, overlap
+from mmlab.branches import PipelinedBranches, Timeline, overlap
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.losses import Contrastive
+from mmlab.parallel import ParallelOptions
+from mmlab.trainer import FusionTrainer
+from mmlab.weighting import make_weighting
 
 
 def window():
@@ -48,8 +51,13 @@ def gradients_of(model, optimizer, step):
 
 def two_ranks(objectives, *, changes=None, **options):
     goals = {name: GOALS[name] for name in objectives}
-    return BranchRanks(
-        build(**(changes or {})), objectives=goals, lr=1e-4, **{"max_grad_norm": math.inf, **options}
+    return on_two_ranks(build(**(changes or {})), goals, **{"max_grad_norm": math.inf, **options})
+
+
+def on_two_ranks(model, goals, *, ahead=1, **options):
+    parallel = ParallelOptions(strategy="branch", ahead=ahead)
+    return FusionTrainer(
+        model, device="cpu", objectives=goals, parallel=parallel, on_out_of_memory="raise", **options
     )
 
 
@@ -65,8 +73,8 @@ def same_gradient(rank: int) -> None:
         precision = options.get("precision", "fp32")
         (expected, values), _ = one_process(objectives, changes=changes, precision=precision)
         ranks = two_ranks(objectives, changes=changes, **options)
-        found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.step(window()))  # noqa: B023
-        assert found.keys() == {name for name in expected if ranks.owns(name)}
+        found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
+        assert found.keys() == {name for name in expected if ranks.branches.owns(name)}
         largest = max(float((found[name] - expected[name]).abs().max()) for name in found)
         bitwise = (
             "masked_language" not in objectives
@@ -80,15 +88,13 @@ def same_gradient(rank: int) -> None:
 def weights_follow_one_process_with_clipping(rank: int) -> None:
     trainer = trainer_of(build(), ["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
     trainer.ranks.rank, trainer.ranks.world_size = 0, 1
-    ranks = two_ranks(["contrastive", "matching"], max_grad_norm=0.05)
-    for group in ranks.optimizer.param_groups:
-        group["lr"] = 1e-3
-    timeline = ranks.timeline = Timeline()
+    ranks = two_ranks(["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
+    timeline = ranks.branches.timeline = Timeline()
     for number in range(3):
         values = trainer.train_step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
-        told = ranks.step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
+        told = ranks.train_step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
         assert math.isclose(told["loss"], values["loss"], rel_tol=1e-5)
-    ranks.share_weights()
+    ranks.branches.share_weights()
     flat = [
         torch.cat([weight.detach().flatten() for weight in model.parameters()]).numpy()
         for model in (ranks.model, trainer.model)
@@ -107,12 +113,61 @@ def a_frozen_branch_and_nothing_to_learn(rank: int) -> None:
         ranks = two_ranks(["contrastive"])
         for name, weight in ranks.model.named_parameters():
             weight.requires_grad_(not name.startswith(part))
-        found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.step(window()))  # noqa: B023
+        found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
         assert bool(found) == (rank == 1 or part == "text_")
         assert told["grad_norm"] > 0
-    told = two_ranks(["contrastive"]).step([make_batch([(3, 0, 0), (4, 0, 0)])])
+    told = two_ranks(["contrastive"]).train_step([make_batch([(3, 0, 0), (4, 0, 0)])])
     assert told["skipped"]
     assert math.isnan(told["loss"])
+
+
+def a_checkpoint_is_that_of_one_process(rank: int) -> None:
+    """weights and moments of both branches, and neither rank keeps the other's moments."""
+    objectives = ["contrastive", "matching"]
+    trainer = trainer_of(build(), objectives, max_grad_norm=math.inf)
+    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
+    ranks = two_ranks(objectives)
+    for step in (ranks.train_step, trainer.train_step):
+        step(window())
+    state, expected = ranks.state_dict(), trainer.state_dict()
+    assert state["progress"] == expected["progress"]
+    assert_equal(state["model"], expected["model"])
+    moments = state["optimizer"]["state"]
+    assert moments.keys() == expected["optimizer"]["state"].keys()
+    for place, values in expected["optimizer"]["state"].items():
+        assert_equal(moments[place], values)
+    owned = {name for name, weight in ranks.model.named_parameters() if weight in ranks.optimizer.state}
+    assert owned
+    assert all(map(ranks.branches.owns, owned))
+    found, values = ranks.evaluate([make_batch(SIZES)]), trainer.evaluate([make_batch(SIZES)])
+    assert {key: found[key] for key in found if key != "eval_s"} == {
+        key: values[key] for key in values if key != "eval_s"
+    }
+    again = two_ranks(objectives)
+    again.load_state_dict(state)
+    for step in (again.train_step, trainer.train_step):
+        step(window())
+    again.branches.share_weights()
+    assert_equal(again.model.state_dict(), trainer.model.state_dict())
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def weights_of_objectives_follow_gradients_of_both_branches(rank: int) -> None:
+    """GradNorm on two ranks."""
+    options = {"max_grad_norm": math.inf}
+    names = ["contrastive", "matching"]
+    trainer = trainer_of(build(), names, weighting=make_weighting("gradnorm", names, interval=1), **options)
+    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
+    ranks = two_ranks(names, weighting=make_weighting("gradnorm", names, interval=1), **options)
+    for number in range(3):
+        expected = trainer.train_step([make_batch(SIZES, seed=number)])
+        found = ranks.train_step([make_batch(SIZES, seed=number)])
+    for name in ("contrastive_weight", "matching_weight"):
+        assert math.isclose(found[name], expected[name], rel_tol=1e-6)
 
 
 class Broken:
@@ -126,24 +181,24 @@ class Broken:
 
 
 def one_rank_gives_up_and_the_other_says_so(rank: int) -> None:
-    ranks = BranchRanks(build(), objectives={"broken": Broken()})
+    ranks = on_two_ranks(build(), {"broken": Broken()})
     error, message = (KeyError, "broken") if rank == 1 else (RunError, "rank 1 could not do step 0")
     with pytest.raises(error, match=message):
-        ranks.step(window())
-    ranks = BranchRanks(build(max_tokens=16), objectives={"contrastive": Contrastive()}, ahead=0)
+        ranks.train_step(window())
+    ranks = on_two_ranks(build(max_tokens=16), {"contrastive": Contrastive()}, ahead=0)
     error, message = (DataError, "17 tokens") if rank == 1 else (RunError, "rank 1 could not do step 0")
     with pytest.raises(error, match=message):
-        ranks.step([make_batch(SIZES), make_batch([(17, 32, 32), (3, 16, 16)])])
+        ranks.train_step([make_batch(SIZES), make_batch([(17, 32, 32), (3, 16, 16)])])
     ranks = two_ranks(["contrastive"])
     if rank == 0:
         ranks.model.image_head.weight.data.fill_(math.nan)
     with pytest.raises(RunError, match=r"step 0: loss .*nan.* not finite"):
-        ranks.step([make_batch(SIZES)])
+        ranks.train_step([make_batch(SIZES)])
     if rank == 0:
         ranks.model.image_head.register_forward_pre_hook(Broken().__call__)
     error, message = (KeyError, "broken") if rank == 0 else (RunError, "rank 0 could not do step 0")
     with pytest.raises(error, match=message):
-        ranks.step(window())
+        ranks.train_step(window())
 
 
 def torchs_pipeline_has_the_gradient_of_a_window(rank: int) -> None:
@@ -174,9 +229,13 @@ def what_cannot_work_is_refused() -> None:
     with pytest.raises(OptionError, match="fp16 scales the loss"):
         two_ranks(["contrastive"], precision="fp16")
     with pytest.raises(OptionError, match="negatives come from all of them"):
-        BranchRanks(build(), objectives=["contrastive_all_ranks"])
-    with pytest.raises(OptionError, match="Classifier has no branches"):
-        BranchRanks(Classifier())
+        on_two_ranks(build(), ["contrastive_all_ranks"])
+    with pytest.raises(OptionError, match="LossModel has no branches"):
+        on_two_ranks(Classifier(), ["contrastive"])
+    with pytest.raises(OptionError, match="one alone cannot go through a micro-batch again in parts"):
+        FusionTrainer(build(), parallel="branch")
+    with pytest.raises(OptionError, match="no rank calls the whole model; use compile=False"):
+        two_ranks(["contrastive"], compile=True)
     with pytest.raises(OptionError, match="ahead must be at least 0, found -1"):
         two_ranks(["contrastive"], ahead=-1)
 
@@ -187,6 +246,8 @@ def main() -> None:
     same_gradient(rank)
     weights_follow_one_process_with_clipping(rank)
     a_frozen_branch_and_nothing_to_learn(rank)
+    a_checkpoint_is_that_of_one_process(rank)
+    weights_of_objectives_follow_gradients_of_both_branches(rank)
     one_rank_gives_up_and_the_other_says_so(rank)
     torchs_pipeline_has_the_gradient_of_a_window(rank)
     what_cannot_work_is_refused()

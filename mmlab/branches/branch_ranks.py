@@ -9,6 +9,9 @@ ranks compute. Both see the same batches. Loss and gradients are those of one pr
 autocast, with the exception named in `mmlab.branches.branch_parallel`; with dropout in the image branch they repeat
 themselves but differ from one process's.
 
+A rank's gradients are those of its own branch, so an optimizer over all weights moves and remembers these alone.
+`share_weights` and `share_moments` make both ranks whole, to evaluate or to save.
+
 Costs, for each micro-batch: its image features and their gradient over the wire (embeddings alone where nothing but a
 contrastive loss asks), and the activations of `1 + ahead` micro-batches on rank 0. Does not do a step again in parts
 where memory ran out, nor fp16, whose scaler would have to agree.
@@ -20,19 +23,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
 from mmlab.branches.timeline import BACKWARD, FORWARD, FUSION, IMAGE, TEXT, WAIT, Timeline
 from mmlab.branches.wire import PeerFailed, Wire
-from mmlab.errors import OptionError, RunError
+from mmlab.errors import OptionError
 from mmlab.losses import Contrastive, LossTerms, Objective, parse_objectives
 from mmlab.model import Encoded, FusionModel
-from mmlab.model.parameters import PARTS, parameter_groups, part_of
-from mmlab.optimizer import RestartableAdamW
+from mmlab.model.parameters import PARTS
 from mmlab.parallel import Ranks
 from mmlab.precision import Precision
 from mmlab.types import Batch
@@ -44,14 +44,14 @@ _OF_IMAGES = ("image_encoder.", "image_head.", "fusion.mix_images.", "pixel_")
 class BranchRanks:
     """One rank of two; both make it with the same arguments, after `torch.distributed.init_process_group`.
 
+    `FusionTrainer(..., parallel="branch")` trains with it.
+
     Args:
         model: the same on both ranks; the branch of this rank is trained.
         objectives: names in `mmlab.losses.OBJECTIVES`, or objects by name.
         precision: "fp32" or "bf16" ("tf32" on CUDA).
         device: of this rank.
-        lr, weight_decay, max_grad_norm: as in `FusionTrainer`, for `step`.
         ahead: micro-batches that rank 0 may be ahead.
-        seed: of dropout and drawn negatives.
         timeline: takes the spans of this rank.
 
     Raises:
@@ -65,13 +65,8 @@ class BranchRanks:
         objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
         precision: str | Precision = "fp32",
         device: torch.device | str = "cpu",
-        lr: float = 1e-4,
-        weight_decay: float = 0.01,
-        max_grad_norm: float = 1.0,
         ahead: int = 1,
-        seed: int = 0,
         timeline: Timeline | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.ranks, self.device = Ranks(), torch.device(device)
         if self.ranks.world_size != 2:
@@ -93,20 +88,13 @@ class BranchRanks:
             )
         if ahead < 0:
             raise OptionError(f"ahead must be at least 0, found {ahead}")
-        self.ahead, self.seed, self.timeline, self.max_grad_norm = ahead, seed, timeline, max_grad_norm
+        self.ahead, self.timeline = ahead, timeline
         self.is_image_rank = self.ranks.rank == IMAGE_RANK
         peer = TEXT_RANK if self.is_image_rank else IMAGE_RANK
         self._features, self._gradients = Wire(peer, self.device), Wire(peer, self.device)
         self._wants_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
-        self.parts: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}  # this rank's, that learn
-        for name, weight in model.named_parameters():
-            if weight.requires_grad and self.owns(name):
-                self.parts[part_of(name)].append(weight)
-        self.optimizer = optimizer or RestartableAdamW(
-            parameter_groups(model, weight_decay=weight_decay), lr=lr, fused=True
-        )
         self.precision.share_norms = self.share_norms
-        self.num_steps = self._number = 0
+        self._number = 0  # micro-batches so far
 
     def owns(self, name: str) -> bool:
         """Whether this rank trains the weight of that name."""
@@ -117,45 +105,23 @@ class BranchRanks:
         """By this rank so far."""
         return self._features.num_bytes + self._gradients.num_bytes
 
-    def step(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """One optimizer step over a window of micro-batches, the same on both ranks.
-
-        Returns:
-            On both ranks `loss`, each objective's `..._loss`, `grad_norm` over both ranks, and `skipped`.
-
-        Raises:
-            RunError: the loss or the gradient is not finite, or the other rank failed.
-        """
-        self.model.train()
-        counts = [{name: goal.count(batch) for name, goal in self.objectives.items()} for batch in batches]
-        learnt = [batch for batch, count in zip(batches, counts, strict=True) if any(count.values())]
-        totals = {name: sum(count[name] for count in counts) for name in self.objectives}
-        with self.precision.arithmetic():
-            means = self.gradient(learnt, totals)
-            result = self.precision.step(self.optimizer, self.parts, self.max_grad_norm)
-        loss = sum(means.values()) if means else math.nan
-        if means and (result.skipped or not math.isfinite(loss)):
-            raise RunError(
-                f"step {self.num_steps}: loss {means}, gradient norm {result.grad_norm}; not finite"
-            )
-        self.num_steps += 1
-        losses = {f"{name}_loss": mean for name, mean in means.items()}
-        return {"loss": loss, **losses, "grad_norm": result.grad_norm, "skipped": result.skipped}
-
     def gradient(
         self,
         batches: Sequence[Batch],
         counts: Mapping[str, float],
         weights: Mapping[str, float] | None = None,
-        seed: Callable[[int], None] | None = None,
+        *,
+        seed: Callable[[int], None],
+        doing: str = "the window",
     ) -> dict[str, float]:
-        """Leave this rank's share of the window's gradient in its weights; a collective.
+        """Leave the window's gradient, as far as it is this rank's, in the weights; a collective.
 
         Args:
-            batches: micro-batches with something to learn, on any device.
+            batches: micro-batches with something to learn, on any device; the same on both ranks.
             counts: by objective, over all of them.
             weights: by objective, the factor of its mean.
-            seed: as in `mmlab.window.Window`; None draws as `FusionTrainer` does.
+            seed: as in `mmlab.window.Window`, alike on both ranks.
+            doing: what the ranks are at, for an error.
 
         Returns:
             Mean losses, on both ranks.
@@ -163,7 +129,6 @@ class BranchRanks:
         Raises:
             RunError: the other rank failed; this rank's own error is raised as it is.
         """
-        seed = seed or self._seed
         terms = LossTerms(counts, weights)
         problem: Exception | None = None
         seed(0)
@@ -177,7 +142,7 @@ class BranchRanks:
         except Exception as error:
             problem = error
             (self._features if self.is_image_rank else self._gradients).give_up()
-        self.ranks.agree(problem, self.device, f"step {self.num_steps}")
+        self.ranks.agree(problem, self.device, doing)
         self._number += len(batches)
         for wire in (self._features, self._gradients):
             wire.wait()
@@ -198,12 +163,11 @@ class BranchRanks:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             self._share(tensor.data, self.owns(name))
 
-    def share_moments(self) -> None:
-        """Give each rank the other's state of the optimizer; a collective. `forget_moments` undoes it."""
+    def share_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give each rank the other's state of AdamW; a collective. `forget_moments` undoes it."""
         for name, weight in self.model.named_parameters():
-            own, state = self.owns(name), self.optimizer.state
-            has = self.ranks.largest(float(own and weight in state), self.device)
-            if not has:
+            own, state = self.owns(name), optimizer.state
+            if not self.ranks.largest(float(own and weight in state), self.device):
                 continue
             if not own:
                 state[weight] = {
@@ -214,11 +178,11 @@ class BranchRanks:
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 self._share(state[weight][key], own)
 
-    def forget_moments(self) -> None:
+    def forget_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the other rank's state of the optimizer."""
         for name, weight in self.model.named_parameters():
             if not self.owns(name):
-                self.optimizer.state.pop(weight, None)
+                optimizer.state.pop(weight, None)
 
     def _share(self, tensor: Tensor, own: bool) -> None:
         source = self.ranks.rank if own else 1 - self.ranks.rank
@@ -282,13 +246,6 @@ class BranchRanks:
     def _span(self, number: int, branch: str, phase: str) -> AbstractContextManager[None]:
         timeline = self.timeline
         return nullcontext() if timeline is None else timeline.span(self._number + number, branch, phase)
-
-    def _seed(self, draw: int) -> None:
-        """As `FusionTrainer` seeds rank 0, on both ranks."""
-        key = np.random.SeedSequence([self.seed, self.num_steps, False, draw, 0]).generate_state(1, np.uint64)
-        torch.default_generator.manual_seed(int(key[0]))
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed_all(int(key[0]))
 
 
 def _leaves(encoded: Encoded) -> Encoded:

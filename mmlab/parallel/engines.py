@@ -4,10 +4,11 @@
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
 reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
 fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.sharded`)
+branch    two ranks see all samples: one trains the image branch, one the rest (`mmlab.branches`)
 ========  ==================================================================================================
 
 An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
-process has the plain engine, which does nothing.
+process, and `branch`, which has a window of its own, have the plain engine, which does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from mmlab.errors import OptionError, RunError, unknown_name
 from mmlab.parallel.ranks import Ranks
 
-STRATEGIES = ("ddp", "reduce", "fsdp")
+STRATEGIES = ("ddp", "reduce", "fsdp", "branch")
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
 OVERLAPS = ("auto", "always", "never")
 Result = TypeVar("Result")
@@ -35,7 +36,7 @@ class Abandoned(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """Options of a run on several ranks; in a single process they change nothing.
+    """Options of a run on several ranks; in a single process all but `branch` change nothing.
 
     >>> ParallelOptions.parse("reduce").strategy
     'reduce'
@@ -49,6 +50,8 @@ class ParallelOptions:
         powersgd_start: the first steps, which are sent whole.
         overlap: whether gradients are sent while the backward pass still runs (`ddp`). `auto` sends them afterwards
             where memory is predicted to come near its limit: a step that then fails is cheaper to do again.
+        ahead: micro-batches that the image branch's rank may be ahead of the other (`branch`, two ranks).
+        image_device: of the image branch (`branch`, one process); None takes the next GPU, if there is one.
 
     Raises:
         OptionError: an unknown name, a number out of range, or a combination that has no meaning.
@@ -60,6 +63,8 @@ class ParallelOptions:
     powersgd_rank: int = 1
     powersgd_start: int = 1000
     overlap: str = "auto"
+    ahead: int = 1
+    image_device: str | None = None
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -74,6 +79,7 @@ class ParallelOptions:
         for name, value, least in (
             ("powersgd_rank", self.powersgd_rank, 1),
             ("powersgd_start", self.powersgd_start, 2),
+            ("ahead", self.ahead, 0),
         ):
             if value < least:
                 raise OptionError(f"{name} must be at least {least}, found {value}")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mmlab.branches import BranchParallel, BranchPlacement, BranchRanks, Timeline
+from mmlab.branches import BranchParallel, BranchPlacement, Timeline
 from mmlab.machine import process_rss_bytes
 from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.model import FusionModel, build_model
@@ -78,29 +78,16 @@ def make_trainer(
 
 
 def _trained(setting: Setting, rank: int, *, num_ranks: int | None = None, **options: Any) -> Arm:
-    """`FusionTrainer` on this rank's share of the samples."""
-    batch = make_batch(setting, share(setting, rank, num_ranks or setting.num_ranks))
+    """`FusionTrainer` on this rank's share of the samples, of which there are as many as ranks, or `num_ranks`."""
+    num_ranks = num_ranks or setting.num_ranks
+    batch = make_batch(setting, share(setting, rank % num_ranks, num_ranks))
     trainer = make_trainer(setting, rank, **options)
     batch = batch.to(trainer.device)
-    return Arm(
-        lambda: trainer.train_step([batch])["loss"], (trainer.model, trainer.optimizer, *batch.tensors())
-    )
-
-
-def _branch_ranks(setting: Setting, rank: int) -> Arm:
-    """The image branch on rank 0, the text branch and the fusion on rank 1; both see every sample."""
-    timeline, device = Timeline(), setting.device(rank)
-    branches = BranchRanks(
-        seeded_model(setting),
-        objectives=OBJECTIVES,
-        precision=setting.precision,
-        device=device,
-        seed=setting.seed,
-        timeline=timeline if setting.device_type == "cpu" else None,
-    )
-    batch = make_batch(setting).to(device)
-    held = (branches.model, branches.optimizer, *batch.tensors())
-    return Arm(lambda: branches.step([batch])["loss"], held, timeline)
+    timeline = None
+    if trainer.branches is not None and setting.device_type == "cpu":
+        timeline = trainer.branches.timeline = Timeline()
+    held = (trainer.model, trainer.optimizer, *batch.tensors())
+    return Arm(lambda: trainer.train_step([batch])["loss"], held, timeline)
 
 
 def _threaded_branches(setting: Setting, rank: int) -> Arm:
@@ -125,7 +112,12 @@ ARMS: dict[str, Strategy] = {
     "reduce": Strategy(partial(_trained, parallel="reduce"), joins=True),
     "ddp": Strategy(partial(_trained, parallel="ddp"), joins=True),
     "fsdp": Strategy(partial(_trained, parallel="fsdp", on_out_of_memory="raise"), joins=True),
-    "branch": Strategy(_branch_ranks, joins=True, gpus=2, ranks=2),
+    "branch": Strategy(
+        partial(_trained, num_ranks=1, parallel="branch", on_out_of_memory="raise"),
+        joins=True,
+        gpus=2,
+        ranks=2,
+    ),
     "branch threads": Strategy(_threaded_branches, joins=False, gpus=2, ranks=2, all_cores=True),
 }
 
