@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from mmlab.checkpoint import Checkpoints
 
 NONFINITE_POLICIES = ("raise", "skip")
-OUT_OF_MEMORY_POLICIES = ("split", "raise")
+OUT_OF_MEMORY_POLICIES = ("auto", "split", "raise")
 WEIGHTING_ON = ("training", "held_out")
 StepValues = dict[str, Any]  # keys of mmlab.events.EVENT_KEYS
 
@@ -96,7 +96,8 @@ class FusionTrainer:
         compile: True calls the model through `torch.compile`, see `mmlab.model.compiling`; evaluation does not. A name
             chooses another of torch's backends.
         channels_last: keep images and convolutions in the memory order that tensor cores prefer.
-        on_out_of_memory: "split" does the step again in parts, with the same gradient; "raise" leaves it to the caller.
+        on_out_of_memory: "split" does the step again in parts, with the same gradient; "raise" leaves it to the caller;
+            "auto" splits where the parallel strategy can.
         on_nonfinite: what to do when a loss, or a gradient without a scaler, is not finite: "raise" or "skip".
         parallel: how the ranks that `torchrun` started share a step: a name in `mmlab.parallel.engines.STRATEGIES`,
             or `ParallelOptions`. In a single process only "branch" changes anything: it makes a `BranchParallel`.
@@ -132,7 +133,7 @@ class FusionTrainer:
         checkpointing: bool = False,
         compile: bool | str = False,
         channels_last: bool = False,
-        on_out_of_memory: str = "split",
+        on_out_of_memory: str = "auto",
         on_nonfinite: str = "raise",
         parallel: str | ParallelOptions = "ddp",
         seed: int = 0,
@@ -155,7 +156,7 @@ class FusionTrainer:
         self.precision = Precision.parse(precision, self.device)
         self.ranks, options = Ranks(), ParallelOptions.parse(parallel)
         self._engine = make_engine(options, self.ranks, self.device)
-        splits = on_out_of_memory == "split"
+        splits = on_out_of_memory == "split" or (on_out_of_memory == "auto" and self._engine.splits)
         self._engine.check(scales=self.precision.scales, splits=splits, compiles=bool(compile))
         if options.strategy == "branch" and self.ranks.world_size == 1:
             model = _branches_at_once(model, self.device, options.image_device)
@@ -171,7 +172,6 @@ class FusionTrainer:
         self.objectives = parse_objectives(self.model, objectives)
         self.branches: BranchRanks | None = None  # where the ranks are a branch each
         if options.strategy == "branch" and self.ranks.world_size > 1:
-            _check_branches(splits=splits, compiles=bool(compile))
             self.branches = BranchRanks(
                 self.model,
                 objectives=self.objectives,
@@ -821,16 +821,6 @@ def _branches_at_once(model: nn.Module, device: torch.device, image_device: str 
         image_device = f"cuda:{((device.index or 0) + 1) % torch.cuda.device_count()}"
     placement = BranchPlacement(image=image_device or str(device), text=str(device), fusion=str(device))
     return BranchParallel(model, placement)
-
-
-def _check_branches(*, splits: bool, compiles: bool) -> None:
-    if splits:
-        raise OptionError(
-            "with a branch on each rank one alone cannot go through a micro-batch again in parts; use "
-            "on_out_of_memory='raise', and plan smaller batches"
-        )
-    if compiles:
-        raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")
 
 
 def _check_weighting(weighting: Weighting, on: str) -> None:

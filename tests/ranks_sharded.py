@@ -37,7 +37,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded(**options):
-    return make_trainer(parallel="fsdp", on_out_of_memory="raise", **options)
+    return make_trainer(parallel="fsdp", **options)
 
 
 def norm_of(tensors) -> float:
@@ -113,7 +113,7 @@ def refused() -> None:
         ({"compile": True}, "use compile=False"),
     ):
         with pytest.raises(OptionError, match=message):
-            make_trainer(parallel="fsdp", **{"on_out_of_memory": "raise", **options})
+            make_trainer(parallel="fsdp", **options)
 
 
 class Broken:

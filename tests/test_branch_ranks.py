@@ -37,7 +37,6 @@ budget = 400
 [trainer]
 objectives = ["contrastive", "matching"]
 accumulation_steps = 2
-on_out_of_memory = "raise"
 device = "cpu"
 [parallel]
 strategy = "branch"

@@ -56,9 +56,7 @@ def two_ranks(objectives, *, changes=None, **options):
 
 def on_two_ranks(model, goals, *, ahead=1, **options):
     parallel = ParallelOptions(strategy="branch", ahead=ahead)
-    return FusionTrainer(
-        model, device="cpu", objectives=goals, parallel=parallel, on_out_of_memory="raise", **options
-    )
+    return FusionTrainer(model, device="cpu", objectives=goals, parallel=parallel, **options)
 
 
 def same_gradient(rank: int) -> None:
@@ -233,7 +231,7 @@ def what_cannot_work_is_refused() -> None:
     with pytest.raises(OptionError, match="LossModel has no branches"):
         on_two_ranks(Classifier(), ["contrastive"])
     with pytest.raises(OptionError, match="one alone cannot go through a micro-batch again in parts"):
-        FusionTrainer(build(), parallel="branch")
+        two_ranks(["contrastive"], on_out_of_memory="split")
     with pytest.raises(OptionError, match="no rank calls the whole model; use compile=False"):
         two_ranks(["contrastive"], compile=True)
     with pytest.raises(OptionError, match="ahead must be at least 0, found -1"):

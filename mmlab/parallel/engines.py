@@ -8,7 +8,7 @@ branch    two ranks see all samples: one trains the image branch, one the rest (
 ========  ==================================================================================================
 
 An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
-process, and `branch`, which has a window of its own, have the plain engine, which does nothing.
+process has the plain engine, which does nothing.
 """
 
 from __future__ import annotations
@@ -100,10 +100,12 @@ class Engine:
 
     Attributes:
         lockstep: every rank must go through the model equally often, if need be for nothing.
+        splits: a rank can go through a micro-batch again in parts, by itself.
         scale: factor on the losses of a window that is reduced in its backward pass.
     """
 
     lockstep = False
+    splits = True
     scale = 1.0
 
     def __init__(self, options: ParallelOptions, ranks: Ranks, device: torch.device) -> None:
@@ -172,12 +174,29 @@ class Engine:
         return work()
 
 
+class OneBranchEach(Engine):
+    """The strategy `branch`, of which `mmlab.branches.BranchRanks` does the work."""
+
+    splits = False
+
+    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
+        if splits:
+            raise OptionError(
+                "with a branch on each rank one alone cannot go through a micro-batch again in parts; use "
+                "on_out_of_memory='raise', and plan smaller batches"
+            )
+        if compiles:
+            raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")
+
+
 def make_engine(options: ParallelOptions, ranks: Ranks, device: torch.device) -> Engine:
     """The engine of a strategy; in a single process the one that does nothing."""
     if ranks.world_size > 1 and options.strategy == "fsdp":
         from mmlab.parallel.sharded import Sharded
 
         return Sharded(options, ranks, device)
+    if ranks.world_size > 1 and options.strategy == "branch":
+        return OneBranchEach(options, ranks, device)
     if ranks.world_size > 1 and options.strategy == "ddp" and options.overlap != "never":
         from mmlab.parallel.overlapped import Overlapped
 

@@ -34,6 +34,7 @@ class Sharded(Engine):
     """The strategy `fsdp`."""
 
     lockstep = True
+    splits = False
 
     def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
         if scales:

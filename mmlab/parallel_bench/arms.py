@@ -111,9 +111,9 @@ ARMS: dict[str, Strategy] = {
     "single": Strategy(partial(_trained, num_ranks=1), joins=False, gpus=1, all_cores=True),
     "reduce": Strategy(partial(_trained, parallel="reduce"), joins=True),
     "ddp": Strategy(partial(_trained, parallel="ddp"), joins=True),
-    "fsdp": Strategy(partial(_trained, parallel="fsdp", on_out_of_memory="raise"), joins=True),
+    "fsdp": Strategy(partial(_trained, parallel="fsdp"), joins=True),
     "branch": Strategy(
-        partial(_trained, num_ranks=1, parallel="branch", on_out_of_memory="raise"),
+        partial(_trained, num_ranks=1, parallel="branch"),
         joins=True,
         gpus=2,
         ranks=2,
