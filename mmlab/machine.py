@@ -12,7 +12,6 @@ from typing import Any
 
 from mmlab import __version__
 
-_STATM = Path("/proc/self/statm")
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMORY_LIMITS = (  # of a container: control groups of version 2 and 1
     Path("/sys/fs/cgroup/memory.max"),
@@ -55,11 +54,15 @@ def available_memory_bytes() -> int:
 
 def process_rss_bytes() -> int:
     """Resident memory of this process; not of its worker processes."""
-    if _STATM.exists():  # Linux
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import psutil
+    try:
+        with open(
+            "/proc/self/statm", "rb", buffering=0
+        ) as file:  # Linux; read in every step, so as it is fastest
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        import psutil
 
-    return psutil.Process().memory_info().rss
+        return psutil.Process().memory_info().rss
 
 
 def this_process() -> dict[str, Any]:

@@ -317,8 +317,8 @@ class FusionTrainer:
         }
 
     def _work(self, batches: Sequence[Batch | None]) -> float:
-        """What plans for several ranks make alike in a step; 0 where padded shapes do not tell it."""
-        if getattr(self.model, "is_packed", False):
+        """What plans for several ranks make alike in a step; 0 in one process, or where padded shapes do not tell."""
+        if self.ranks.world_size == 1 or getattr(self.model, "is_packed", False):
             return 0.0
         shapes = [batch.shape for batch in batches if batch is not None]
         return float(sum(shape.batch_size * work(_lengths(shape)).sum() for shape in shapes))

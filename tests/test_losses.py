@@ -9,6 +9,8 @@ from itertools import combinations
 import pytest
 import torch
 from batches import make_batch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError
@@ -66,6 +68,21 @@ def test_other_captions_of_the_same_image_are_not_negatives():
     )
     within = contrastive_losses(10 * image @ text.T, negatives(batch))
     torch.testing.assert_close(within[0], without[0])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 3]), st.sampled_from([0, 16]), st.integers(-1, 2)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_samples_with_negatives_are_counted_without_a_matrix(samples):
+    batch = make_batch([(tokens, side, side) for tokens, side, _ in samples])
+    batch.groups = torch.tensor([group for *_, group in samples])
+    assert Contrastive().count(batch) == int(negatives(batch).any(1).sum())
+    batch.groups = None
+    assert Contrastive().count(batch) == int(negatives(batch).any(1).sum())
 
 
 def test_the_negatives_sum_has_one_expectation_at_every_batch_size():

@@ -54,7 +54,7 @@ class Contrastive:
 
     def count(self, batch: Batch) -> int:
         """Samples with both modalities and at least one negative."""
-        return int(negatives(batch).any(1).sum())
+        return num_with_negatives(batch)
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum over the samples of the mean of both directions, in nats."""
@@ -81,7 +81,7 @@ class Matching:
 
     def count(self, batch: Batch) -> int:
         """Pairs, and two negatives for every pair that has any."""
-        return int(pairs(batch).sum() + 2 * negatives(batch).any(1).sum())
+        return int(pairs(batch).sum()) + 2 * num_with_negatives(batch)
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum of the binary cross-entropies, in nats."""
@@ -103,6 +103,17 @@ def negatives(batch: Batch) -> Tensor:
     Without groups, or where a group is -1 (unknown), every sample is taken to show an image of its own.
     """
     return negatives_among(pairs(batch), batch.groups)
+
+
+def num_with_negatives(batch: Batch) -> int:
+    """Rows of `negatives` with any: all pairs, or none where they all show one image."""
+    whole = pairs(batch).cpu().numpy()
+    num_pairs = int(whole.sum())
+    if batch.groups is None or not num_pairs:
+        return num_pairs if num_pairs > 1 else 0
+    groups = batch.groups.cpu().numpy()[whole]
+    show_one_image = groups[0] >= 0 and (groups == groups[0]).all()
+    return 0 if show_one_image or num_pairs == 1 else num_pairs
 
 
 def negatives_among(whole: Tensor, groups: Tensor | None) -> Tensor:
