@@ -20,6 +20,7 @@ from mmlab.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.images import parse_image_policy
 from mmlab.machine import GIB, describe_host
+from mmlab.meters import require_device
 from mmlab.model import enable_packing
 from mmlab.parallel import SharedWork
 from mmlab.readers import read_records
@@ -142,11 +143,7 @@ def resolve_device(name: str) -> str:
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise OptionError(f"device {name!r} cannot be used here ({reason}); try auto or cpu") from error
+    require_device(name)
     return name
 
 

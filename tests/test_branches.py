@@ -16,6 +16,7 @@ from mmlab.branches import BranchParallel, BranchPlacement, Span, Timeline, busy
 from mmlab.errors import DataError, OptionError
 from mmlab.losses import Contrastive, MaskedLanguage, Matching
 from mmlab.model import HuggingFaceImages, build_model
+from mmlab.parallel import ParallelOptions
 from mmlab.testing import VirtualDevice
 from mmlab.trainer import FusionTrainer
 
@@ -265,6 +266,10 @@ def test_what_cannot_work_is_refused():
         trainer_of(BranchParallel(build()), compile="eager")
     with pytest.raises(OptionError, match="placed with the fusion on cpu, found device meta"):
         BranchParallel(build()).to("meta")
+    with pytest.raises(OptionError, match="device 'cuda:99' cannot be used here"):
+        FusionTrainer(
+            build(), device="cpu", parallel=ParallelOptions(strategy="branch", image_device="cuda:99")
+        )
     with pytest.raises(OptionError, match="threads_per_branch must be at least 1, found 0"):
         BranchParallel(build(), threads_per_branch=0)
     with pytest.raises(OptionError, match="'gpu7' names no device"):

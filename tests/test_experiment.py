@@ -172,6 +172,9 @@ def test_schedulers_must_be_known_and_named_once(records: Records) -> None:
 def test_auto_device_is_usable() -> None:
     assert resolve_device("auto") in ("cpu", "cuda")
     assert resolve_device("cpu") == "cpu"
+    for name in ("meta", "cuda:99", "abacus"):
+        with pytest.raises(OptionError, match=f"device '{name}' cannot be used here"):
+            resolve_device(name)
 
 
 def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:

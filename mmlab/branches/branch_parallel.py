@@ -29,6 +29,7 @@ from mmlab.branches.placement import BranchPlacement
 from mmlab.branches.side_by_side import is_watched, side_by_side
 from mmlab.branches.timeline import BACKWARD, FORWARD, IMAGE, TEXT, Timeline
 from mmlab.errors import OptionError
+from mmlab.meters import require_device
 from mmlab.model import Encoded, FusionModel, FusionOutput
 from mmlab.types import Batch
 
@@ -52,7 +53,7 @@ class BranchParallel(FusionModel):
         threads_per_branch: intra-op threads of each branch meanwhile (CPU); None shares torch's number evenly.
 
     Raises:
-        OptionError: another kind of model, which has no branches that are known.
+        OptionError: another kind of model, which has no branches that are known, or a device that is not there.
     """
 
     not_compiled_because = "its branches run in threads or on streams of their own"
@@ -143,6 +144,8 @@ class BranchParallel(FusionModel):
 
     def _place(self) -> None:
         placement = self.placement
+        for device in placement.devices:
+            require_device(str(device))
         self.fusion.to(placement.fusion)
         for name, module in self.named_modules():
             if name in ("image_encoder", "image_head", "fusion.mix_images"):
