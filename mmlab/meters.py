@@ -64,7 +64,7 @@ def require_device(name: str) -> None:
         torch.empty(1, device=name).cpu()  # `meta` is made, and cannot be read
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise OptionError(f"device {name!r} cannot be used here ({reason}); try auto or cpu") from error
+        raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
 
 
 def read_device(device: str | torch.device) -> DeviceReading:

@@ -49,6 +49,9 @@ class StepResult(NamedTuple):
     part_norms: dict[str, float]  # the same norm of each part of the model that had a gradient
 
 
+NormsOfParts = Callable[[Mapping[str, Sequence[nn.Parameter]]], dict[str, float]]
+
+
 class Shares(NamedTuple):
     """How gradients are shared out over ranks."""
 
@@ -86,8 +89,6 @@ class Precision:
                 "use fp16"
             )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
-        # norms of the parts over all ranks from those of this one, where each rank holds a part of the model
-        self.share_norms: Callable[[Mapping[str, float]], dict[str, float]] | None = None
         self._done: dict[Any, Any] = {}  # what the step in hand has done so far
 
     @classmethod
@@ -155,7 +156,7 @@ class Precision:
         optimizer: torch.optim.Optimizer,
         parameters: Iterable[nn.Parameter] | Mapping[str, Sequence[nn.Parameter]],
         max_grad_norm: float | Mapping[str, float] = math.inf,
-        shares: Shares | None = None,
+        norms_of: NormsOfParts | None = None,
     ) -> StepResult:
         """Unscale once, clip once, step unless a gradient is not finite or there is none, and clear the gradients.
 
@@ -165,11 +166,12 @@ class Precision:
         Args:
             parameters: the weights, or the weights of each part of the model.
             max_grad_norm: L2 limit of all gradients together, or of each part by itself; infinity does not clip.
-            shares: where ranks have a share of each weight; None where every rank has all.
+            norms_of: `part_norms`, or what finds them where not every rank has all gradients.
         """
-        gradients = gradients_of(parameters if isinstance(parameters, Mapping) else {"all": list(parameters)})
+        parts = parameters if isinstance(parameters, Mapping) else {"all": list(parameters)}
+        gradients = gradients_of(parts)
         done = self._done
-        if not gradients and not done and self.share_norms is None:
+        if not gradients and not done and norms_of is None:
             return StepResult(0.0, True, self.scaler.get_scale(), {})
         if "loss_scale" not in done:
             done["loss_scale"] = self.scaler.get_scale()
@@ -177,7 +179,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
             done["unscaled"] = True
         if "norms" not in done:
-            done["norms"] = self.norms(gradients, shares)
+            done["norms"] = (norms_of or part_norms)(parts)
         if not done["norms"]:  # on no rank
             self._done = {}
             return StepResult(0.0, True, self.scaler.get_scale(), {})
@@ -206,17 +208,6 @@ class Precision:
         self._done = {}
         return StepResult(grad_norm, not finite, done["loss_scale"], done["norms"])
 
-    def norms(
-        self, gradients: Mapping[str, Sequence[Tensor]], shares: Shares | None = None
-    ) -> dict[str, float]:
-        """L2 norm of each part's gradients, over all ranks that hold some of them."""
-        own = (
-            dict(zip(gradients, _norms_of(list(gradients.values()), shares), strict=True))
-            if gradients
-            else {}
-        )
-        return own if self.share_norms is None else self.share_norms(own)
-
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without one."""
         return self.scaler.state_dict()
@@ -241,9 +232,16 @@ def gradients_of(parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, list[
     return {name: gradients for name, gradients in found.items() if gradients}
 
 
-def _norms_of(parts: Sequence[Sequence[Tensor]], shares: Shares | None = None) -> list[float]:
-    """L2 norm of each part's gradients: one pass over them, one wait for the device, or for each of several."""
-    tensors = [tensor for part in parts for tensor in part]
+def part_norms(parts: Mapping[str, Sequence[nn.Parameter]], shares: Shares | None = None) -> dict[str, float]:
+    """L2 norm of the gradients of each part that has any: one pass over them, one wait for each device.
+
+    Args:
+        shares: where ranks have a share of each weight; None where this one has all.
+    """
+    gradients = gradients_of(parts)
+    tensors = [tensor for of_part in gradients.values() for tensor in of_part]
+    if not tensors:
+        return {}
     apart = torch._foreach_norm([_own(tensor) for tensor in tensors])
     norms = [norm.to(apart[0].device) for norm in apart]
     if shares is not None:  # what every rank has whole is counted once
@@ -254,12 +252,12 @@ def _norms_of(parts: Sequence[Sequence[Tensor]], shares: Shares | None = None) -
         ]
     of_parts = [
         torch.stack(norms_of_part).to(torch.float32 if shares is None else torch.float64)
-        for norms_of_part in _split(norms, [len(part) for part in parts])
+        for norms_of_part in _split(norms, [len(of_part) for of_part in gradients.values()])
     ]
     found = torch.stack([torch.linalg.vector_norm(norms_of_part) for norms_of_part in of_parts]).tolist()
-    return (
-        found if shares is None else [math.sqrt(each) for each in shares.total([norm**2 for norm in found])]
-    )
+    if shares is not None:
+        found = [math.sqrt(each) for each in shares.total([norm**2 for norm in found])]
+    return dict(zip(gradients, found, strict=True))
 
 
 def _split(values: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ from mmlab.losses import (
     Objective,
     parse_objectives,
 )
-from mmlab.meters import LiveBytes, step_memory
+from mmlab.meters import LiveBytes, require_device, step_memory
 from mmlab.model import enable_checkpointing, taking_batches
 from mmlab.model.compiling import Compiled
 from mmlab.model.parameters import PARTS, learning, parameter_groups, parts_of
@@ -52,7 +53,7 @@ from mmlab.padding import measure_padding
 from mmlab.parallel import ParallelOptions, Ranks, make_engine
 from mmlab.parallel.engines import Abandoned
 from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
-from mmlab.precision import Precision, Shares, StepResult, gradients_of
+from mmlab.precision import NormsOfParts, Precision, Shares, StepResult, part_norms
 from mmlab.schedule.metrics import work
 from mmlab.types import Batch, BatchShape, CostModel
 from mmlab.weighting import Weighting, make_weighting
@@ -107,7 +108,8 @@ class FusionTrainer:
         live: counts live tensors during each step, exactly but slowly; the way to a peak on a CPU.
 
     Raises:
-        OptionError: an unknown objective, a precision that the device does not support, or a number out of range.
+        OptionError: an unknown objective, a device that is not there, a precision that it does not support, or a number
+            out of range.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class FusionTrainer:
             seed=(seed, 0, math.inf),
         )
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        require_device(str(self.device))
         self.precision = Precision.parse(precision, self.device)
         self.ranks, options = Ranks(), ParallelOptions.parse(parallel)
         self._engine = make_engine(options, self.ranks, self.device)
@@ -178,6 +181,7 @@ class FusionTrainer:
                 precision=self.precision,
                 device=self.device,
                 ahead=options.ahead,
+                ranks=self.ranks,
             )
         if isinstance(weighting, str):
             bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
@@ -191,14 +195,14 @@ class FusionTrainer:
             self.model, weight_decay=weight_decay, lr_factors=lr_factors, layer_decay=layer_decay
         )
         self._order = [weight for group in groups for weight in group["params"]]  # of the optimizer's state
-        self._shares, places = None, iter(range(len(self._order)))
+        self._norms_of: NormsOfParts | None = None if self.branches is None else self.branches.part_norms
+        places = iter(range(len(self._order)))
         self._whole_groups = [
             {**group, "params": [next(places) for _ in group["params"]]} for group in groups
         ]
         if self._engine.lockstep:
-            self._shares = Shares(
-                self.ranks.world_size, lambda numbers: self.ranks.sums(numbers, self.device)
-            )
+            shares = Shares(self.ranks.world_size, lambda numbers: self.ranks.sums(numbers, self.device))
+            self._norms_of = partial(part_norms, shares=shares)
             groups = [part for group in groups for part in _alike(group)]
         self.optimizer = RestartableAdamW(groups, lr=lr, fused=self.device.type in ("cpu", "cuda"))
         self.lr, self.warmup_ratio, self.total_steps = lr, warmup_ratio, total_steps
@@ -277,7 +281,7 @@ class FusionTrainer:
             if not math.isfinite(sum(means.values())):  # its gradient may look sound all the same
                 self.model.zero_grad(set_to_none=True)
             result = self._retried(
-                lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm, self._shares)
+                lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm, self._norms_of)
             )
         if not math.isfinite(sum(means.values())) or (result.skipped and means and not self.precision.scales):
             self._not_finite(learnt, means, result)
@@ -355,7 +359,7 @@ class FusionTrainer:
             means, _ = self._gradient(batches, counts, alone, joined)
             scale = self.precision.scaler.get_scale()
             if name in means:  # else there was nothing to learn from: no gradient is not a small one
-                of_parts = self.precision.norms(gradients_of(self._parts), self._shares)
+                of_parts = (self._norms_of or part_norms)(self._parts)
                 norms[name] = math.hypot(*of_parts.values()) / scale
             self.model.zero_grad(set_to_none=True)
         return norms
@@ -378,6 +382,7 @@ class FusionTrainer:
             Mean losses over all ranks, and the parts of the micro-batch that was cut most.
         """
         if self.branches is not None:
+            self._window.remember()
             there = [batch for batch in batches if batch is not None]
             doing = f"step {self.step}"
             return self.branches.gradient(there, counts, weights, seed=self._seed_draw, doing=doing), 1
@@ -572,6 +577,8 @@ class FusionTrainer:
 
         Args:
             num_candidates: size of the candidate sets behind `loss`.
+
+        Under `fsdp` and `branch` a collective.
 
         Returns:
             The values of an `eval` event: `loss`, the contrastive loss of each pair among a fixed number of
@@ -816,6 +823,10 @@ def _check_options(
 def _branches_at_once(model: nn.Module, device: torch.device, image_device: str | None) -> BranchParallel:
     """Both branches in this process, the images' on the GPU after `device` if there is one."""
     if isinstance(model, BranchParallel):
+        if image_device not in (None, model.placement.image):
+            raise OptionError(
+                f"the model's images are placed on {model.placement.image} already, found image_device={image_device!r}"
+            )
         return model
     if image_device is None and device.type == "cuda" and torch.cuda.device_count() > 1:
         image_device = f"cuda:{((device.index or 0) + 1) % torch.cuda.device_count()}"

@@ -117,7 +117,7 @@ class Window:
         self._joined = [*joined]
         batches = [*batches, *[None] * (max(len(joined), length) - len(batches))]
         num_parts = [1] * len(batches)
-        statistics = self._before = self._copy_statistics()
+        statistics = self.remember()
         number = 0
 
         def attempt(terms: LossTerms) -> None:
@@ -186,6 +186,11 @@ class Window:
         if self._all_ranks is not None:
             return self._all_ranks.verdict(own)
         return 0 if self._engine is None else int(self._engine.ranks.largest(own, self.device))
+
+    def remember(self) -> list[Tensor]:
+        """Running statistics as they are before a window, for `forget`."""
+        self._before = self._copy_statistics()
+        return self._before
 
     def forget(self) -> None:
         """Take back what the last window did to running statistics, which a sample that is not finite spoils."""

@@ -20,7 +20,8 @@ from transformers import BertModel, PreTrainedTokenizerFast  # noqa: F401 (impor
 from mmlab.cli import main
 from mmlab.testing import VirtualDevice
 
-WAYS = ("stopped", "stuck", "memory", "disk")
+WAYS = ("stopped", "stuck", "memory", "disk", "branch")
+HANGING = ("stopped", "stuck", "branch")  # does not end by itself
 TIMEOUT_S = 5
 LIMIT_S = 200  # until all have begun, on the busiest machine
 
@@ -47,8 +48,10 @@ def begin(config: Path, way: str, runs: Path, rank: int, port: int) -> int:
     arguments = ["train", str(config), "--runs", str(runs), "--set", f"name={way}"]
     for change in ("trainer.num_epochs=100000", "checkpoint.every_steps=1000"):
         arguments += ["--set", change]
-    if way in ("stopped", "stuck"):
+    if way in HANGING:
         arguments += ["--set", f"parallel.timeout_s={TIMEOUT_S}"]
+    if way == "branch":
+        arguments += ["--set", "parallel.strategy=branch"]
     with device if way == "memory" and rank else nullcontext():
         os._exit(main(arguments))
 
@@ -91,11 +94,11 @@ def fail_and_wait(pairs: dict[str, list[int]], runs: Path) -> dict[str, list[int
     for way, (_, victim) in pairs.items():
         for rank in range(2):
             wait_for_steps(runs / way / f"events-rank{rank}.jsonl", 0, 3, limit_s=LIMIT_S)
-        os.kill(victim, signal.SIGSTOP if way == "stopped" else signal.SIGUSR1)
+        os.kill(victim, signal.SIGSTOP if way in ("stopped", "branch") else signal.SIGUSR1)
     found = {}
     for way, (survivor, victim) in pairs.items():
         [code] = ended([survivor])
-        if way in ("stopped", "stuck"):
+        if way in HANGING:
             os.kill(victim, signal.SIGKILL)
         found[way] = [code, *ended([victim])]
     return found

@@ -108,7 +108,7 @@ def all_negatives(rank: int, world_size: int) -> None:
 
 def refused() -> None:
     for options, message in (
-        ({"on_out_of_memory": "split"}, "use on_out_of_memory='raise'"),
+        ({"on_out_of_memory": "split"}, "use on_out_of_memory='auto'"),
         ({"precision": "fp16"}, "fsdp has no loss scale"),
         ({"compile": True}, "use compile=False"),
     ):

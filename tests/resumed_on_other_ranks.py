@@ -36,6 +36,8 @@ def begin(
     def noted(trainer, batches, **options):
         values = plain(trainer, batches, **options)
         ids = [record_id for batch in batches for record_id in batch.record_ids]
+        if strategy == "branch" and rank:  # both see all samples; they count once
+            ids = []
         line = [stage, values["epoch"], trainer.step, values["lr"], ids]
         with (runs / f"seen-{stage}-{rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -45,8 +47,6 @@ def begin(
 
     FusionTrainer.train_step = noted
     changes = [f"parallel.strategy={strategy}"]
-    if strategy == "fsdp":
-        changes += ["trainer.on_out_of_memory=raise"]
     train(load_config(config, changes), runs=runs, resume="auto", progress=False)
     os._exit(0)
 

@@ -37,6 +37,7 @@ budget = 400
 [trainer]
 objectives = ["contrastive", "matching"]
 accumulation_steps = 2
+eval_every = 3
 device = "cpu"
 [parallel]
 strategy = "branch"

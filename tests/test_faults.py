@@ -79,12 +79,14 @@ def test_whatever_befalls_a_rank_the_others_stop_and_name_it(config: Path, tmp_p
         "stuck": [1, killed],
         "memory": [1, 1],
         "disk": [1, 1],
+        "branch": [1, killed],
     }
     told = {
         "stopped": "gives no sign of life since step",
         "stuck": "it lives and has kept rank 0 waiting for",
         "memory": "out of memory",
         "disk": "No space left on device",
+        "branch": "gives no sign of life since step",
     }
     for way, words in told.items():
         run, end = tmp_path / way, last(tmp_path / way, "end")
@@ -95,7 +97,7 @@ def test_whatever_befalls_a_rank_the_others_stop_and_name_it(config: Path, tmp_p
         step = int(end["message"].partition(" step ")[2].split(":")[0].split(";")[0].split()[0])
         assert abs(step - end["num_steps"]) <= 1, "the step that was in hand"
         assert f"mmlab: failed: RunError: {end['message']}" in done.stderr
-    for way in ("stopped", "stuck"):
+    for way in ("stopped", "stuck", "branch"):
         assert "--resume auto" in last(tmp_path / way, "warning")["message"]
 
 

@@ -45,6 +45,9 @@ every_minutes = 60.0
         pytest.param(
             [(2, "fsdp", 2), (1, "ddp", 4), (2, "fsdp", None)], id="shared out, in one process, shared out"
         ),
+        pytest.param(
+            [(2, "branch", 2), (2, "ddp", 3), (2, "branch", None)], id="by branches, by samples, by branches"
+        ),
     ],
 )
 def test_every_sample_comes_once_an_epoch_on_whatever_ranks(stages, scenes: Path, tmp_path: Path) -> None:

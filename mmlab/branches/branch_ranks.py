@@ -19,20 +19,20 @@ where memory ran out, nor fp16, whose scaler would have to agree.
 
 from __future__ import annotations
 
-import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import torch
 from torch import Tensor, distributed, nn
 
 from mmlab.branches.timeline import BACKWARD, FORWARD, FUSION, IMAGE, TEXT, WAIT, Timeline
 from mmlab.branches.wire import PeerFailed, Wire
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, RunError
 from mmlab.losses import Contrastive, LossTerms, Objective, parse_objectives
 from mmlab.model import Encoded, FusionModel
-from mmlab.model.parameters import PARTS
 from mmlab.parallel import Ranks
 from mmlab.precision import Precision
 from mmlab.types import Batch
@@ -52,7 +52,10 @@ class BranchRanks:
         precision: "fp32" or "bf16" ("tf32" on CUDA).
         device: of this rank.
         ahead: micro-batches that rank 0 may be ahead.
-        timeline: takes the spans of this rank.
+        ranks: counts what this one waits.
+
+    Attributes:
+        timeline: takes the spans of this rank, where it is set.
 
     Raises:
         OptionError: not two ranks, fp16, a model without branches, or negatives from all ranks.
@@ -66,9 +69,9 @@ class BranchRanks:
         precision: str | Precision = "fp32",
         device: torch.device | str = "cpu",
         ahead: int = 1,
-        timeline: Timeline | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.ranks, self.device = Ranks(), torch.device(device)
+        self.ranks, self.device = ranks or Ranks(), torch.device(device)
         if self.ranks.world_size != 2:
             raise OptionError(
                 f"branches take two ranks, one for the images and one for the texts, found {self.ranks.world_size}; "
@@ -88,13 +91,14 @@ class BranchRanks:
             )
         if ahead < 0:
             raise OptionError(f"ahead must be at least 0, found {ahead}")
-        self.ahead, self.timeline = ahead, timeline
+        self.ahead = ahead
+        self.timeline: Timeline | None = None
         self.is_image_rank = self.ranks.rank == IMAGE_RANK
         peer = TEXT_RANK if self.is_image_rank else IMAGE_RANK
-        self._features, self._gradients = Wire(peer, self.device), Wire(peer, self.device)
+        self._features, self._gradients = (Wire(peer, self.device, self.ranks) for _ in range(2))
         self._wants_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
-        self.precision.share_norms = self.share_norms
         self._number = 0  # micro-batches so far
+        self._failed = False
 
     def owns(self, name: str) -> bool:
         """Whether this rank trains the weight of that name."""
@@ -127,8 +131,14 @@ class BranchRanks:
             Mean losses, on both ranks.
 
         Raises:
-            RunError: the other rank failed; this rank's own error is raised as it is.
+            RunError: the other rank failed, now or in an earlier window, or has other batches; this rank's own error is
+                raised as it is.
         """
+        if self._failed:
+            raise RunError(
+                "a rank failed in an earlier window, and what was sent is lost; resume from a checkpoint"
+            )
+        self._require_same(batches, doing)
         terms = LossTerms(counts, weights)
         problem: Exception | None = None
         seed(0)
@@ -142,7 +152,9 @@ class BranchRanks:
         except Exception as error:
             problem = error
             (self._features if self.is_image_rank else self._gradients).give_up()
+        self._failed = True
         self.ranks.agree(problem, self.device, doing)
+        self._failed = False
         self._number += len(batches)
         for wire in (self._features, self._gradients):
             wire.wait()
@@ -150,13 +162,22 @@ class BranchRanks:
         means = self.ranks.sums([shares.get(name, 0.0) for name in counts], self.device)
         return {name: mean for name, mean in zip(counts, means, strict=True) if counts[name]}
 
-    def share_norms(self, norms: Mapping[str, float]) -> dict[str, float]:
-        """L2 norms of the parts over both ranks, from those of this one; a collective."""
-        held = self.ranks.sums([float(part in norms) for part in PARTS], self.device)
-        squares = self.ranks.sums([norms.get(part, 0.0) ** 2 for part in PARTS], self.device)
-        return {
-            part: math.sqrt(square) for part, square, has in zip(PARTS, squares, held, strict=True) if has
-        }
+    def part_norms(self, parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, float]:
+        """As `mmlab.precision.part_norms`, of both ranks' gradients: bitwise those of one process; a collective."""
+        weights = [weight for of_part in parts.values() for weight in of_part]
+        has_gradient = [weight.grad is not None for weight in weights]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norms = iter(torch.stack(torch._foreach_norm(gradients)).tolist() if gradients else [])
+        told = self.ranks.sums(
+            [*has_gradient, *(next(norms) if there else 0.0 for there in has_gradient)], self.device
+        )
+        both = zip(told[: len(weights)], told[len(weights) :], strict=True)
+        found = {}
+        for part, of_part in parts.items():
+            there = [norm for held, norm in islice(both, len(of_part)) if held]
+            if there:
+                found[part] = float(torch.linalg.vector_norm(torch.tensor(there)))
+        return found
 
     def share_weights(self) -> None:
         """Give each rank the other's weights and statistics, so that both hold the whole model; a collective."""
@@ -184,6 +205,15 @@ class BranchRanks:
             if not self.owns(name):
                 optimizer.state.pop(weight, None)
 
+    def _require_same(self, batches: Sequence[Batch], doing: str) -> None:
+        digest = zlib.crc32(repr([(batch.shape, batch.record_ids) for batch in batches]).encode())
+        most, least = self.ranks.largest_of([digest, -digest], self.device)
+        if most != -least:
+            raise RunError(
+                f"{doing}: the ranks have different batches; with a branch on each both must read the same samples in "
+                "the same order: give both the whole plan, no share of it, and no sampler that deals samples out"
+            )
+
     def _share(self, tensor: Tensor, own: bool) -> None:
         source = self.ranks.rank if own else 1 - self.ranks.rank
         message = tensor.detach().to(self.device).contiguous()
@@ -197,6 +227,8 @@ class BranchRanks:
         for number, batch in enumerate(batches):
             with self._span(number, IMAGE, FORWARD), self.precision.autocast():
                 encoded = self.model.encode_image(*self._here(batch.pixel_values, batch.pixel_mask))
+            if not self._wants_features:  # nothing will come back for them
+                encoded = encoded._replace(features=encoded.features.detach())
             embedding, features, mask = encoded
             self._features.send([embedding, features if self._wants_features else None, mask])
             waiting.append((number, encoded))

@@ -169,7 +169,7 @@ class _Planner:
                     ONE_PROCESS, [(0, 1.0)], [(1, 1.0)], fusion, "BranchParallel", one_s, placement=place
                 )
             )
-        found.append(self._option(TWO_RANKS, [(0, 1.0)], [(1, 1.0)], 1, "BranchRanks", one_s))
+        found.append(self._option(TWO_RANKS, [(0, 1.0)], [(1, 1.0)], 1, 'parallel="branch"', one_s))
         moved = [
             self._option(
                 LAYERS_MOVED,

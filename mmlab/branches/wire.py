@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from mmlab.parallel import Ranks
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64)
 _MOST_TENSORS, _MOST_DIMS, _ALIGNED_BYTES = 4, 4, 16
 _PER_TENSOR = 2 + _MOST_DIMS  # type and whether it asks for a gradient, number of dimensions, sizes
@@ -29,10 +31,11 @@ class Wire:
     Args:
         peer: the other rank.
         device: where this rank's tensors are.
+        ranks: counts what this one waits.
     """
 
-    def __init__(self, peer: int, device: torch.device) -> None:
-        self.peer, self.device = peer, device
+    def __init__(self, peer: int, device: torch.device, ranks: Ranks) -> None:
+        self.peer, self.device, self._ranks = peer, device, ranks
         self._group: Any = distributed.new_group()
         self._sent: list[tuple[Any, Tensor]] = []  # work in progress and the bytes that it reads
         self.num_bytes = 0  # sent so far
@@ -56,7 +59,7 @@ class Wire:
             PeerFailed: the other rank gave up.
         """
         header = torch.empty(1 + _MOST_TENSORS * _PER_TENSOR, dtype=torch.int64, device=self.device)
-        distributed.recv(header, self.peer, group=self._group)
+        self._take(header)
         number, *rest = header.tolist()
         if number == _GAVE_UP:
             raise PeerFailed
@@ -67,7 +70,7 @@ class Wire:
         if not any(code for code, *_ in expected):
             return [None] * number
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        distributed.recv(buffer, self.peer, group=self._group)
+        self._take(buffer)
         return [_rebuilt(found, part) for found, part in zip(expected, buffer.split(sizes), strict=True)]
 
     def give_up(self) -> None:
@@ -79,6 +82,12 @@ class Wire:
         for work, _ in self._sent:
             work.wait()
         self._sent = []
+
+    def _take(self, message: Tensor) -> None:
+        with self._ranks.waiting():
+            distributed.recv(message, self.peer, group=self._group)
+            if self.device.type == "cuda":  # else the wait is the next kernel's
+                torch.cuda.synchronize(self.device)
 
     def _begin(self, message: Tensor) -> None:
         self._sent.append((distributed.isend(message, self.peer, group=self._group), message))

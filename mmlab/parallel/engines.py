@@ -183,7 +183,7 @@ class OneBranchEach(Engine):
         if splits:
             raise OptionError(
                 "with a branch on each rank one alone cannot go through a micro-batch again in parts; use "
-                "on_out_of_memory='raise', and plan smaller batches"
+                "on_out_of_memory='auto', and plan smaller batches"
             )
         if compiles:
             raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")

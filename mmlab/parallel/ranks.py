@@ -9,8 +9,8 @@ with the backward pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 
@@ -28,7 +28,7 @@ _NUM_TIMED = 10  # exchanges that tell what one costs
 class Ranks:
     """The process group of a run, or a lone process.
 
-    Every method but `note` and `in_place` is a collective: all ranks call it, in the same order.
+    Every method but `note`, `in_place` and `waiting` is a collective: all ranks call it, in the same order.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,16 @@ class Ranks:
 
     @property
     def waited_s(self) -> float:
-        """Seconds in the step's short exchanges beyond what they cost when nobody is late."""
+        """Seconds in the step's short exchanges beyond what they cost when nobody is late, and in `waiting`."""
         return max(0.0, self._met_s - self._num_met * (self._cost_s or 0.0))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for what another rank sends: counted in whole, and that rank is named if it fails."""
+        started = time.perf_counter()
+        with _exchange():
+            yield
+        self._met_s += time.perf_counter() - started
 
     def sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """Each number summed over the ranks, in double precision."""

@@ -42,7 +42,7 @@ class Sharded(Engine):
         if splits:
             raise OptionError(
                 "under fsdp the ranks gather weights from each other in every pass, so that one alone cannot go "
-                "through a micro-batch again in parts; use on_out_of_memory='raise', and plan smaller batches"
+                "through a micro-batch again in parts; use on_out_of_memory='auto', and plan smaller batches"
             )
         if compiles:
             raise OptionError("fsdp was not tried with torch.compile; use compile=False")
