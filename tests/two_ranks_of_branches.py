@@ -65,12 +65,13 @@ def same_gradient(rank: int) -> None:
         (["contrastive"], {"ahead": 0}, {}),
         (["contrastive", "matching"], {"ahead": 1}, {"modality_dropout": 0.4, "dropout": 0.3}),
         (["contrastive", "matching"], {"ahead": 3}, {"fusion": "multiscale"}),
-        (["contrastive", "matching"], {"precision": "bf16"}, {}),
+        (["contrastive", "matching"], {"precision": "bf16", "checkpointing": True}, {}),
+        (["contrastive", "matching"], {"channels_last": True}, {}),
         (list(GOALS), {}, {}),
     ]
     for objectives, options, changes in cases:
-        precision = options.get("precision", "fp32")
-        (expected, values), _ = one_process(objectives, changes=changes, precision=precision)
+        alike = {name: value for name, value in options.items() if name != "ahead"}
+        (expected, values), _ = one_process(objectives, changes=changes, **alike)
         ranks = two_ranks(objectives, changes=changes, **options)
         found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
         assert found.keys() == {name for name in expected if ranks.branches.owns(name)}
