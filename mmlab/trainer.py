@@ -197,8 +197,14 @@ class FusionTrainer:
         self._order = [weight for group in groups for weight in group["params"]]  # of the optimizer's state
         self._norms_of: NormsOfParts | None = None if self.branches is None else self.branches.part_norms
         places = iter(range(len(self._order)))
+        names = {weight: name for name, weight in self.model.named_parameters()}
         self._whole_groups = [
-            {**group, "params": [next(places) for _ in group["params"]]} for group in groups
+            {
+                **group,
+                "params": [next(places) for _ in group["params"]],
+                "param_names": [names[weight] for weight in group["params"]],
+            }
+            for group in groups
         ]
         if self._engine.lockstep:
             shares = Shares(self.ranks.world_size, lambda numbers: self.ranks.sums(numbers, self.device))
@@ -557,15 +563,17 @@ class FusionTrainer:
     def _save(
         self, checkpoints: Checkpoints | None, loader: Iterable[Batch], found: StepValues | None = None
     ) -> None:
-        """Rank 0 writes a checkpoint; the others wait for it."""
+        """Rank 0 writes a checkpoint and the others wait for it; what is shared out every rank writes."""
         if checkpoints is not None:
             self.ranks.note(self.step, SAVES)
             state = self.state_dict()
             if hasattr(loader, "start_batch"):  # it can go on by itself
                 state["loader"] = loader.state_dict()  # type: ignore[attr-defined]
             checkpoints.start_interval()  # on every rank, or those that do not write ask for the next one at once
+            if self._engine.lockstep or self.ranks.rank == 0:
+                saved = checkpoints.save(state, values=found)
             if self.ranks.rank == 0:
-                self._emit_event("checkpoint", checkpoints.save(state, values=found))
+                self._emit_event("checkpoint", saved)
             self._agreed(False)
 
     def stop(self) -> None:
@@ -630,13 +638,12 @@ class FusionTrainer:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it.
 
-        Under `fsdp` a collective: rank 0 has the whole of it, as a single process would, the others its shapes alone.
-        Where ranks train a branch each a collective too, and all have the whole of it.
+        Under `fsdp` its weights and moments are this rank's shares (`DTensor`), for `Checkpoints` to write. Where ranks
+        train a branch each a collective, and all have the whole of it.
         """
         self._gather_weights()
-        whole = self._engine.whole
         return {
-            "model": {name: whole(tensor) for name, tensor in self.model.state_dict().items()},
+            "model": self.model.state_dict(),
             "optimizer": self._optimizer_state(),
             "precision": self.precision.state_dict(),
             "weighting": {**self.weighting.state_dict(), "on": self.weighting_on},
@@ -652,7 +659,7 @@ class FusionTrainer:
             self.branches.share_weights()
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """As one process has it."""
+        """In the order that one process has; under `fsdp` with the weights' names."""
         if self.branches is not None:
             self.branches.share_moments(self.optimizer)
             whole = self.optimizer.state_dict()
@@ -660,17 +667,13 @@ class FusionTrainer:
             return whole
         if not self._engine.lockstep:
             return self.optimizer.state_dict()
-        known = ((place, self.optimizer.state.get(weight, {})) for place, weight in enumerate(self._order))
-        state = {
-            place: {key: self._engine.whole(value) for key, value in values.items()}
-            for place, values in known
-            if values
-        }
+        known = ((place, self.optimizer.state.get(weight)) for place, weight in enumerate(self._order))
+        state = {place: values for place, values in known if values}
         options = self.optimizer.param_groups[0]
         return {"state": state, "param_groups": [{**options, **group} for group in self._whole_groups]}
 
     def _load_shares(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's share of what one process has."""
+        """Take this rank's share of what one process has, or what was read of it already."""
         own = self.model.state_dict()
         found = {name: tensor.shape for name, tensor in state["model"].items()}
         if found != {name: tensor.shape for name, tensor in own.items()}:

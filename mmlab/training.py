@@ -1,7 +1,8 @@
 """One training run from a configuration: read, plan, train, evaluate, save; go on where an earlier run ended.
 
 A run is a folder: `config.toml`, `tokenizer/`, one events file a rank, and `checkpoints/`. Started by `torchrun`, every
-rank trains on its share of each plan, or its branch of the model, and rank 0 writes the checkpoints.
+rank trains on its share of each plan, or its branch of the model, and rank 0 writes the checkpoints, under `fsdp` with
+the shares of all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import distributed
 from tqdm.auto import tqdm
 
-from mmlab.checkpoint import MANIFEST, Checkpoints, read_checkpoint, restore
+from mmlab.checkpoint import MANIFEST, Checkpoints, check, restore
 from mmlab.config import CACHE_OPTIONS, LOADER_OPTIONS, RunConfig, load_config
 from mmlab.control import Control
 from mmlab.dataset import MultimodalDataset
@@ -187,11 +188,11 @@ class _Run:
         """
         found = None
         if resume != "never":
-            own = self._checkpoints.load() if own_first else None
-            saved = own or _saved_in(path, self._checkpoints)
-            if saved is not None:
-                found, state = saved
-                restore(self.trainer, self._loader, found, state)
+            ranks = self.trainer.ranks
+            own = self._checkpoints.newest(ranks) if own_first else None
+            found = own or _saved_in(path, self._checkpoints, ranks)
+            if found is not None:
+                restore(self.trainer, self._loader, found)
                 self._warn_of_changes()
         if self._rank == 0:
             self.config.save(self.folder / _CONFIG)
@@ -404,14 +405,15 @@ def _model(config: RunConfig, vocab_size: int, seed: int) -> torch.nn.Module:
         return build(**config.model, vocab_size=vocab_size)
 
 
-def _saved_in(path: Path | None, own: Checkpoints) -> tuple[Path, dict[str, Any]] | None:
+def _saved_in(path: Path | None, own: Checkpoints, ranks: Ranks) -> Path | None:
     """The checkpoint to go on from: the newest of this run's own, or of what was asked for."""
     if path is None:
-        return own.load()
+        return own.newest(ranks)
     if (path / MANIFEST).exists():
-        return path, read_checkpoint(path)
+        check(path, ranks)
+        return path
     inside = path / _CHECKPOINTS
-    found = Checkpoints(inside if inside.is_dir() else path).load()
+    found = Checkpoints(inside if inside.is_dir() else path).newest(ranks)
     if found is None:
         raise DataError(
             f"{path}: no checkpoint there; give a checkpoint's folder, or a folder of checkpoints"

@@ -48,6 +48,7 @@ every_minutes = 60.0
         pytest.param(
             [(2, "branch", 2), (2, "ddp", 3), (2, "branch", None)], id="by branches, by samples, by branches"
         ),
+        pytest.param([(2, "fsdp", 1), (4, "fsdp", 2), (2, "ddp", None)], id="shared out by 2, by 4, by none"),
     ],
 )
 def test_every_sample_comes_once_an_epoch_on_whatever_ranks(stages, scenes: Path, tmp_path: Path) -> None:

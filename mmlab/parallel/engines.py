@@ -161,13 +161,9 @@ class Engine:
         """Sum the gradients after the window."""
         self.ranks.add_gradients(weights, self.device)
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """All of a weight or of the optimizer's state; where it is shared out a collective, and on rank 0 alone."""
+    def share(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """This rank's share of a tensor, as one like it is shared out; one that is a share is returned as it is."""
         return tensor
-
-    def share(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This rank's share of a whole tensor, as one like it is shared out."""
-        return whole
 
     def evaluate(self, work: Callable[[], Result]) -> Result:
         """A forward pass without a backward pass."""

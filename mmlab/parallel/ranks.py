@@ -9,10 +9,11 @@ with the backward pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -23,16 +24,20 @@ from mmlab.parallel.faults import broke_off, current_watch
 
 _BUCKET_BYTES = 32 * 2**20
 _NUM_TIMED = 10  # exchanges that tell what one costs
+Result = TypeVar("Result")
 
 
 class Ranks:
     """The process group of a run, or a lone process.
 
     Every method but `note`, `in_place` and `waiting` is a collective: all ranks call it, in the same order.
+
+    Args:
+        alone: this process has nothing to say to the others, though there may be some.
     """
 
-    def __init__(self) -> None:
-        joined = distributed.is_available() and distributed.is_initialized()
+    def __init__(self, *, alone: bool = False) -> None:
+        joined = not alone and distributed.is_available() and distributed.is_initialized()
         self.rank = distributed.get_rank() if joined else 0
         self.world_size = distributed.get_world_size() if joined else 1
         self._met_s, self._num_met = 0.0, 0  # in short exchanges since the step began
@@ -103,6 +108,37 @@ class Ranks:
             rank = round(failed) - 1
             words = "" if watch is None else watch.words_of(rank)
             raise RunError(f"rank {rank} could not do {doing}: {words or 'its own error says why'}")
+
+    def together(self, work: Callable[[], Result], doing: str) -> list[Result]:
+        """What `work` returns on every rank, by rank; small things that can be pickled.
+
+        Args:
+            doing: what it does, for the error: "save a checkpoint".
+
+        Raises:
+            RunError: it failed on some ranks, and they are named; on every rank. A lone process has its own error.
+        """
+        if self.world_size == 1:
+            return [work()]
+        found, problem = None, None
+        try:
+            found = work()
+        except Exception as error:
+            problem = error
+        words = None if problem is None else f"{type(problem).__name__}: {problem}"
+        answers: list[Any] = [None] * self.world_size
+        with _exchange():
+            distributed.all_gather_object(answers, (found, words))
+        failures = [
+            f"rank {rank} could not {doing}: {words}" for rank, (_, words) in enumerate(answers) if words
+        ]
+        if failures:
+            raise RunError("; ".join(failures)) from problem
+        return [found for found, _ in answers]
+
+    def first(self, work: Callable[[], Result], doing: str) -> Result:
+        """What `work` returns on rank 0, which alone does it; see `together`."""
+        return self.together(lambda: work() if self.rank == 0 else None, doing)[0]  # type: ignore[return-value]
 
     def gather(self, rows: torch.Tensor, into: torch.Tensor, device: torch.device) -> None:
         """Every rank's rows (N, ...), one rank after the other, into a tensor of (world_size x N, ...)."""

@@ -103,15 +103,10 @@ class Sharded(Engine):
         for weight, is_used, total in zip(self._scalars, num_ranks, totals, strict=False):
             weight.grad = torch.full_like(weight, total) if is_used else None
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
+    def share(self, tensor: Tensor, like: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
             return tensor
-        return tensor.full_tensor().to("meta" if self.ranks.rank else "cpu")
-
-    def share(self, whole: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return whole
-        on_device = whole.to(like.device)
+        on_device = tensor.to(like.device)
         return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
 
     def evaluate(self, work: Callable[[], Result]) -> Result:

@@ -1,24 +1,8 @@
-"""Checkpoints: whole or not there, checked when they are read, the newest and the best kept.
-
-A checkpoint is a folder of four files, written under another name, brought to the disk (`fsync`) and then renamed: a
-process killed at any moment, or a power cut, leaves the checkpoints before it as they were.
-
-    000003-step-1200/
-        weights.safetensors   the model's weights and buffers, readable by any program that knows safetensors
-        state.pt              optimizer and loss scaler, for `torch.load(..., weights_only=True)`
-        progress.json         counters of the trainer and position of the loader
-        manifest.json         size and SHA-256 of the other files, and what an evaluation found
-
-Costs 12 bytes a weight on disk (fp32 with AdamW), written while training waits: 41 million weights, 490 MB, took 1.9 s.
-Does not: write shares of ranks (rank 0 collects and writes, all read), nor guard against two runs in one folder.
-"""
+"""`Checkpoints`: the checkpoints of one run; when to save, what to keep, where to go on."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import shutil
 import time
 import warnings
@@ -27,14 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from mmlab.checkpoint.files import SAVING, check, is_shared_out, read_manifest, read_state, sync, write_state
 from mmlab.errors import DataError, OptionError
 from mmlab.events import RunEvent
+from mmlab.parallel import Ranks
 
-_WEIGHTS, _STATE, _PROGRESS, MANIFEST = "weights.safetensors", "state.pt", "progress.json", "manifest.json"
-_JSON_KEYS = ("progress", "loader")  # of a state: plain numbers and texts
 _NAMES = "[0-9]*-step-*"
 
 
@@ -113,6 +94,8 @@ class Checkpoints:
     def save(self, state: Mapping[str, Any], *, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write a checkpoint, then remove those that are no longer to be kept.
 
+        A collective where ranks share out the weights; else one process writes, and the others leave it to that.
+
         Args:
             state: `FusionTrainer.state_dict()`, with the loader's under `loader`.
             values: what an evaluation found, to judge the best by.
@@ -122,23 +105,41 @@ class Checkpoints:
 
         Raises:
             OSError: the disk is full or read-only; no checkpoint was added and none removed.
+            RunError: the same, on all ranks of a collective; those that failed are named.
             TypeError: progress or the loader's state hold more than numbers and texts.
         """
         started = time.perf_counter()
         progress = state["progress"]
-        number = 1 + max((_number(path) for path in self.paths), default=0)
-        path = self.folder / f"{number:06d}-step-{progress['step']}"
-        self._clear_away()
+        ranks = Ranks(alone=not is_shared_out(state))
+        path = ranks.first(lambda: self._begin(progress["step"]), SAVING)
         unfinished = self._aside(path)
-        unfinished.mkdir(parents=True)
         try:
-            num_bytes = _write(unfinished, state, values or {})
-            unfinished.rename(path)
+            num_bytes = write_state(unfinished, state, values or {}, ranks)
+            ranks.first(lambda: unfinished.rename(path), SAVING)
         except BaseException:
-            shutil.rmtree(unfinished)
+            if ranks.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        _sync(self.folder)
         self.start_interval()
+        ranks.first(lambda: self._tidy(values or {}), SAVING)
+        return {
+            "path": path.relative_to(self.folder.parent).as_posix(),
+            "checkpoint_bytes": num_bytes,
+            "checkpoint_s": time.perf_counter() - started,
+            "epoch": progress["epoch"],
+        }
+
+    def _begin(self, step: int) -> Path:
+        """Where the next checkpoint will stand; the folder to write it in is there."""
+        number = 1 + max((_number(path) for path in self.paths), default=0)
+        path = self.folder / f"{number:06d}-step-{step}"
+        self._clear_away()
+        self._aside(path).mkdir(parents=True)
+        return path
+
+    def _tidy(self, values: Mapping[str, Any]) -> None:
+        """Bring the new name to the disk; then keep the newest and the best."""
+        sync(self.folder)
         if values and self.best_key not in values and self.keep_best and not self._is_warned:
             self._is_warned = True
             known = ", ".join(sorted(key for key, value in values.items() if isinstance(value, float)))
@@ -147,25 +148,25 @@ class Checkpoints:
         for old in set(self.paths) - kept:
             old.rename(self._aside(old))
         self._clear_away()
-        return {
-            "path": path.relative_to(self.folder.parent).as_posix(),
-            "checkpoint_bytes": num_bytes,
-            "checkpoint_s": time.perf_counter() - started,
-            "epoch": progress["epoch"],
-        }
 
-    def load(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that is whole, and its state; None where there is none at all.
+    def newest(self, ranks: Ranks | None = None) -> Path | None:
+        """The newest checkpoint that is whole; None where there is none at all.
+
+        Args:
+            ranks: share the reading, and come to one answer: then a collective.
 
         Raises:
             DataError: all are damaged.
         """
-        paths = self.paths
+        ranks = ranks or Ranks(alone=True)
+        paths = ranks.first(lambda: self.paths, f"look for checkpoints in {self.folder}")
         for path in reversed(paths):
             try:
-                return path, read_checkpoint(path)
+                check(path, ranks)
             except DataError as error:
                 self._warn(f"{error}; using the checkpoint before it")
+            else:
+                return path
         if paths:
             raise DataError(
                 f"{self.folder}: none of the {len(paths)} checkpoints is whole; start anew in another folder"
@@ -174,6 +175,8 @@ class Checkpoints:
 
     def restore(self, trainer: Any, loader: Any = None) -> Path | None:
         """Go on from the newest whole checkpoint: bitwise the same run, in the middle of an epoch too.
+
+        On several ranks a collective.
 
         Args:
             trainer: made with the options of the run.
@@ -186,18 +189,17 @@ class Checkpoints:
         Raises:
             DataError: all are damaged, or the newest is of another model, other data or another scheduler.
         """
-        found = self.load()
-        if found is None:
-            return None
-        restore(trainer, loader, *found)
-        return found[0]
+        path = self.newest(trainer.ranks)
+        if path is not None:
+            restore(trainer, loader, path)
+        return path
 
     def _ranked(self) -> list[Path]:
         """Checkpoints with an evaluation, best first."""
         scores = {}
         for path in self.paths:
-            with suppress(DataError):  # damaged: `load` says so
-                score = _read_manifest(path)[1].get(self.best_key, math.nan)
+            with suppress(DataError):  # damaged: `newest` says so
+                score = read_manifest(path)[1].get(self.best_key, math.nan)
                 if not math.isnan(score):
                     scores[path] = score
         return sorted(scores, key=lambda path: scores[path], reverse=self.maximize)
@@ -217,101 +219,22 @@ class Checkpoints:
             shutil.rmtree(path)
 
 
-def restore(trainer: Any, loader: Any, path: Path, state: Mapping[str, Any]) -> None:
-    """Put a checkpoint's state into a trainer and its loader.
+def restore(trainer: Any, loader: Any, path: Path) -> None:
+    """Put a whole checkpoint's state into a trainer and its loader; see `check`.
 
     Raises:
         DataError: it is of another model, other data or another scheduler.
         OptionError: it is of other objectives, or of weights that follow other losses.
     """
     try:
+        state = read_state(path, like=trainer.model.state_dict())
         trainer.load_state_dict(state)
-    except OptionError:  # says what it is
+    except (DataError, OptionError):  # say what it is
         raise
     except (RuntimeError, ValueError) as error:  # torch's words for weights that do not match
         raise DataError(f"{path} is of another model: {' '.join(str(error).split())}") from error
     if "loader" in state and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(state["loader"])
-
-
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The state in a checkpoint, on the CPU, every file checked against the manifest.
-
-    Raises:
-        DataError: a file is missing, truncated or altered.
-    """
-    path = Path(path)
-    for name, expected in _read_manifest(path)[0].items():
-        found = _size_and_digest(path / name) if (path / name).exists() else None
-        if found != expected:
-            raise DataError(
-                f"{path} is damaged: {name} should be {expected}, found {found or 'no such file'}"
-            )
-    from safetensors import safe_open
-
-    with safe_open(path / _WEIGHTS, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        weights |= {
-            alias: weights[name] for alias, name in (file.metadata() or {}).items() if name in weights
-        }
-    state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-    return {"model": weights, **state, **json.loads((path / _PROGRESS).read_text())}
-
-
-def _write(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """Write all files of a checkpoint and bring them to the disk; returns their bytes."""
-    from safetensors.torch import save_file
-
-    weights, aliases = _without_aliases(state["model"])
-    save_file(weights, folder / _WEIGHTS, metadata=aliases or None)
-    rest = {key: value for key, value in state.items() if key not in ("model", *_JSON_KEYS)}
-    torch.save(rest, folder / _STATE)
-    (folder / _PROGRESS).write_text(json.dumps({key: state[key] for key in _JSON_KEYS if key in state}))
-    files = {name: _size_and_digest(folder / name) for name in (_WEIGHTS, _STATE, _PROGRESS)}
-    scores = {key: value for key, value in values.items() if isinstance(value, int | float)}
-    (folder / MANIFEST).write_text(json.dumps({"files": files, "values": scores}, indent=1))
-    for name in (*files, MANIFEST):
-        _sync(folder / name)
-    _sync(folder)
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once, laid out as safetensors wants it, and the other names of those that share memory."""
-    first: dict[tuple[Any, ...], str] = {}
-    once, aliases = {}, {}
-    for name, tensor in weights.items():
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        if first.setdefault(key, name) != name:
-            aliases[name] = first[key]
-            continue
-        tensor = tensor.detach()
-        shared = tensor.untyped_storage().nbytes() != tensor.nbytes
-        once[name] = tensor.clone() if shared else tensor.contiguous()
-    return once, aliases
-
-
-def _size_and_digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the files should be, and what an evaluation found."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        return manifest["files"], manifest["values"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no whole checkpoint: {MANIFEST} is missing or damaged") from error
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _number(path: Path) -> int:
