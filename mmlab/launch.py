@@ -5,13 +5,15 @@ already touched a GPU, whose context does not survive a fork. So what is run mus
 notebook's cell cannot be found there. Starting costs each process the import of torch, some seconds.
 
 What goes wrong in a rank is raised in the caller, with the rank and its own traceback, and the other ranks are ended.
-An interrupt reaches all ranks. On more than one machine start `torchrun -m mmlab train CONFIG.toml` on each.
+An interrupt reaches all ranks, once, and each has 30 s for the step in hand and a checkpoint. On more than one machine
+start `torchrun -m mmlab train CONFIG.toml` on each.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -112,11 +114,14 @@ def run_on_ranks(
             shutdown_timeout=_SHUTDOWN_S,
         )
         stack.enter_context(_undisturbed())
+        before = multiprocessing.active_children()
         try:
             found = elastic_launch(config, _on_rank)(function, arguments, num_processes, str(errors))
         except ChildFailedError as failure:
             _raise(failure, errors, logs)
         except SignalException as stopped:
+            for process in set(multiprocessing.active_children()).difference(before):
+                process.kill()  # the launcher ends those that it knows: none while it still starts them
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + stopped.sigval) from None
@@ -131,6 +136,7 @@ def _on_rank(
     function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int, errors: str
 ) -> Any:
     """What each process does; an error is left in a file, with the time, because ranks fail in each other's wake."""
+    os.setsid()  # Jupyter interrupts its whole group; the launcher's would be the second, which waits for no step
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_usable_cores() // num_processes))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch
+from test_out_of_memory import OBJECTIVES, gradient, make_trainer, relative
 from torch import nn
 
 from mmlab.errors import OptionError
@@ -55,6 +56,18 @@ def test_one_variant_of_the_fusion_model_serves_all_shapes():
     assert not any("_orig_mod" in name for name in trainer.state_dict()["model"])
 
 
+# torch looks at a tensor between two graphs, and hides its own warning, unless warnings are errors
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_and_checkpointed_in_16_bits_the_gradient_is_the_same():
+    def step(**options):
+        torch._dynamo.reset()
+        options |= {"precision": "bf16", "objectives": OBJECTIVES["contrastive"]}
+        return gradient(make_trainer(**options), [make_batch(SHAPES[0])])[0]
+
+    found = step(compile="aot_eager", checkpointing=True)
+    assert relative(found, step()) <= 1e-3
+
+
 def test_more_variants_than_the_limit_are_not_compiled():
     class ByNumber(nn.Module):
         """Its code depends on a number that it counts."""
@@ -87,6 +100,12 @@ def test_what_cannot_be_compiled_says_why(monkeypatch):
         FusionTrainer(MeanColour(), compile="inducto", **options)
     with pytest.raises(OptionError, match="cannot see into compile=True"):
         FusionTrainer(MeanColour(), compile=True, live=LiveBytes(), **options)
+    resnet = build_model("resnet18", vocab_size=50, text_dim=64, text_depth=1)
+    with pytest.raises(
+        OptionError,
+        match=r"'eager' of torch\.compile would change the statistics of checkpointed blocks twice",
+    ):
+        FusionTrainer(resnet, compile="eager", checkpointing=True, **options)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(OptionError, match=r"needs a C\+\+ compiler, .*or use compile=False"):

@@ -19,6 +19,10 @@ def test_steps_with_weights_shared_out_are_those_of_one_process(num_ranks):
     run_on_ranks("ranks_sharded.py", num_ranks)
 
 
+def test_compiled_code_has_the_gradient_of_one_process_too():
+    run_on_ranks("ranks_compiled.py", 2)
+
+
 def test_in_a_single_process_the_strategy_changes_nothing():
     trainers = [make_trainer(parallel=name) for name in ("ddp", "reduce", "fsdp")]
     for trainer in trainers:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import distributed
 
 from mmlab.cache import cache_info
+from mmlab.checkpoint import Checkpoints, read_checkpoint
 from mmlab.config import load_config
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.events import read_events
@@ -39,6 +43,20 @@ batch_size = 4
 [trainer]
 num_epochs = 1
 device = "cpu"
+"""
+
+# What a kernel is to its cell: a process that has no file of its own, and raises on an interrupt.
+CALLER = """
+import signal, sys
+from mmlab.config import load_config
+from mmlab.launch import train_on
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored
+changes = ["trainer.num_epochs=10000", "data.engine=torch", "data.num_workers=1"]
+try:
+    train_on(load_config(sys.argv[1], changes), num_processes=2, runs=sys.argv[2])
+except KeyboardInterrupt:
+    print("interrupted")
 """
 
 
@@ -111,3 +129,53 @@ def test_two_ranks_fill_the_cache_and_train(scenes: Path, tmp_path: Path) -> Non
         both.append([event.values["loss"] for event in events if event.kind == "step"])
     assert len(both[0]) == result.num_steps > 0
     assert both[0] == both[1]
+
+
+def interrupted(
+    arguments: list[Path],
+    is_ready: Callable[[list[psutil.Process]], bool],
+    send: Callable[[int, int], None] = os.kill,
+) -> list[psutil.Process]:
+    """The processes below a caller that was interrupted when it was ready; it has said so, and they have ended."""
+    command = [sys.executable, "-c", CALLER, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as caller:
+        try:
+            while not is_ready(processes := psutil.Process(caller.pid).children(recursive=True)):
+                assert caller.poll() is None
+            send(caller.pid, signal.SIGINT)
+            said, _ = caller.communicate(timeout=60)
+        finally:
+            caller.kill()  # the ranks then end too
+    assert (said, caller.returncode) == ("interrupted\n", 0)
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    return processes
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["the caller alone", "its group, as Jupyter does"])
+def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
+    send: Callable[[int, int], None], scenes: Path, tmp_path: Path
+) -> None:
+    path, runs = tmp_path / "pair.toml", tmp_path / "runs"
+    path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
+    files = [runs / "pair" / f"events-rank{rank}.jsonl" for rank in range(2)]
+
+    def all_step(processes: list[psutil.Process]) -> bool:
+        time.sleep(0.05)
+        return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
+
+    assert len(interrupted([path, runs], all_step, send)) >= 4  # ranks and their workers
+    saved = read_checkpoint(Checkpoints(runs / "pair" / "checkpoints").paths[-1])
+    for file in files:
+        step, end = [event for event in read_events(file)[0] if event.kind in ("step", "end")][-2:]
+        assert (step.kind, end.kind, end.values["status"]) == ("step", "end", "stopped")
+        assert step.step == end.step == saved["progress"]["step"]
+
+
+def test_an_interrupt_while_ranks_are_started_leaves_none(scenes: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pair.toml"
+    path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
+
+    def one_is_there(processes: list[psutil.Process]) -> bool:
+        return any("spawn_main" in " ".join(process.cmdline()) for process in processes)
+
+    interrupted([path, tmp_path / "runs"], one_is_there)

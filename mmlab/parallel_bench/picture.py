@@ -74,6 +74,12 @@ def _draw_scaling(axes: Any, bench: ParallelBench) -> None:
             ms=4,
             label=name,
         )
+    for row in bench.rows:
+        if row["predicted_s"] is not None:
+            axes.plot(
+                row["devices"], row["samples_per_s"], "s", mfc="none", color=_colour(row["strategy"]), ms=8
+            )
+    axes.plot([], "s", mfc="none", color="black", ms=8, label="measured")
     axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="samples/s", title="Model, these links")
     axes.set_xticks(DEVICES, [str(count) for count in DEVICES])
     axes.minorticks_off()
@@ -100,4 +106,4 @@ def _draw_winners(axes: Any, bench: ParallelBench) -> None:
     )
     axes.set_yticks(range(len(bench.winners)), list(bench.winners))
     axes.set_xlim(LOWEST, HIGHEST)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15))
