@@ -79,7 +79,7 @@ def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def article(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The article's encoders, each branch by itself and both at once."""
-    sizes = {**QUICK, "model": "resnet18"} if options.quick else {**ARTICLE, "steps": 1, "rounds": 2}
+    sizes = {**QUICK, "model": "resnet18"} if options.quick else {**ARTICLE, "steps": 1, "rounds": 5}
     names = [name for name in ("single", "ddp", "branch", "branch threads") if name in ARMS]
     bench = bench_parallel(names, device=options.device, **sizes)
     print("", bench, sep="\n", flush=True)
