@@ -179,6 +179,11 @@ def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_process
         raise OptionError(f"num_processes must be at least 1, found {num_processes}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OptionError("this process is a rank already, and cannot start others")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise OptionError(
+            "a rank imports the script that started it, and must not start others: put the call under "
+            "if __name__ == '__main__':"
+        )
     in_a_cell = function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
     if in_a_cell or "<" in function.__qualname__:
         raise OptionError(

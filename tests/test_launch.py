@@ -117,6 +117,15 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch: pyte
         run_on_ranks(summed, 1)
 
 
+def test_a_script_that_would_start_ranks_in_its_ranks_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nfrom mmlab import run_on_ranks\nrun_on_ranks(os.getpid, num_processes=1)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "OptionError: a rank imports the script that started it" in done.stderr
+    assert "RunError: rank 0 ended" in done.stderr.partition("OptionError")[2]
+
+
 def test_two_ranks_fill_the_cache_and_train(scenes: Path, tmp_path: Path) -> None:
     path = tmp_path / "pair.toml"
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
