@@ -67,6 +67,7 @@ def same_gradient(rank: int) -> None:
         (["contrastive", "matching"], {"ahead": 3}, {"fusion": "multiscale"}),
         (["contrastive", "matching"], {"precision": "bf16", "checkpointing": True}, {}),
         (["contrastive", "matching"], {"channels_last": True}, {}),
+        (["contrastive", "matching"], {}, {"image": "resnet18"}),  # whose features are no contiguous tensor
         (list(GOALS), {}, {}),
     ]
     for objectives, options, changes in cases:

@@ -1,8 +1,9 @@
 """Tensors from one rank to another: a header that tells their shapes, then their bytes in one message.
 
-Batches differ in shape, so the receiver cannot know what comes; the header of 25 numbers says it. Sending does not
-wait: the sender goes on with its next micro-batch. Features and gradients each have a process group of their own, since
-on NCCL messages of one group between two ranks keep one order, in which both ranks would wait for each other.
+Batches differ in shape, so the receiver cannot know what comes; the header of 41 numbers says it. Tensors keep their
+order in memory, on which rounding depends (features of a ResNet lie channel by channel). Sending does not wait: the
+sender goes on with its next micro-batch. Features and gradients each have a process group of their own, since on NCCL
+messages of one group between two ranks keep one order, in which both ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from mmlab.parallel import Ranks
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64)
 _MOST_TENSORS, _MOST_DIMS, _ALIGNED_BYTES = 4, 4, 16
-_PER_TENSOR = 2 + _MOST_DIMS  # type and whether it asks for a gradient, number of dimensions, sizes
+_PER_TENSOR = (
+    2 + 2 * _MOST_DIMS
+)  # type and whether it asks for a gradient, number of dimensions, sizes, their order
 _GAVE_UP = -1
 
 
@@ -95,16 +98,23 @@ class Wire:
 
 
 def _described(tensor: Tensor | None) -> list[int]:
-    """Type (from 1; negative where a gradient is wanted), number of dimensions, sizes; zeros for None."""
+    """Type (from 1; negative where a gradient is wanted), number of dimensions, sizes, order; zeros for None."""
     if tensor is None:
         return [0] * _PER_TENSOR
     code = _DTYPES.index(tensor.dtype) + 1
-    sizes = [*tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())]
-    return [-code if tensor.requires_grad else code, tensor.dim(), *sizes]
+    rest = [0] * (_MOST_DIMS - tensor.dim())
+    return [
+        -code if tensor.requires_grad else code, tensor.dim(), *tensor.shape, *rest, *_order(tensor), *rest
+    ]  # fmt: skip
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Dimensions from the one whose steps are the longest in memory."""
+    return sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
 
 
 def _num_bytes(described: Sequence[int]) -> int:
-    code, num_dims, *sizes = described
+    code, num_dims, *sizes = described[: 2 + _MOST_DIMS]
     if not code:
         return 0
     count = 1
@@ -118,13 +128,15 @@ def _padded(num_bytes: int) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    flat = tensor.detach().permute(_order(tensor)).contiguous().flatten().view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, _padded(flat.numel()) - flat.numel()))
 
 
 def _rebuilt(described: Sequence[int], part: Tensor) -> Tensor | None:
-    code, num_dims, *sizes = described
+    code, num_dims, *rest = described
     if not code:
         return None
-    values = part[: _num_bytes(described)].view(_DTYPES[abs(code) - 1]).view(sizes[:num_dims])
+    sizes, order = rest[:num_dims], rest[_MOST_DIMS : _MOST_DIMS + num_dims]
+    flat = part[: _num_bytes(described)].view(_DTYPES[abs(code) - 1])
+    values = flat.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(num_dims)])
     return values.requires_grad_() if code < 0 else values
