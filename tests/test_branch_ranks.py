@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import TINY_MODEL
 from test_branches import build
 from test_out_of_memory import run_on_two_ranks
 
@@ -18,20 +19,15 @@ from mmlab.launch import train_on
 from mmlab.trainer import FusionTrainer
 from mmlab.training import train
 
-CONFIG = """
+CONFIG = (
+    """
 [data]
 path = "{scenes}"
 image = "aspect:32"
 num_workers = 0
-[model]
-preset = "tiny"
-image_dim = 32
-image_depth = 1
-text_dim = 32
-text_depth = 1
-hidden_dim = 32
-embed_dim = 16
-[scheduler]
+"""
+    + TINY_MODEL
+    + """[scheduler]
 name = "budget"
 budget = 400
 [trainer]
@@ -42,6 +38,7 @@ device = "cpu"
 [parallel]
 strategy = "branch"
 """
+)
 
 
 def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
@@ -74,11 +71,12 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_in_one(scenes: Pa
     )
     assert found["progress"] == expected["progress"]
     assert all(torch.equal(found["model"][name], weight) for name, weight in expected["model"].items())
-    events, _ = read_events(tmp_path / "apart" / "events-rank1.jsonl")
-    of_first = [event.values["loss"] for event in events if event.kind == "step"]
-    events, _ = read_events(tmp_path / "apart" / "events-rank0.jsonl")
-    assert of_first == [event.values["loss"] for event in events if event.kind == "step"][: len(of_first)]
-    assert of_first
+    both = []
+    for rank in range(2):
+        events, _ = read_events(tmp_path / "apart" / f"events-rank{rank}.jsonl")
+        both.append([event.values["loss"] for event in events if event.kind == "step"])
+    assert both[1]
+    assert both[1] == both[0][: len(both[1])]
 
 
 def test_in_one_process_the_branches_run_side_by_side():

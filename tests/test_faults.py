@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from configs import TINY_MODEL
 from torch import distributed
 
 from mmlab.errors import OptionError, RunError
@@ -27,21 +28,16 @@ from mmlab.schedule.metrics import work
 from mmlab.trackers import current_events
 from mmlab.watch import look, text_of
 
-CONFIG = """
+CONFIG = (
+    """
 name = "small"
 [data]
 path = "{scenes}"
 image = "aspect:32"
 num_workers = 1
-[model]
-preset = "tiny"
-image_dim = 32
-image_depth = 1
-text_dim = 32
-text_depth = 1
-hidden_dim = 32
-embed_dim = 16
-[scheduler]
+"""
+    + TINY_MODEL
+    + """[scheduler]
 name = "random"
 batch_size = 3
 [trainer]
@@ -50,6 +46,7 @@ device = "cpu"
 [checkpoint]
 every_steps = 2
 """
+)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LIMIT_S = 300  # of what must end by itself, on the busiest machine
 

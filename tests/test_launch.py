@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from configs import TINY_MODEL
 from torch import distributed
 
 from mmlab.cache import cache_info
@@ -22,28 +23,24 @@ from mmlab.errors import DataError, OptionError, RunError
 from mmlab.events import read_events
 from mmlab.launch import run_on_ranks, train_on
 
-CONFIG = """
+CONFIG = (
+    """
 name = "pair"
 [data]
 path = "{scenes}"
 image = "aspect:32"
 cache = "{cache}"
 num_workers = 0
-[model]
-preset = "tiny"
-image_dim = 32
-image_depth = 1
-text_dim = 32
-text_depth = 1
-hidden_dim = 32
-embed_dim = 16
-[scheduler]
+"""
+    + TINY_MODEL
+    + """[scheduler]
 name = "random"
 batch_size = 4
 [trainer]
 num_epochs = 1
 device = "cpu"
 """
+)
 
 # What a kernel is to its cell: a process that has no file of its own, and raises on an interrupt.
 CALLER = """

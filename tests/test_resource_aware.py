@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from batches import make_batch
+from configs import TINY_MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_out_of_memory import run_on_two_ranks
@@ -397,26 +398,22 @@ def test_ranks_decide_alike_whatever_each_has_seen_and_handed_out():
     assert "another rank needs it" in {event.values["reason"] for each in events for event in each}
 
 
-CONFIG = """
+CONFIG = (
+    """
 name = "small"
 [data]
 path = "{scenes}"
 image = "aspect:32"
-[model]
-preset = "tiny"
-image_dim = 32
-image_depth = 1
-text_dim = 32
-text_depth = 1
-hidden_dim = 32
-embed_dim = 16
-[scheduler]
+"""
+    + TINY_MODEL
+    + """[scheduler]
 name = "memory"
 memory_gb = 1.02
 [trainer]
 num_epochs = 1
 device = "cpu"
 """
+)
 
 
 def test_two_processes_follow_what_either_of_them_needs(tmp_path: Path, scenes: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import TINY_MODEL
 from tqdm.auto import tqdm
 
 from mmlab.cache import cache_info
@@ -26,21 +27,16 @@ from mmlab.events import read_events
 from mmlab.trackers import current_events, export_run
 from mmlab.training import train
 
-CONFIG = """
+CONFIG = (
+    """
 name = "{name}"
 [data]
 path = "{scenes}"
 image = "aspect:32"
 num_workers = 2
-[model]
-preset = "tiny"
-image_dim = 32
-image_depth = 1
-text_dim = 32
-text_depth = 1
-hidden_dim = 32
-embed_dim = 16
-dropout = 0.2
+"""
+    + TINY_MODEL
+    + """dropout = 0.2
 [scheduler]
 name = "random"
 batch_size = 3
@@ -53,6 +49,7 @@ device = "cpu"
 [checkpoint]
 every_steps = 2
 """
+)
 
 
 @pytest.fixture

@@ -1,0 +1,13 @@
+"""Parts of configurations that several tests train with."""
+
+from __future__ import annotations
+
+TINY_MODEL = """[model]
+preset = "tiny"
+image_dim = 32
+image_depth = 1
+text_dim = 32
+text_depth = 1
+hidden_dim = 32
+embed_dim = 16
+"""
