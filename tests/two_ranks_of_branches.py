@@ -82,8 +82,7 @@ def same_gradient(rank: int) -> None:
         )  # whose second use of the encoder is added in another order
         assert largest == 0 if bitwise else largest < 1e-6, (objectives, options, largest)
         assert told["loss"] == values["loss"]
-        if bitwise:
-            assert told["grad_norm"] == values["grad_norm"]
+        assert math.isclose(told["grad_norm"], values["grad_norm"], rel_tol=0 if bitwise else 1e-6)
         print(f"rank {rank}, {objectives}, {options}, {changes}: largest difference {largest:.1e}")
 
 
@@ -117,9 +116,8 @@ def a_frozen_branch_and_nothing_to_learn(rank: int) -> None:
         assert bool(found) == (rank == 1 or part == "text_")
         assert told["grad_norm"] > 0
     ranks = two_ranks(["contrastive"], changes={"fusion": "multiscale"}, freeze=["image_*"])
-    assert (
-        ranks.train_step(window())["grad_norm"] > 0
-    )  # the fusion's part on rank 0 learns nothing, and waits for none
+    # the fusion's part on rank 0 learns nothing, and waits for nothing
+    assert ranks.train_step(window())["grad_norm"] > 0
     told = two_ranks(["contrastive"]).train_step([make_batch([(3, 0, 0), (4, 0, 0)])])
     assert told["skipped"]
     assert math.isnan(told["loss"])

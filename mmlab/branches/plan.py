@@ -5,7 +5,7 @@ there are:
 
 one device             everything on the first: what the others are compared with
 one process            a device for each branch, `BranchParallel`
-two ranks              the same in two processes, the image rank ahead, `BranchRanks`
+two ranks              the same in two processes, the image rank ahead, `FusionTrainer(parallel="branch")`
 replicas               several devices share the batch of the heavier branch (only planned)
 layers moved           a branch is cut: its first layers on the one device, the rest on the other (only planned)
 
@@ -42,7 +42,7 @@ class BranchOption:
     speed_up: float  # against one device
     idle_shares: Mapping[str, float]  # of the step, by device
     transfer_bytes: int  # over all micro-batches of a step
-    runs_with: str | None  # the class that does it; None is only planned
+    runs_with: str | None  # what does it; None is only planned
     placement: BranchPlacement | None = None
 
 
