@@ -170,14 +170,27 @@ class Notebook:
 
     def reload(self) -> None:
         """Save, and load the page anew."""
-        self.page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
+        self.do("docmanager:save")
+        self.page.wait_for_function(
+            "() => !jupyterapp.shell.currentWidget.context.model.dirty", timeout=PATIENCE_MS
+        )
         self.page.reload()
         self.ready()
 
     def theme(self, name: str) -> None:
         """Change JupyterLab's theme and wait until its colours are there."""
-        self.page.evaluate("theme => jupyterapp.commands.execute('apputils:change-theme', {theme})", name)
+        self.do("apputils:change-theme", theme=name)
         self.page.wait_for_function(_HAS_COLOURS_OF, arg=name)
+
+    def do(self, command: str, **arguments: Any) -> None:
+        """Start a command of JupyterLab; wait then for what it makes of the page.
+
+        Its promise is not waited for: Chromium may collect a promise that nothing on the page holds.
+        """
+        self.page.evaluate(
+            "([command, arguments_]) => { jupyterapp.commands.execute(command, arguments_); }",
+            [command, arguments],
+        )
 
     def run(self, code: str, *, wait: bool = True, fails: bool = False) -> Locator:
         """Run code in a new last cell; returns the cell once it has run (at once without `wait`)."""
@@ -186,7 +199,10 @@ class Notebook:
 
     def run_again(self, number: int, *, wait: bool = True, fails: bool = False) -> Locator:
         """Run a cell by its number."""
-        self.page.evaluate(_RUN if wait else _RUN_ONLY, number)
+        self.page.evaluate(_CHOOSE, number)
+        self.do("notebook:run-cell")
+        if wait:
+            self.page.wait_for_function(_HAS_RUN, arg=number, timeout=PATIENCE_MS)
         cell = self.cell(number)
         if wait and not fails:
             error = cell.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']")
@@ -279,10 +295,10 @@ _NEW_CELL = """code => {
 _HAS_COLOURS_OF = """name => { const light = name.endsWith('Light');
   const colour = getComputedStyle(document.body).getPropertyValue('--jp-layout-color1').trim();
   return document.body.dataset.jpThemeName === name && (light === ['#fff', '#ffffff', 'white'].includes(colour)); }"""
-_SELECT = """const notebook = jupyterapp.shell.currentWidget.content;
-  notebook.activeCellIndex = number; notebook.deselectAll();"""
-_RUN = "async number => {" + _SELECT + " await jupyterapp.commands.execute('notebook:run-cell'); }"
-_RUN_ONLY = "number => {" + _SELECT + " jupyterapp.commands.execute('notebook:run-cell'); }"
+_CHOOSE = """number => { const notebook = jupyterapp.shell.currentWidget.content;
+  notebook.activeCellIndex = number; notebook.deselectAll(); notebook.widgets[number].model.clearExecution(); }"""
+_HAS_RUN = """number => { const {model} = jupyterapp.shell.currentWidget.content.widgets[number];
+  return model.executionCount && model.executionState !== 'running'; }"""
 _COLOURS = """(canvas, lines) => {
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, found = {};
   const near = (line, i) => [0, 1, 2].every(

@@ -204,7 +204,7 @@ def test_a_second_view_shows_the_same_without_the_kernel_sending_anew(
     second.root.get_by_role("button", name="budget", exact=True).click()
     assert BLUE not in second.colours("loss")
     assert panel.colours("loss").get(BLUE, 0) > 20, "what is hidden in one view is shown in the other"
-    notebook.page.evaluate("() => jupyterapp.commands.execute('notebook:create-output-view')")
+    notebook.do("notebook:create-output-view")
     beside = notebook.page.locator(".jp-LinkedOutputView")
     third = Panel(beside.locator(".mmlp"))
     assert third.wait_points(2 * STEPS) == 2 * STEPS
@@ -217,8 +217,7 @@ def test_a_second_view_shows_the_same_without_the_kernel_sending_anew(
 
 def test_the_dark_theme_is_followed(notebook: Notebook, panel: Panel) -> None:
     light = panel.root.evaluate("el => getComputedStyle(el).backgroundColor")
-    change = "theme => jupyterapp.commands.execute('apputils:change-theme', {theme})"
-    panel.page.evaluate(change, "JupyterLab Dark")
+    notebook.do("apputils:change-theme", theme="JupyterLab Dark")
     panel.page.wait_for_function(
         "([el, light]) => getComputedStyle(el).backgroundColor !== light",
         arg=[panel.root.element_handle(), light],
@@ -230,7 +229,7 @@ def test_the_dark_theme_is_followed(notebook: Notebook, panel: Panel) -> None:
             return false }""",
         arg=panel.root.element_handle(),
     )  # the dark theme's blue
-    panel.page.evaluate(change, "JupyterLab Light")
+    notebook.do("apputils:change-theme", theme="JupyterLab Light")
     panel.page.wait_for_function(
         "([el, light]) => getComputedStyle(el).backgroundColor === light",
         arg=[panel.root.element_handle(), light],

@@ -18,15 +18,19 @@ from playwright.sync_api import Locator, Page, expect
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("0[0-5]_*.ipynb"))
 SCREENSHOTS = ROOT / "build" / "screenshots"
 
-_OPEN = """async path => {
-  await jupyterapp.commands.execute('docmanager:open', {path});
-  await jupyterapp.shell.currentWidget.context.ready; }"""
-_RUN_ALL = """path => { window.ended ??= {};
-  jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ended[path] = true; }); }"""
+_IS_OPEN = """path => { const tab = jupyterapp.shell.currentWidget;
+  return tab?.context?.path === path && tab.context.isReady && tab.sessionContext.isReady; }"""
+_HAS_RUN = """path => { const tab = [...jupyterapp.shell.widgets('main')].find(tab => tab.context?.path === path);
+  const cells = [...tab.content.model.cells].filter(cell => cell.type === 'code' && cell.sharedModel.source.trim());
+  const failed = cells.some(({outputs}) =>
+    Array.from({length: outputs.length}, (_, i) => outputs.get(i)).some(({type}) => type === 'error'));
+  const idle = tab.sessionContext.session?.kernel?.status === 'idle';
+  return idle && (failed || cells.every(cell => cell.executionCount && cell.executionState !== 'running')); }"""
 _SELECT_TAB = """path => { const found = [...jupyterapp.shell.widgets('main')].find(tab => tab.context?.path === path);
   jupyterapp.shell.activateById(found.id); }"""
-_CLOSE = """async () => { const tab = jupyterapp.shell.currentWidget;
-  await tab.sessionContext.shutdown(); await tab.context.save(); tab.close(); }"""
+_CLOSE = """() => { const tab = jupyterapp.shell.currentWidget;
+  tab.sessionContext.shutdown(); tab.context.model.dirty = false; tab.close(); }"""
+_IS_CLOSED = "path => ![...jupyterapp.shell.widgets('main')].some(tab => tab.context?.path === path)"
 _FAILED = """() => jupyterapp.shell.currentWidget.content.widgets.flatMap(cell =>
   cell.model.type === 'code' ? Array.from({length: cell.model.outputs.length}, (_, i) => {
     const output = cell.model.outputs.get(i);
@@ -38,7 +42,7 @@ _PANELS = """() => jupyterapp.shell.currentWidget.content.widgets.flatMap((cell,
     .some(({data}) => /^(Lab|Live|Memory|Training)Panel|^PlanExplorer/.test(data['text/plain'])) ? [number] : [])"""
 # A notebook draws no cell that is far out of sight.
 _SHOW = """number => { const notebook = jupyterapp.shell.currentWidget.content;
-  notebook.activeCellIndex = number; return notebook.scrollToItem(number, 'start'); }"""
+  notebook.activeCellIndex = number; notebook.scrollToItem(number, 'start'); }"""
 
 
 class Tour:
@@ -55,17 +59,18 @@ class Tour:
         path = f"tour/notebooks/{name}.ipynb"
         notebook = Notebook(self.server, self.page, path)
         if self.opened:
-            self.page.evaluate(_OPEN, path)
+            notebook.do("docmanager:open", path=path)
+            self.page.wait_for_function(_IS_OPEN, arg=path, timeout=PATIENCE_MS)
             notebook.ready()
         else:
             notebook.open()
         self.opened[name] = notebook
-        self.page.evaluate(_RUN_ALL, path)
+        notebook.do("notebook:run-all-cells")
 
     def end(self, name: str) -> Notebook:
         """Bring a notebook to the front once its last cell has run."""
         notebook = self.opened[name]
-        self.page.wait_for_function("path => window.ended[path]", arg=notebook.name, timeout=2 * PATIENCE_MS)
+        self.page.wait_for_function(_HAS_RUN, arg=notebook.name, timeout=2 * PATIENCE_MS)
         self.page.evaluate(_SELECT_TAB, notebook.name)
         self.page.wait_for_function(
             "path => jupyterapp.shell.currentWidget.context?.path === path", arg=notebook.name
@@ -108,6 +113,7 @@ def test_a_notebook_opens_and_runs(request: pytest.FixtureRequest, tour: Tour, n
     notebook.theme("JupyterLab Light")
     assert not notebook.errors, notebook.errors
     tour.page.evaluate(_CLOSE)
+    tour.page.wait_for_function(_IS_CLOSED, arg=notebook.name)
 
 
 def shown(notebook: Notebook, number: int) -> Locator:

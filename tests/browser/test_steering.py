@@ -172,7 +172,9 @@ def test_a_run_outlives_its_page_and_its_kernel_and_the_panel_of_the_dead_kernel
     panel.wait_state("paused")
     panel.button("resume").click()
     panel.wait_state("running")
-    notebook.page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    notebook.page.evaluate(
+        "() => { jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart(); }"
+    )
     panel.wait_state("lost")
     expect(panel.root.locator(".mmlp-lost")).to_contain_text("No word from the kernel since")
     expect(panel.root.locator(".mmlp-lost")).to_contain_text("last data")
