@@ -70,7 +70,7 @@ class Tour:
     def end(self, name: str) -> Notebook:
         """Bring a notebook to the front once its last cell has run."""
         notebook = self.opened[name]
-        self.page.wait_for_function(_HAS_RUN, arg=notebook.name, timeout=2 * PATIENCE_MS)
+        self.page.wait_for_function(_HAS_RUN, arg=notebook.name, timeout=2 * PATIENCE_MS, polling=250)
         self.page.evaluate(_SELECT_TAB, notebook.name)
         self.page.wait_for_function(
             "path => jupyterapp.shell.currentWidget.context?.path === path", arg=notebook.name
