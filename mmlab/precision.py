@@ -179,7 +179,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
             done["unscaled"] = True
         if "norms" not in done:
-            done["norms"] = (norms_of or part_norms)(parts)
+            done["norms"] = _norms(gradients) if norms_of is None else norms_of(parts)
         if not done["norms"]:  # on no rank
             self._done = {}
             return StepResult(0.0, True, self.scaler.get_scale(), {})
@@ -238,7 +238,10 @@ def part_norms(parts: Mapping[str, Sequence[nn.Parameter]], shares: Shares | Non
     Args:
         shares: where ranks have a share of each weight; None where this one has all.
     """
-    gradients = gradients_of(parts)
+    return _norms(gradients_of(parts), shares)
+
+
+def _norms(gradients: Mapping[str, Sequence[Tensor]], shares: Shares | None = None) -> dict[str, float]:
     tensors = [tensor for of_part in gradients.values() for tensor in of_part]
     if not tensors:
         return {}

@@ -19,49 +19,44 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from mmlab.branches import BranchParallel, BranchPlacement, BranchRanks
 from mmlab.control import Control
-from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.errors import DataError, OptionError, RunError
 from mmlab.evaluation import evaluate, offending
 from mmlab.events import RunEvent
-from mmlab.images import PATCH
 from mmlab.interrupts import signals_held
 from mmlab.losses import (
     OBJECTIVES,
     AllRanks,
-    Interrupted,
-    JoinedRows,
-    LossTerms,
     Objective,
     parse_objectives,
 )
 from mmlab.meters import LiveBytes, require_device, step_memory
 from mmlab.model import enable_checkpointing, taking_batches
 from mmlab.model.compiling import Compiled
-from mmlab.model.parameters import PARTS, learning, parameter_groups, parts_of
 from mmlab.model.parameters import freeze as freeze_parameters
+from mmlab.model.parameters import learning, parameter_groups, parts_of
 from mmlab.optimizer import RestartableAdamW, warmup_cosine
-from mmlab.out_of_memory import Result, retried
+from mmlab.out_of_memory import retried
 from mmlab.padding import measure_padding
 from mmlab.parallel import ParallelOptions, Ranks, make_engine
-from mmlab.parallel.engines import Abandoned
 from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
 from mmlab.precision import NormsOfParts, Precision, Shares, StepResult, part_norms
-from mmlab.schedule.metrics import work
-from mmlab.types import Batch, BatchShape, CostModel
+from mmlab.trainer.gradient import StepGradient
+from mmlab.trainer.options import check_options, check_ranges, check_weighting
+from mmlab.trainer.state import WeightsAndMoments, by_sharing
+from mmlab.types import Batch, CostModel
 from mmlab.weighting import Weighting, make_weighting
 from mmlab.window import Window
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.checkpoint import Checkpoints
 
 NONFINITE_POLICIES = ("raise", "skip")
@@ -143,8 +138,8 @@ class FusionTrainer:
         memory: CostModel | None = None,
         live: LiveBytes | None = None,
     ) -> None:
-        _check_options(on_out_of_memory, on_nonfinite, max_grad_norm)
-        _check_ranges(
+        check_options(on_out_of_memory, on_nonfinite, max_grad_norm)
+        check_ranges(
             lr=(lr, 0, math.inf),
             weight_decay=(weight_decay, 0, math.inf),
             warmup_ratio=(warmup_ratio, 0, 1),
@@ -187,30 +182,25 @@ class FusionTrainer:
             bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
             weighting = make_weighting(weighting, list(self.objectives), **bounds)
         self.weighting, self.weighting_on = weighting, weighting_on
-        _check_weighting(weighting, weighting_on)
+        check_weighting(weighting, weighting_on)
         self.eval_every, self.eval_batches = eval_every, eval_batches
         self.parameters = learning(self.model)
         self.precision.check(self.parameters)
         groups = parameter_groups(
             self.model, weight_decay=weight_decay, lr_factors=lr_factors, layer_decay=layer_decay
         )
-        self._order = [weight for group in groups for weight in group["params"]]  # of the optimizer's state
         self._norms_of: NormsOfParts | None = None if self.branches is None else self.branches.part_norms
-        places = iter(range(len(self._order)))
-        names = {weight: name for name, weight in self.model.named_parameters()}
-        self._whole_groups = [
-            {
-                **group,
-                "params": [next(places) for _ in group["params"]],
-                "param_names": [names[weight] for weight in group["params"]],
-            }
-            for group in groups
-        ]
         if self._engine.lockstep:
             shares = Shares(self.ranks.world_size, lambda numbers: self.ranks.sums(numbers, self.device))
             self._norms_of = partial(part_norms, shares=shares)
-            groups = [part for group in groups for part in _alike(group)]
-        self.optimizer = RestartableAdamW(groups, lr=lr, fused=self.device.type in ("cpu", "cuda"))
+        self.optimizer = RestartableAdamW(
+            by_sharing(groups) if self._engine.lockstep else groups,
+            lr=lr,
+            fused=self.device.type in ("cpu", "cuda"),
+        )
+        self._weights_and_moments = WeightsAndMoments(
+            self.model, self.optimizer, groups, self._engine, self.branches, self.device
+        )
         self.lr, self.warmup_ratio, self.total_steps = lr, warmup_ratio, total_steps
         self.accumulation_steps, self.max_grad_norm, self.seed = accumulation_steps, max_grad_norm, seed
         self.on_nonfinite, self._parts = on_nonfinite, parts_of(self.model)
@@ -228,8 +218,7 @@ class FusionTrainer:
                 )
             live.add(self.model, self.optimizer)
         self.num_out_of_memory = 0
-        self._most_work = 0.0  # that a rank had in this step
-        self._all_ranks = AllRanks.of(self.objectives, self.ranks, self.device)
+        all_ranks = AllRanks.of(self.objectives, self.ranks, self.device)
         self._window = Window(
             self.model,
             self.objectives,
@@ -239,8 +228,24 @@ class FusionTrainer:
             on_failure=self._ran_out,
             recover=splits,
             forward=self._compiled(compile) if compile else None,
-            all_ranks=self._all_ranks,
+            all_ranks=all_ranks,
             engine=self._engine,
+        )
+        self._gradient = StepGradient(
+            model=self.model,
+            objectives=self.objectives,
+            precision=self.precision,
+            device=self.device,
+            ranks=self.ranks,
+            engine=self._engine,
+            window=self._window,
+            all_ranks=all_ranks,
+            branches=self.branches,
+            parameters=self.parameters,
+            parts=self._parts,
+            norms_of=self._norms_of or part_norms,
+            seed=self._seed_draw,
+            on_failure=self._ran_out,
         )
         self._emit = emit or (lambda event: None)
         self._stopping = threading.Event()
@@ -269,28 +274,22 @@ class FusionTrainer:
         started = self._start_step()
         self.ranks.note(self.step, STEP)
         self.ranks.begin_step(self.device)
-        num_failures = self.num_out_of_memory
-        counts, joined = self._counts(batches)
-        learnt = [batch for batch, count in zip(batches, counts, strict=True) if any(count.values())]
-        tried = learnt if self._all_ranks is None else _or_none(batches, counts)
-        local = {name: sum(count[name] for count in counts) for name in self.objectives}
+        num_failures, doing = self.num_out_of_memory, f"step {self.step}"
+        counted = self._gradient.count(batches, doing)
         if self._live is not None:
-            self._live.add(*(tensor for batch in learnt for tensor in batch.tensors()))
+            self._live.add(*(tensor for batch in counted.learnt for tensor in batch.tensors()))
         weights, norms = self.weighting.weights(), None
-        self._window.stand_in = batches[0] if self._engine.lockstep else None
         predicted_bytes = None if self.memory is None else max(self.memory(batch.shape) for batch in batches)
         with self._live or nullcontext(), self.precision.arithmetic():
             if self.weighting.wants_grad_norms(self.step + 1):
-                norms = self._norms_by_objective(tried, local, joined)
+                norms = self._gradient.norms_by_objective(counted, doing)
             reduce = self._engine.willing(predicted_bytes, self.step)
-            means, num_parts = self._gradient(tried, local, weights, joined, reduce=reduce)
+            means, num_parts = self._gradient.compute(counted, weights, doing, reduce=reduce)
             if not math.isfinite(sum(means.values())):  # its gradient may look sound all the same
                 self.model.zero_grad(set_to_none=True)
-            result = self._retried(
-                lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm, self._norms_of)
-            )
+            result = self._update()
         if not math.isfinite(sum(means.values())) or (result.skipped and means and not self.precision.scales):
-            self._not_finite(learnt, means, result)
+            self._not_finite(counted.learnt, means, result)
         self.step += 1
         if self.weighting_on == "training":
             self.weighting.update(self.step, means, norms)
@@ -323,24 +322,8 @@ class FusionTrainer:
             **step_memory(self.device, self._live),
             "num_parts": num_parts,
             "num_out_of_memory": self.num_out_of_memory - num_failures,
-            **self._waiting(batches),
+            **self._gradient.waiting(batches),
         }
-
-    def _work(self, batches: Sequence[Batch | None]) -> float:
-        """What plans for several ranks make alike in a step; 0 in one process, or where padded shapes do not tell."""
-        if self.ranks.world_size == 1 or getattr(self.model, "is_packed", False):
-            return 0.0
-        shapes = [batch.shape for batch in batches if batch is not None]
-        return float(sum(shape.batch_size * work(_lengths(shape)).sum() for shape in shapes))
-
-    def _waiting(self, batches: Sequence[Batch]) -> StepValues:
-        """What the step waited for other ranks, and what it had to by the sizes of their batches."""
-        if self.ranks.world_size == 1:
-            return {}
-        by_plan = (
-            {"predicted_wait_ratio": 1 - self._work(batches) / self._most_work} if self._most_work else {}
-        )
-        return {"rank_wait_s": self.ranks.waited_s, **by_plan}
 
     def _compiled(self, backend: bool | str) -> Compiled:
         def warn(message: str) -> None:
@@ -349,78 +332,6 @@ class FusionTrainer:
         name = "inductor" if backend is True else str(backend)
         return Compiled(self.model, self.device, backend=name, on_limit=warn)
 
-    def _counts(self, batches: Sequence[Batch]) -> tuple[list[dict[str, int]], list[JoinedRows]]:
-        """Of each micro-batch by objective; and what all ranks hold, where an objective joins it."""
-        if self._all_ranks is not None:
-            return self._all_ranks.meet(batches, self.objectives, f"step {self.step}")
-        return [{name: goal.count(batch) for name, goal in self.objectives.items()} for batch in batches], []
-
-    def _norms_by_objective(
-        self, batches: Sequence[Batch | None], counts: Mapping[str, int], joined: Sequence[JoinedRows]
-    ) -> dict[str, float]:
-        """L2 norm of the gradient of each objective's mean by itself."""
-        norms = {}
-        for name in self.objectives:
-            alone = {other: float(other == name) for other in self.objectives}
-            means, _ = self._gradient(batches, counts, alone, joined)
-            scale = self.precision.scaler.get_scale()
-            if name in means:  # else there was nothing to learn from: no gradient is not a small one
-                of_parts = (self._norms_of or part_norms)(self._parts)
-                norms[name] = math.hypot(*of_parts.values()) / scale
-            self.model.zero_grad(set_to_none=True)
-        return norms
-
-    def _gradient(
-        self,
-        batches: Sequence[Batch | None],
-        counts: Mapping[str, int],
-        weights: Mapping[str, float],
-        joined: Sequence[JoinedRows],
-        *,
-        reduce: bool = False,
-    ) -> tuple[dict[str, float], int]:
-        """Leave the window's gradient in the parameters.
-
-        Args:
-            reduce: this rank would have it reduced in the backward pass, which is done if all would.
-
-        Returns:
-            Mean losses over all ranks, and the parts of the micro-batch that was cut most.
-        """
-        if self.branches is not None:
-            self._window.remember()
-            there = [batch for batch in batches if batch is not None]
-            doing = f"step {self.step}"
-            return self.branches.gradient(there, counts, weights, seed=self._seed_draw, doing=doing), 1
-        reduce = reduce or self._engine.lockstep
-        places = [self.ranks.in_place(number) for number in (self._work(batches), len(batches))]
-        sums = iter(self.ranks.sums([*counts.values(), not reduce, *places[0], *places[1]], self.device))
-        totals, num_others = dict(zip(counts, islice(sums, len(counts)), strict=True)), int(next(sums))
-        self._most_work = max(islice(sums, self.ranks.world_size))
-        length = int(max(sums)) if self._engine.lockstep else not num_others
-        problem: Exception | None = None
-        terms, num_parts, reduced = LossTerms(totals, weights), 1, False
-        try:
-            terms, num_parts, reduced = self._window.gradient(
-                batches, totals, weights, joined, reduce=not num_others, length=length
-            )
-        except Interrupted:
-            pass  # the rank that gave up is named below
-        except Abandoned:
-            raise
-        except Exception as error:
-            problem = error
-        if not reduced:
-            self.ranks.agree(problem, self.device, f"step {self.step}")
-            self._engine.reduce(self.parameters)
-        shares = self._retried(terms.means)
-        told = self._engine.tell() if reduced else []
-        means = self.ranks.sums([*(shares.get(name, 0.0) for name in self.objectives), *told], self.device)
-        self._engine.hear(means[len(self.objectives) :])
-        return {
-            name: mean for name, mean in zip(self.objectives, means, strict=False) if totals[name]
-        }, num_parts
-
     def _not_finite(self, batches: Sequence[Batch], means: Mapping[str, float], result: StepResult) -> None:
         """Name the samples at fault, and raise or go on, as asked."""
         self._window.forget()
@@ -428,7 +339,7 @@ class FusionTrainer:
         if self._engine.lockstep:
             whom = "some sample of this step: under fsdp they cannot be looked at one by one"
         else:
-            self._gather_weights()
+            self._weights_and_moments.gather()
             ids = offending(self.model, batches, self.precision, self.device)
         if ids:
             whom = f"samples {', '.join(ids)}"
@@ -439,8 +350,13 @@ class FusionTrainer:
             raise RunError(f"{message}; mend or remove them, lower lr, or use on_nonfinite='skip'")
         self._emit_event("warning", {"message": message, "source": "trainer"})
 
-    def _retried(self, work: Callable[[], Result]) -> Result:
-        return retried(work, self.device, lambda failure: self._ran_out("step", failure, 1))
+    def _update(self) -> StepResult:
+        """Clip and step, once more where memory ran out half-way."""
+        return retried(
+            lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm, self._norms_of),
+            self.device,
+            lambda failure: self._ran_out("step", failure, 1),
+        )
 
     def _ran_out(self, phase: str, failure: str, num_parts: int) -> None:
         self.num_out_of_memory += 1
@@ -603,7 +519,7 @@ class FusionTrainer:
     ) -> StepValues:
         started = self._clock()
         self.ranks.note(self.step, EVALUATES)
-        self._gather_weights()
+        self._weights_and_moments.gather()
         measured = evaluate(
             self.model,
             loader,
@@ -641,10 +557,8 @@ class FusionTrainer:
         Under `fsdp` its weights and moments are this rank's shares (`DTensor`), for `Checkpoints` to write. Where ranks
         train a branch each a collective, and all have the whole of it.
         """
-        self._gather_weights()
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer_state(),
+            **self._weights_and_moments.state_dict(),
             "precision": self.precision.state_dict(),
             "weighting": {**self.weighting.state_dict(), "on": self.weighting_on},
             "progress": {
@@ -652,43 +566,6 @@ class FusionTrainer:
                 "world_size": self.num_sharing,
             },
         }
-
-    def _gather_weights(self) -> None:
-        """Have the whole model here, where ranks train a branch each; a collective."""
-        if self.branches is not None:
-            self.branches.share_weights()
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """In the order that one process has; under `fsdp` with the weights' names."""
-        if self.branches is not None:
-            self.branches.share_moments(self.optimizer)
-            whole = self.optimizer.state_dict()
-            self.branches.forget_moments(self.optimizer)
-            return whole
-        if not self._engine.lockstep:
-            return self.optimizer.state_dict()
-        known = ((place, self.optimizer.state.get(weight)) for place, weight in enumerate(self._order))
-        state = {place: values for place, values in known if values}
-        options = self.optimizer.param_groups[0]
-        return {"state": state, "param_groups": [{**options, **group} for group in self._whole_groups]}
-
-    def _load_shares(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's share of what one process has, or what was read of it already."""
-        own = self.model.state_dict()
-        found = {name: tensor.shape for name, tensor in state["model"].items()}
-        if found != {name: tensor.shape for name, tensor in own.items()}:
-            raise ValueError(
-                f"its weights {list(found)[:3]}... have other names or sizes than {list(own)[:3]}..."
-            )
-        for name, tensor in own.items():
-            tensor.copy_(self._engine.share(state["model"][name], tensor))
-        self.optimizer.state.clear()
-        for place, values in state["optimizer"]["state"].items():
-            weight = self._order[place]
-            self.optimizer.state[weight] = {
-                key: value.to(self.device) if key == "step" else self._engine.share(value, weight.detach())
-                for key, value in values.items()
-            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`.
@@ -701,25 +578,13 @@ class FusionTrainer:
             raise OptionError(
                 f"the checkpoint's weights follow {followed} losses; use weighting_on={followed!r} to go on from it"
             )
-        if self._engine.lockstep:
-            self._load_shares(state)
-        else:
-            self._load_whole(state)
+        self._weights_and_moments.load_state_dict(state)
         self.precision.load_state_dict(state["precision"])
         self.weighting.load_state_dict(state["weighting"])
         progress = state["progress"]
         for name in _PROGRESS:
             setattr(self, name, progress[name])
         self.saved_on = progress["world_size"]
-
-    def _load_whole(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        own = [(group["weight_decay"], group["lr_factor"]) for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, options in zip(self.optimizer.param_groups, own, strict=True):  # not the checkpoint's
-            group["weight_decay"], group["lr_factor"] = options
-        if self.branches is not None:
-            self.branches.forget_moments(self.optimizer)
 
     def description(self) -> StepValues:
         """What a `start` event says of the trainer."""
@@ -772,11 +637,11 @@ class FusionTrainer:
     def _seed(self, moment: int, draw: int = 0) -> None:
         """Seed torch's generators for a draw of one step (from 0) or for one epoch's order (below 0)."""
         rank = self.ranks.rank if self.branches is None else 0
-        entropy = [self.seed, abs(moment), moment < 0, draw, rank]
-        key = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
-        torch.default_generator.manual_seed(int(key[0]))
+        name = f"{self.seed} {moment} {draw} {rank}".encode()
+        key = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+        torch.default_generator.manual_seed(key)
         if self.device.type == "cuda":
-            torch.cuda.manual_seed_all(int(key[0]))
+            torch.cuda.manual_seed_all(key)
 
     def _seed_draw(self, draw: int) -> None:
         self._seed(self.step, draw)
@@ -787,40 +652,7 @@ class FusionTrainer:
         return time.perf_counter()
 
 
-def _lengths(shape: BatchShape) -> NDArray[np.int64]:
-    """(2,) padded tokens and patches of one sample."""
-    return np.array([shape.num_tokens, -(-shape.height // PATCH) * -(-shape.width // PATCH)])
-
-
-def _alike(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A group of the optimizer as what is shared out and what is not, which no operation takes at once."""
-    parts: list[list[nn.Parameter]] = [[], []]
-    for weight in group["params"]:
-        parts[hasattr(weight, "to_local")].append(weight)
-    return [{**group, "params": part} for part in parts if part]
-
-
-def _or_none(batches: Sequence[Batch], counts: Sequence[Mapping[str, int]]) -> list[Batch | None]:
-    """None in the place of what there is nothing to learn from, so that numbers agree between ranks."""
-    return [batch if any(count.values()) else None for batch, count in zip(batches, counts, strict=True)]
-
-
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
-
-
-def _check_options(
-    on_out_of_memory: str, on_nonfinite: str, max_grad_norm: float | Mapping[str, float]
-) -> None:
-    if on_out_of_memory not in OUT_OF_MEMORY_POLICIES:
-        raise unknown_name("policy for out-of-memory", on_out_of_memory, OUT_OF_MEMORY_POLICIES)
-    if on_nonfinite not in NONFINITE_POLICIES:
-        raise unknown_name("policy for losses that are not finite", on_nonfinite, NONFINITE_POLICIES)
-    for part in max_grad_norm if isinstance(max_grad_norm, Mapping) else ():
-        if part not in PARTS:
-            raise unknown_name("part of the model", part, PARTS)
-    limits = max_grad_norm if isinstance(max_grad_norm, Mapping) else {"all": max_grad_norm}
-    if not all(limit > 0 for limit in limits.values()):
-        raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {max_grad_norm}")
 
 
 def _branches_at_once(model: nn.Module, device: torch.device, image_device: str | None) -> BranchParallel:
@@ -835,21 +667,3 @@ def _branches_at_once(model: nn.Module, device: torch.device, image_device: str 
         image_device = f"cuda:{((device.index or 0) + 1) % torch.cuda.device_count()}"
     placement = BranchPlacement(image=image_device or str(device), text=str(device), fusion=str(device))
     return BranchParallel(model, placement)
-
-
-def _check_weighting(weighting: Weighting, on: str) -> None:
-    if on not in WEIGHTING_ON:
-        raise unknown_name("losses for the weighting", on, WEIGHTING_ON)
-    if on == "held_out" and weighting.wants_norms:
-        raise OptionError(
-            f"{type(weighting).__name__.lower()} needs the gradients of training steps, which held-out losses have "
-            "none of; use weighting_on='training', or the weighting 'trend' or 'uncertainty'"
-        )
-
-
-def _check_ranges(**numbers: tuple[float, float, float]) -> None:
-    """Each number, the least and the most that it may be."""
-    for name, (number, least, most) in numbers.items():
-        if not least <= number <= most:
-            bounds = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
-            raise OptionError(f"{name} must be {bounds}, found {number}")
