@@ -59,9 +59,6 @@ from mmlab.window import Window
 if TYPE_CHECKING:
     from mmlab.checkpoint import Checkpoints
 
-NONFINITE_POLICIES = ("raise", "skip")
-OUT_OF_MEMORY_POLICIES = ("auto", "split", "raise")
-WEIGHTING_ON = ("training", "held_out")
 StepValues = dict[str, Any]  # keys of mmlab.events.EVENT_KEYS
 
 
