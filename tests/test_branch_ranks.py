@@ -1,4 +1,4 @@
-"""Two processes, one branch each: the loss and the gradient of one process, checkpoints of one, failures of both."""
+"""A branch each on two processes or more: loss and gradient of one process, checkpoints of one, failures of all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from configs import TINY_MODEL
 from test_branches import build
-from test_out_of_memory import run_on_two_ranks
+from test_out_of_memory import run_on_ranks, run_on_two_ranks
 
 from mmlab.branches import BranchParallel, BranchRanks
 from mmlab.checkpoint import read_checkpoint
@@ -43,6 +43,27 @@ strategy = "branch"
 
 def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
     run_on_two_ranks("two_ranks_of_branches.py")
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_ranks_that_share_the_images_have_the_gradient_of_one_process(num_ranks: int):
+    run_on_ranks("ranks_sharing_images.py", num_ranks)
+
+
+def test_a_run_on_three_ranks_follows_that_of_one_process(scenes: Path, tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(scenes=scenes))
+    for name, begin, options in (
+        ("shared", train_on, {"num_processes": 3}),
+        ("alone", train, {"progress": False}),
+    ):
+        begin(load_config(path, [f"name={name}", "trainer.num_epochs=1"]), runs=tmp_path, **options)
+    losses = []
+    for name in ("shared", "alone"):
+        events, _ = read_events(tmp_path / name / "events-rank0.jsonl")
+        losses.append([event.values["loss"] for event in events if event.kind == "step"])
+    assert losses[0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_one_process_is_refused():

@@ -1,4 +1,4 @@
-"""`BranchRanks`: two processes, the image branch on rank 0, the text branch, the fusion and the losses on rank 1.
+"""`BranchRanks`: the image branch on all ranks but the last, which has the text branch, the fusion and the losses.
 
     rank 0   image 0 | image 1 |        back 0 | image 2 | back 1 | ...
     rank 1   text 0  | fusion 0, back | text back 0 | text 1 | fusion 1, back | ...
@@ -9,12 +9,16 @@ ranks compute. Both see the same batches. Loss and gradients are those of one pr
 autocast, with the exception named in `mmlab.branches.branch_parallel`; with dropout in the image branch they repeat
 themselves but differ from one process's.
 
+Images usually take longer than texts, so several ranks may share them: each encodes its rows of every micro-batch, and
+their gradients are added at the window's end. Loss and gradient are then those of one process but for rounding.
+
 A rank's gradients are those of its own branch, so an optimizer over all weights moves and remembers these alone.
-`share_weights` and `share_moments` make both ranks whole, to evaluate or to save.
+`share_weights` and `share_moments` make all ranks whole, to evaluate or to save.
 
 Costs, for each micro-batch: its image features and their gradient over the wire (embeddings alone where nothing but a
-contrastive loss asks), and the activations of `1 + ahead` micro-batches on rank 0. Does not do a step again in parts
-where memory ran out, nor fp16, whose scaler would have to agree.
+contrastive loss asks), and the activations of `1 + ahead` micro-batches on an image rank; where several share the
+images, also the image branch's gradient, once a window. Does not do a step again in parts where memory ran out, nor
+fp16, whose scaler would have to agree, nor batch normalisation over images that ranks share.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor, distributed, nn
@@ -37,28 +41,28 @@ from mmlab.parallel import Ranks
 from mmlab.precision import Precision
 from mmlab.types import Batch
 
-IMAGE_RANK, TEXT_RANK = 0, 1
 _OF_IMAGES = ("image_encoder.", "image_head.", "fusion.mix_images.", "pixel_")
 
 
 class BranchRanks:
-    """One rank of two; both make it with the same arguments, after `torch.distributed.init_process_group`.
+    """One rank of two or more; all make it with the same arguments, after `torch.distributed.init_process_group`.
 
     `FusionTrainer(..., parallel="branch")` trains with it.
 
     Args:
-        model: the same on both ranks; the branch of this rank is trained.
+        model: the same on all ranks; the branch of this rank is trained.
         objectives: names in `mmlab.losses.OBJECTIVES`, or objects by name.
         precision: "fp32" or "bf16" ("tf32" on CUDA).
         device: of this rank.
-        ahead: micro-batches that rank 0 may be ahead.
+        ahead: micro-batches that an image rank may be ahead.
         ranks: counts what this one waits.
 
     Attributes:
         timeline: takes the spans of this rank, where it is set.
 
     Raises:
-        OptionError: not two ranks, fp16, a model without branches, or negatives from all ranks.
+        OptionError: a single rank, fp16, a model without branches, negatives from all ranks, or batch normalisation
+            over images that several ranks share.
     """
 
     def __init__(
@@ -72,10 +76,10 @@ class BranchRanks:
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks, self.device = ranks or Ranks(), torch.device(device)
-        if self.ranks.world_size != 2:
+        if self.ranks.world_size < 2:
             raise OptionError(
-                f"branches take two ranks, one for the images and one for the texts, found {self.ranks.world_size}; "
-                "start with torchrun --nproc-per-node 2, or use BranchParallel in one process"
+                "branches take two ranks or more, the last for the texts and the others for the images, found "
+                f"{self.ranks.world_size}; start with torchrun --nproc-per-node 2, or use BranchParallel in one process"
             )
         if not isinstance(model, FusionModel):
             raise OptionError(
@@ -93,9 +97,16 @@ class BranchRanks:
             raise OptionError(f"ahead must be at least 0, found {ahead}")
         self.ahead = ahead
         self.timeline: Timeline | None = None
-        self.is_image_rank = self.ranks.rank == IMAGE_RANK
-        peer = TEXT_RANK if self.is_image_rank else IMAGE_RANK
-        self._features, self._gradients = (Wire(peer, self.device, self.ranks) for _ in range(2))
+        self._text_rank = self.num_image_ranks = self.ranks.world_size - 1
+        self.is_image_rank = self.ranks.rank < self._text_rank
+        if self.num_image_ranks > 1:
+            _require_no_batch_norm(model)
+        self._image_ranks = self._among_image_ranks()
+        peers = [self._text_rank] if self.is_image_rank else range(self.num_image_ranks)
+        self._features, self._gradients = (
+            [Wire(peer, group, self.device, self.ranks) for peer in peers]
+            for group in (distributed.new_group(), distributed.new_group())
+        )
         self._wants_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
         self._number = 0  # micro-batches so far
         self._failed = False
@@ -105,9 +116,18 @@ class BranchRanks:
         return name.startswith(_OF_IMAGES) == self.is_image_rank
 
     @property
+    def draw(self) -> int:
+        """Tells image ranks apart where they draw random numbers: each has other samples."""
+        return self.ranks.rank if self.is_image_rank else 0
+
+    @property
     def num_bytes_sent(self) -> int:
-        """By this rank so far."""
-        return self._features.num_bytes + self._gradients.num_bytes
+        """By this rank so far, but for the image branch's gradient."""
+        return sum(wire.num_bytes for wire in self._wires)
+
+    @property
+    def _wires(self) -> list[Wire]:
+        return [*self._features, *self._gradients]
 
     def gradient(
         self,
@@ -121,17 +141,17 @@ class BranchRanks:
         """Leave the window's gradient, as far as it is this rank's, in the weights; a collective.
 
         Args:
-            batches: micro-batches with something to learn, on any device; the same on both ranks.
+            batches: micro-batches with something to learn, on any device; the same on all ranks.
             counts: by objective, over all of them.
             weights: by objective, the factor of its mean.
-            seed: as in `mmlab.window.Window`, alike on both ranks.
+            seed: as in `mmlab.window.Window`, alike on all ranks but for `draw`.
             doing: what the ranks are at, for an error.
 
         Returns:
-            Mean losses, on both ranks.
+            Mean losses, on all ranks.
 
         Raises:
-            RunError: the other rank failed, now or in an earlier window, or has other batches; this rank's own error is
+            RunError: another rank failed, now or in an earlier window, or has other batches; this rank's own error is
                 raised as it is.
         """
         if self._failed:
@@ -147,26 +167,29 @@ class BranchRanks:
                 self._images(batches)
             else:
                 self._texts(batches, terms, seed)
-        except PeerFailed:
-            pass  # it is named below
+        except PeerFailed:  # it is named below
+            self._give_up()
         except Exception as error:
             problem = error
-            (self._features if self.is_image_rank else self._gradients).give_up()
+            self._give_up()
         self._failed = True
         self.ranks.agree(problem, self.device, doing)
         self._failed = False
         self._number += len(batches)
-        for wire in (self._features, self._gradients):
+        for wire in self._wires:
             wire.wait()
-        shares = terms.means()  # none on rank 0
+        if self._image_ranks is not None:
+            self._image_ranks.add_gradients(self._own_weights(), self.device)
+        shares = terms.means()  # none where images are
         means = self.ranks.sums([shares.get(name, 0.0) for name in counts], self.device)
         return {name: mean for name, mean in zip(counts, means, strict=True) if counts[name]}
 
     def part_norms(self, parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, float]:
-        """As `mmlab.precision.part_norms`, of both ranks' gradients: bitwise those of one process; a collective."""
+        """As `mmlab.precision.part_norms`, of all branches' gradients: bitwise those of one process; a collective."""
         weights = [weight for of_part in parts.values() for weight in of_part]
-        has_gradient = [weight.grad is not None for weight in weights]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        tells = self.ranks.rank in (0, self._text_rank)  # of image ranks, which have the same, one
+        has_gradient = [tells and weight.grad is not None for weight in weights]
+        gradients = [weight.grad for weight in weights if tells and weight.grad is not None]
         norms = iter(torch.stack(torch._foreach_norm(gradients)).tolist() if gradients else [])
         told = self.ranks.sums(
             [*has_gradient, *(next(norms) if there else 0.0 for there in has_gradient)], self.device
@@ -180,12 +203,12 @@ class BranchRanks:
         return found
 
     def share_weights(self) -> None:
-        """Give each rank the other's weights and statistics, so that both hold the whole model; a collective."""
+        """Give each rank the other branch's weights and statistics: all hold the whole model; a collective."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            self._share(tensor.data, self.owns(name))
+            self._share(tensor.data, name)
 
     def share_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give each rank the other's state of AdamW; a collective. `forget_moments` undoes it."""
+        """Give each rank the other branch's state of AdamW; a collective. `forget_moments` undoes it."""
         for name, weight in self.model.named_parameters():
             own, state = self.owns(name), optimizer.state
             if not self.ranks.largest(float(own and weight in state), self.device):
@@ -197,10 +220,10 @@ class BranchRanks:
                     "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
                 }
             for key in ("step", "exp_avg", "exp_avg_sq"):
-                self._share(state[weight][key], own)
+                self._share(state[weight][key], name)
 
     def forget_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the other rank's state of the optimizer."""
+        """Drop the other branch's state of the optimizer."""
         for name, weight in self.model.named_parameters():
             if not self.owns(name):
                 optimizer.state.pop(weight, None)
@@ -210,27 +233,48 @@ class BranchRanks:
         most, least = self.ranks.largest_of([digest, -digest], self.device)
         if most != -least:
             raise RunError(
-                f"{doing}: the ranks have different batches; with a branch on each both must read the same samples in "
-                "the same order: give both the whole plan, no share of it, and no sampler that deals samples out"
+                f"{doing}: the ranks have different batches; with a branch on each all must read the same samples in "
+                "the same order: give all the whole plan, no share of it, and no sampler that deals samples out"
             )
 
-    def _share(self, tensor: Tensor, own: bool) -> None:
-        source = self.ranks.rank if own else 1 - self.ranks.rank
+    def _among_image_ranks(self) -> Ranks | None:
+        """Those that share the images, where there are several; all ranks make the group."""
+        if self.num_image_ranks == 1:
+            return None
+        group = distributed.new_group(range(self.num_image_ranks))
+        return Ranks(group=group) if self.is_image_rank else None
+
+    def _own_weights(self) -> list[nn.Parameter]:
+        named = self.model.named_parameters()
+        return [weight for name, weight in named if weight.requires_grad and self.owns(name)]
+
+    def _share(self, tensor: Tensor, name: str) -> None:
+        """Give what the rank has that trains it to those that do not."""
         message = tensor.detach().to(self.device).contiguous()
-        distributed.broadcast(message, source)
-        if not own:
+        distributed.broadcast(message, 0 if name.startswith(_OF_IMAGES) else self._text_rank)
+        if not self.owns(name):
             tensor.copy_(message)
 
+    def _give_up(self) -> None:
+        """Tell those who wait for this rank that nothing more comes."""
+        for wire in self._features if self.is_image_rank else self._gradients:
+            wire.give_up()
+
     def _images(self, batches: Sequence[Batch]) -> None:
-        """Rank 0: encode ahead, and be taught as gradients come back."""
+        """Where images are: encode ahead, and be taught as gradients come back."""
         waiting: deque[tuple[int, Encoded]] = deque()
         for number, batch in enumerate(batches):
+            rows = self._rows(len(batch))[self.ranks.rank]
+            if rows.start == rows.stop:
+                continue
             with self._span(number, IMAGE, FORWARD), self.precision.autocast():
-                encoded = self.model.encode_image(*self._here(batch.pixel_values, batch.pixel_mask))
+                encoded = self.model.encode_image(
+                    *self._here(batch.pixel_values[rows], batch.pixel_mask[rows])
+                )
             if not self._wants_features:  # nothing will come back for them
                 encoded = encoded._replace(features=encoded.features.detach())
             embedding, features, mask = encoded
-            self._features.send([embedding, features if self._wants_features else None, mask])
+            self._features[0].send([embedding, features if self._wants_features else None, mask])
             waiting.append((number, encoded))
             if len(waiting) > self.ahead:
                 self._taught(*waiting.popleft())
@@ -241,25 +285,22 @@ class BranchRanks:
         if not any(tensor.requires_grad for tensor in encoded[:2]):
             return
         with self._span(number, IMAGE, WAIT):
-            gradients = self._gradients.receive()
+            gradients = self._gradients[0].receive()
         with self._span(number, IMAGE, BACKWARD):
             _teach(encoded, gradients)
 
     def _texts(self, batches: Sequence[Batch], terms: LossTerms, seed: Callable[[int], None]) -> None:
-        """Rank 1: encode the texts, meet the images, and send their gradients before the texts are taught."""
+        """Where texts are: encode them, meet the images, and send their gradients before the texts are taught."""
         for number, batch in enumerate(batches):
             with self._span(number, TEXT, FORWARD), self.precision.autocast():
                 text = self.model.encode_text(*self._here(batch.input_ids, batch.attention_mask))
+            shares = [rank for rank, rows in enumerate(self._rows(len(batch))) if rows.start < rows.stop]
             with self._span(number, TEXT, WAIT):
-                embedding, features, mask = self._features.receive()
-            assert embedding is not None
-            assert mask is not None
-            if features is None:  # nobody will read them
-                features = embedding.new_zeros(*mask.shape, 1)
-            image, leaves = Encoded(embedding, features, mask), _leaves(text)
+                images = [_received(self._features[rank].receive()) for rank in shares]
+            leaves = _leaves(text)
             with self._span(number, FUSION, FORWARD):
                 with self.precision.autocast():
-                    output = self.model.join(image, leaves)
+                    output = self.model.join(_together(images), leaves)
                 seed(number + 1)
                 here = batch.to(self.device)
                 with self.precision.autocast():
@@ -267,10 +308,16 @@ class BranchRanks:
                 del output
             with self._span(number, FUSION, BACKWARD):
                 self.precision.backward(loss)
-            if any(tensor.requires_grad for tensor in image[:2]):
-                self._gradients.send([embedding.grad, features.grad])
+            for rank, image in zip(shares, images, strict=True):
+                if any(tensor.requires_grad for tensor in image[:2]):
+                    self._gradients[rank].send([image.embedding.grad, image.features.grad])
             with self._span(number, TEXT, BACKWARD):
                 _teach(text, [leaves.embedding.grad, leaves.features.grad])
+
+    def _rows(self, num_samples: int) -> list[slice]:
+        """Of a micro-batch, by image rank: as even as can be, none where there are fewer samples than ranks."""
+        ends = [num_samples * rank // self.num_image_ranks for rank in range(self.num_image_ranks + 1)]
+        return [slice(*rows) for rows in pairwise(ends)]
 
     def _here(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
@@ -278,6 +325,31 @@ class BranchRanks:
     def _span(self, number: int, branch: str, phase: str) -> AbstractContextManager[None]:
         timeline = self.timeline
         return nullcontext() if timeline is None else timeline.span(self._number + number, branch, phase)
+
+
+def _received(tensors: Sequence[Tensor | None]) -> Encoded:
+    embedding, features, mask = tensors
+    assert embedding is not None
+    assert mask is not None
+    if features is None:  # nobody will read them
+        features = embedding.new_zeros(*mask.shape, 1)
+    return Encoded(embedding, features, mask)
+
+
+def _together(shares: Sequence[Encoded]) -> Encoded:
+    """The rows of several ranks in one; gradients go to each."""
+    return (
+        shares[0] if len(shares) == 1 else Encoded(*(torch.cat(rows) for rows in zip(*shares, strict=True)))
+    )
+
+
+def _require_no_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name.startswith(_OF_IMAGES):
+            raise OptionError(
+                f"several ranks share the images, and batch normalisation ({name}) needs whole batches; use two "
+                "ranks, or an image encoder without it (vit)"
+            )
 
 
 def _leaves(encoded: Encoded) -> Encoded:

@@ -29,17 +29,18 @@ class PeerFailed(Exception):
 
 
 class Wire:
-    """One direction between this rank and another; both ranks make it, at the same moment.
+    """One direction between this rank and another; both make it.
 
     Args:
         peer: the other rank.
+        group: of processes, for this direction; messages to several peers may share it.
         device: where this rank's tensors are.
         ranks: counts what this one waits.
     """
 
-    def __init__(self, peer: int, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, peer: int, group: Any, device: torch.device, ranks: Ranks) -> None:
         self.peer, self.device, self._ranks = peer, device, ranks
-        self._group: Any = distributed.new_group()
+        self._group = group
         self._sent: list[tuple[Any, Tensor]] = []  # work in progress and the bytes that it reads
         self.num_bytes = 0  # sent so far
 

@@ -34,12 +34,14 @@ class Ranks:
 
     Args:
         alone: this process has nothing to say to the others, though there may be some.
+        group: some of the processes, this one among them, numbered from 0; None takes all.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
+    def __init__(self, *, alone: bool = False, group: Any = None) -> None:
         joined = not alone and distributed.is_available() and distributed.is_initialized()
-        self.rank = distributed.get_rank() if joined else 0
-        self.world_size = distributed.get_world_size() if joined else 1
+        self.rank = distributed.get_rank(group) if joined else 0
+        self.world_size = distributed.get_world_size(group) if joined else 1
+        self._group = group
         self._met_s, self._num_met = 0.0, 0  # in short exchanges since the step began
         self._cost_s: float | None = None  # of one, when nobody is late
 
@@ -128,7 +130,7 @@ class Ranks:
         words = None if problem is None else f"{type(problem).__name__}: {problem}"
         answers: list[Any] = [None] * self.world_size
         with _exchange():
-            distributed.all_gather_object(answers, (found, words))
+            distributed.all_gather_object(answers, (found, words), group=self._group)
         failures = [
             f"rank {rank} could not {doing}: {words}" for rank, (_, words) in enumerate(answers) if words
         ]
@@ -143,7 +145,7 @@ class Ranks:
     def gather(self, rows: torch.Tensor, into: torch.Tensor, device: torch.device) -> None:
         """Every rank's rows (N, ...), one rank after the other, into a tensor of (world_size x N, ...)."""
         with _exchange():
-            retried(lambda: distributed.all_gather_into_tensor(into, rows), device)
+            retried(lambda: distributed.all_gather_into_tensor(into, rows, group=self._group), device)
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         """Replace every gradient by its sum over the ranks; one that no rank has stays None."""
@@ -161,7 +163,7 @@ class Ranks:
     def _add(self, bucket: Sequence[torch.Tensor], device: torch.device) -> None:
         flat = retried(lambda: torch.cat([gradient.flatten() for gradient in bucket]), device)
         with _exchange():
-            retried(lambda: distributed.all_reduce(flat), device)
+            retried(lambda: distributed.all_reduce(flat, group=self._group), device)
 
         def copy_back() -> None:
             parts = flat.split([gradient.numel() for gradient in bucket])
@@ -178,7 +180,7 @@ class Ranks:
             torch.cuda.synchronize(device)
         started = time.perf_counter()
         with _exchange():
-            retried(lambda: distributed.all_reduce(values, op=operation), device)
+            retried(lambda: distributed.all_reduce(values, op=operation, group=self._group), device)
             found = retried(values.tolist, device)
         self._met_s += time.perf_counter() - started
         self._num_met += 1

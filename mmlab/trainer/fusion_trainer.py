@@ -633,7 +633,9 @@ class FusionTrainer:
 
     def _seed(self, moment: int, draw: int = 0) -> None:
         """Seed torch's generators for a draw of one step (from 0) or for one epoch's order (below 0)."""
-        rank = self.ranks.rank if self.branches is None else 0
+        rank = self.ranks.rank
+        if self.branches is not None:  # they take the same batches, whose order may be drawn too
+            rank = 0 if moment < 0 else self.branches.draw
         name = f"{self.seed} {moment} {draw} {rank}".encode()
         key = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
         torch.default_generator.manual_seed(key)
