@@ -52,7 +52,10 @@ _MODEL = {"preset": "str", "image_encoder": "str", "text_encoder": "str"}
 _HARMLESS = (  # to change in a resume
     "checkpoint",
     "events",
-    *(f"parallel.{name}" for name in ("bucket_mb", "overlap", "ahead", "image_device", "timeout_s")),
+    *(
+        f"parallel.{name}"
+        for name in ("bucket_mb", "overlap", "ahead", "image_layers", "image_device", "timeout_s")
+    ),
     *(f"data.{name}" for name in (*LOADER_OPTIONS, *CACHE_OPTIONS)),
 )
 

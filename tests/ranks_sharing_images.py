@@ -37,9 +37,11 @@ def same_gradient(rank: int) -> None:
         (["contrastive", "matching"], {}, {"fusion": "multiscale"}),
         (["contrastive", "matching"], {"checkpointing": True, "channels_last": True}, {}),
         (list(GOALS), {}, {}),
+        (["contrastive", "matching"], {"image_layers": 1}, {"image_depth": 2}),
     ]
     for objectives, options, changes in cases:
-        plain = trainer_of(build(**changes), objectives, max_grad_norm=math.inf, **options)
+        alike = {name: value for name, value in options.items() if name != "image_layers"}
+        plain = trainer_of(build(**changes), objectives, max_grad_norm=math.inf, **alike)
         plain.ranks.rank, plain.ranks.world_size = 0, 1
         expected, values = gradients_of(plain.model, plain.optimizer, lambda: plain.train_step(window()))  # noqa: B023
         ranks = two_ranks(objectives, changes=changes, **options)

@@ -82,7 +82,11 @@ def test_devices_are_dealt_out_in_proportion_and_gradients_of_replicas_are_summe
     plan = plan_branches(None, devices, costs=HEAVY_IMAGE, num_micro_batches=4, **NO_WAIT)
     replicas = [found for found in plan.options if found.kind == "replicas"]
     assert len(replicas) == 3
-    assert all(found.runs_with is None and found.placement is None for found in replicas)
+    assert all(found.placement is None for found in replicas)
+    assert [
+        found.runs_with for found in replicas if found.what.startswith("cuda:0+cuda:1+cuda:2: image")
+    ] == ['parallel="branch"']
+    assert sum(found.runs_with is None for found in replicas) == 2  # several devices for the texts
     whole = plan_branches(None, devices[:3], costs=HEAVY_IMAGE, bandwidth_gib_s=1.0, latency_s=0.0)
     free = plan_branches(None, devices[:3], costs=HEAVY_IMAGE, bandwidth_gib_s=1e12, latency_s=0.0)
     two = "cuda:0+cuda:1: image"
@@ -97,6 +101,11 @@ def test_layers_move_to_where_they_balance_the_devices():
     found = option(plan, "layers moved")
     assert "first 3 of 4 image layers" in found.what  # 12 against 4 + 4: nearer than 8 against 12
     assert option(plan, "one device").step_s / 2 <= found.step_s < option(plan, "two ranks").step_s
+    assert found.runs_with is None  # of no model
+    deep = plan_branches(build(image_depth=4), CUDA, costs=heavy, num_micro_batches=8, ahead=3, **NO_WAIT)
+    assert option(deep, "layers moved").runs_with == 'parallel="branch", image_layers=3'
+    whole = plan_branches(build(image="resnet18"), CUDA, costs=heavy, num_micro_batches=8, **NO_WAIT)
+    assert option(whole, "layers moved").runs_with is None
     light = costs(cost(1.0, 1.0), cost(8.0, 8.0, layers=(0.5, 0.5)))
     assert "cuda:0: image + text" in option(plan_branches(None, CUDA, costs=light), "layers moved").what
 

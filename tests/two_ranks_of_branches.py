@@ -19,6 +19,8 @@ from mmlab.parallel import ParallelOptions
 from mmlab.trainer import FusionTrainer
 from mmlab.weighting import make_weighting
 
+DEEP = {"image_depth": 3}
+
 
 def window():
     return [
@@ -55,8 +57,8 @@ def two_ranks(objectives, *, changes=None, **options):
     return on_two_ranks(build(**(changes or {})), goals, **{"max_grad_norm": math.inf, **options})
 
 
-def on_two_ranks(model, goals, *, ahead=1, **options):
-    parallel = ParallelOptions(strategy="branch", ahead=ahead)
+def on_two_ranks(model, goals, *, ahead=1, image_layers=None, **options):
+    parallel = ParallelOptions(strategy="branch", ahead=ahead, image_layers=image_layers)
     return FusionTrainer(model, device="cpu", objectives=goals, parallel=parallel, **options)
 
 
@@ -69,13 +71,17 @@ def same_gradient(rank: int) -> None:
         (["contrastive", "matching"], {"channels_last": True}, {}),
         (["contrastive", "matching"], {}, {"image": "resnet18"}),  # whose features are no contiguous tensor
         (list(GOALS), {}, {}),
+        (["contrastive"], {"image_layers": 1}, DEEP),
+        (["contrastive", "matching"], {"image_layers": 2, "precision": "bf16", "checkpointing": True}, DEEP),
     ]
     for objectives, options, changes in cases:
-        alike = {name: value for name, value in options.items() if name != "ahead"}
+        alike = {name: value for name, value in options.items() if name not in ("ahead", "image_layers")}
         (expected, values), _ = one_process(objectives, changes=changes, **alike)
         ranks = two_ranks(objectives, changes=changes, **options)
         found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
         assert found.keys() == {name for name in expected if ranks.branches.owns(name)}
+        if "image_layers" in options:
+            assert ("image_encoder.blocks.2.out.weight" in found) == (rank == 1)
         largest = max(float((found[name] - expected[name]).abs().max()) for name in found)
         bitwise = (
             "masked_language" not in objectives
@@ -262,6 +268,19 @@ def what_cannot_work_is_refused() -> None:
         two_ranks(["contrastive"], compile=True)
     with pytest.raises(OptionError, match="ahead must be at least 0, found -1"):
         two_ranks(["contrastive"], ahead=-1)
+    for image_layers, changes, message in (
+        (3, DEEP, "cut after block 3: it has 3 blocks, so 1 to 2 of them"),
+        (1, {**DEEP, "fusion": "multiscale"}, "multiscale fusion take features of all depths in one place"),
+        (1, {"image": "resnet18"}, "ResNet cannot be cut between two blocks"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            two_ranks(["contrastive"], changes=changes, image_layers=image_layers)
+    with pytest.raises(OptionError, match="image_layers must be at least 1, found 0"):
+        two_ranks(["contrastive"], image_layers=0)
+    with pytest.raises(
+        OptionError, match=r"image_layers=1 cuts the image branch, which strategy='ddp' leaves"
+    ):
+        ParallelOptions(image_layers=1)
 
 
 def main() -> None:

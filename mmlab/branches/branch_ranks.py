@@ -9,8 +9,9 @@ ranks compute. Both see the same batches. Loss and gradients are those of one pr
 autocast, with the exception named in `mmlab.branches.branch_parallel`; with dropout in the image branch they repeat
 themselves but differ from one process's.
 
-Images usually take longer than texts, so several ranks may share them: each encodes its rows of every micro-batch, and
-their gradients are added at the window's end. Loss and gradient are then those of one process but for rounding.
+Images usually take longer than texts. The last rank can have the upper layers of a vision transformer too: what
+crosses is then what the lower ones give, and all stays bit by bit. And several ranks may share the images: each encodes
+its rows of every micro-batch, and their gradients are added at the window's end; that is exact but for rounding.
 
 A rank's gradients are those of its own branch, so an optimizer over all weights moves and remembers these alone.
 `share_weights` and `share_moments` make all ranks whole, to evaluate or to save.
@@ -28,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -44,6 +46,19 @@ from mmlab.types import Batch
 _OF_IMAGES = ("image_encoder.", "image_head.", "fusion.mix_images.", "pixel_")
 
 
+class _Sent(NamedTuple):
+    """What crosses from an image rank to the last one, of a micro-batch's rows."""
+
+    embedding: Tensor | None  # (B, D); None where the image branch goes on there
+    features: Tensor | None  # (B, P, C); None where nobody reads them
+    mask: Tensor  # (B, P)
+
+    @property
+    def learns(self) -> bool:
+        """Whether gradients will come back."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self[:2])
+
+
 class BranchRanks:
     """One rank of two or more; all make it with the same arguments, after `torch.distributed.init_process_group`.
 
@@ -55,14 +70,15 @@ class BranchRanks:
         precision: "fp32" or "bf16" ("tf32" on CUDA).
         device: of this rank.
         ahead: micro-batches that an image rank may be ahead.
+        image_layers: first blocks of the image encoder that image ranks compute, the last rank the rest; None: all.
         ranks: counts what this one waits.
 
     Attributes:
         timeline: takes the spans of this rank, where it is set.
 
     Raises:
-        OptionError: a single rank, fp16, a model without branches, negatives from all ranks, or batch normalisation
-            over images that several ranks share.
+        OptionError: a single rank, fp16, a model without branches, negatives from all ranks, an encoder that cannot be
+            cut, or batch normalisation over images that several ranks share.
     """
 
     def __init__(
@@ -73,6 +89,7 @@ class BranchRanks:
         precision: str | Precision = "fp32",
         device: torch.device | str = "cpu",
         ahead: int = 1,
+        image_layers: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks, self.device = ranks or Ranks(), torch.device(device)
@@ -95,12 +112,14 @@ class BranchRanks:
             )
         if ahead < 0:
             raise OptionError(f"ahead must be at least 0, found {ahead}")
-        self.ahead = ahead
+        if image_layers is not None:
+            model.require_cut(image_layers)
+        self.ahead, self._image_layers = ahead, image_layers
         self.timeline: Timeline | None = None
         self._text_rank = self.num_image_ranks = self.ranks.world_size - 1
         self.is_image_rank = self.ranks.rank < self._text_rank
         if self.num_image_ranks > 1:
-            _require_no_batch_norm(model)
+            self._require_no_batch_norm()
         self._image_ranks = self._among_image_ranks()
         peers = [self._text_rank] if self.is_image_rank else range(self.num_image_ranks)
         self._features, self._gradients = (
@@ -113,7 +132,15 @@ class BranchRanks:
 
     def owns(self, name: str) -> bool:
         """Whether this rank trains the weight of that name."""
-        return name.startswith(_OF_IMAGES) == self.is_image_rank
+        return self._is_of_image_ranks(name) == self.is_image_rank
+
+    def _is_of_image_ranks(self, name: str) -> bool:
+        if self._image_layers is not None and name.startswith("image_encoder.blocks."):
+            return int(name.split(".")[2]) < self._image_layers
+        above_the_cut = self._image_layers is not None and name.startswith(
+            ("image_encoder.norm.", "image_head.")
+        )
+        return name.startswith(_OF_IMAGES) and not above_the_cut
 
     @property
     def draw(self) -> int:
@@ -237,6 +264,14 @@ class BranchRanks:
                 "the same order: give all the whole plan, no share of it, and no sampler that deals samples out"
             )
 
+    def _require_no_batch_norm(self) -> None:
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and self._is_of_image_ranks(f"{name}."):
+                raise OptionError(
+                    f"several ranks share the images, and batch normalisation ({name}) needs whole batches; use two "
+                    "ranks, or an image encoder without it (vit)"
+                )
+
     def _among_image_ranks(self) -> Ranks | None:
         """Those that share the images, where there are several; all ranks make the group."""
         if self.num_image_ranks == 1:
@@ -251,7 +286,7 @@ class BranchRanks:
     def _share(self, tensor: Tensor, name: str) -> None:
         """Give what the rank has that trains it to those that do not."""
         message = tensor.detach().to(self.device).contiguous()
-        distributed.broadcast(message, 0 if name.startswith(_OF_IMAGES) else self._text_rank)
+        distributed.broadcast(message, 0 if self._is_of_image_ranks(name) else self._text_rank)
         if not self.owns(name):
             tensor.copy_(message)
 
@@ -262,32 +297,46 @@ class BranchRanks:
 
     def _images(self, batches: Sequence[Batch]) -> None:
         """Where images are: encode ahead, and be taught as gradients come back."""
-        waiting: deque[tuple[int, Encoded]] = deque()
+        waiting: deque[tuple[int, _Sent]] = deque()
         for number, batch in enumerate(batches):
             rows = self._rows(len(batch))[self.ranks.rank]
             if rows.start == rows.stop:
                 continue
             with self._span(number, IMAGE, FORWARD), self.precision.autocast():
-                encoded = self.model.encode_image(
-                    *self._here(batch.pixel_values[rows], batch.pixel_mask[rows])
-                )
-            if not self._wants_features:  # nothing will come back for them
-                encoded = encoded._replace(features=encoded.features.detach())
-            embedding, features, mask = encoded
-            self._features[0].send([embedding, features if self._wants_features else None, mask])
-            waiting.append((number, encoded))
+                sent = self._encoded(*self._here(batch.pixel_values[rows], batch.pixel_mask[rows]))
+            self._features[0].send(sent)
+            waiting.append((number, sent))
             if len(waiting) > self.ahead:
                 self._taught(*waiting.popleft())
         while waiting:
             self._taught(*waiting.popleft())
 
-    def _taught(self, number: int, encoded: Encoded) -> None:
-        if not any(tensor.requires_grad for tensor in encoded[:2]):
+    def _encoded(self, pixel_values: Tensor, pixel_mask: Tensor) -> _Sent:
+        """The part of the image branch that image ranks have."""
+        if self._image_layers is not None:
+            features, mask = self.model.begin_image(pixel_values, pixel_mask, num_blocks=self._image_layers)
+            return _Sent(None, features, mask)
+        embedding, features, mask = self.model.encode_image(pixel_values, pixel_mask)
+        return _Sent(embedding, features if self._wants_features else None, mask)
+
+    def _finished(self, sent: _Sent) -> Encoded:
+        """The rest of it."""
+        embedding, features, mask = sent
+        if self._image_layers is not None:
+            assert features is not None
+            return self.model.finish_image(features, mask, num_blocks=self._image_layers)
+        assert embedding is not None
+        if features is None:  # nobody will read them
+            features = embedding.new_zeros(*mask.shape, 1)
+        return Encoded(embedding, features, mask)
+
+    def _taught(self, number: int, sent: _Sent) -> None:
+        if not sent.learns:
             return
         with self._span(number, IMAGE, WAIT):
             gradients = self._gradients[0].receive()
         with self._span(number, IMAGE, BACKWARD):
-            _teach(encoded, gradients)
+            _teach(sent, gradients)
 
     def _texts(self, batches: Sequence[Batch], terms: LossTerms, seed: Callable[[int], None]) -> None:
         """Where texts are: encode them, meet the images, and send their gradients before the texts are taught."""
@@ -296,11 +345,11 @@ class BranchRanks:
                 text = self.model.encode_text(*self._here(batch.input_ids, batch.attention_mask))
             shares = [rank for rank, rows in enumerate(self._rows(len(batch))) if rows.start < rows.stop]
             with self._span(number, TEXT, WAIT):
-                images = [_received(self._features[rank].receive()) for rank in shares]
+                images = [_Sent(*self._features[rank].receive()) for rank in shares]  # type: ignore[arg-type]
             leaves = _leaves(text)
             with self._span(number, FUSION, FORWARD):
                 with self.precision.autocast():
-                    output = self.model.join(_together(images), leaves)
+                    output = self.model.join(self._finished(_together(images)), leaves)
                 seed(number + 1)
                 here = batch.to(self.device)
                 with self.precision.autocast():
@@ -309,8 +358,10 @@ class BranchRanks:
             with self._span(number, FUSION, BACKWARD):
                 self.precision.backward(loss)
             for rank, image in zip(shares, images, strict=True):
-                if any(tensor.requires_grad for tensor in image[:2]):
-                    self._gradients[rank].send([image.embedding.grad, image.features.grad])
+                if image.learns:
+                    self._gradients[rank].send(
+                        [None if tensor is None else tensor.grad for tensor in image[:2]]
+                    )
             with self._span(number, TEXT, BACKWARD):
                 _teach(text, [leaves.embedding.grad, leaves.features.grad])
 
@@ -327,29 +378,15 @@ class BranchRanks:
         return nullcontext() if timeline is None else timeline.span(self._number + number, branch, phase)
 
 
-def _received(tensors: Sequence[Tensor | None]) -> Encoded:
-    embedding, features, mask = tensors
-    assert embedding is not None
-    assert mask is not None
-    if features is None:  # nobody will read them
-        features = embedding.new_zeros(*mask.shape, 1)
-    return Encoded(embedding, features, mask)
-
-
-def _together(shares: Sequence[Encoded]) -> Encoded:
+def _together(shares: Sequence[_Sent]) -> _Sent:
     """The rows of several ranks in one; gradients go to each."""
-    return (
-        shares[0] if len(shares) == 1 else Encoded(*(torch.cat(rows) for rows in zip(*shares, strict=True)))
+    if len(shares) == 1:
+        return shares[0]
+    embedding, features, mask = (
+        None if rows[0] is None else torch.cat(rows) for rows in zip(*shares, strict=True)
     )
-
-
-def _require_no_batch_norm(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name.startswith(_OF_IMAGES):
-            raise OptionError(
-                f"several ranks share the images, and batch normalisation ({name}) needs whole batches; use two "
-                "ranks, or an image encoder without it (vit)"
-            )
+    assert mask is not None
+    return _Sent(embedding, features, mask)
 
 
 def _leaves(encoded: Encoded) -> Encoded:
@@ -358,12 +395,12 @@ def _leaves(encoded: Encoded) -> Encoded:
     return Encoded(embedding, features, encoded.mask)
 
 
-def _teach(encoded: Encoded, gradients: Sequence[Tensor | None]) -> None:
+def _teach(tensors: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
     """Gradients of embedding and features into the branch that made them."""
     taught = [
         (tensor, gradient)
-        for tensor, gradient in zip(encoded[:2], gradients, strict=True)
-        if gradient is not None and tensor.requires_grad
+        for tensor, gradient in zip(tensors[:2], gradients, strict=True)
+        if gradient is not None and tensor is not None and tensor.requires_grad
     ]
     if taught:
         torch.autograd.backward([tensor for tensor, _ in taught], [gradient for _, gradient in taught])

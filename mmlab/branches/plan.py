@@ -6,8 +6,9 @@ there are:
 one device             everything on the first: what the others are compared with
 one process            a device for each branch, `BranchParallel`
 two ranks              the same in two processes, the image rank ahead, `FusionTrainer(parallel="branch")`
-replicas               several devices share the batch of the heavier branch (only planned)
-layers moved           a branch is cut: its first layers on the one device, the rest on the other (only planned)
+replicas               several devices share a branch's batch: the same with more ranks, where it is the images'
+layers moved           a branch is cut, its first layers on the one device and the rest on the other: `image_layers=` of
+                       the same; of texts, and of encoders that cannot be cut, only planned
 
 Each is simulated with its dependencies, transfers (bytes / bandwidth + latency) and, for replicas, the sum of their
 gradients. What a simulation leaves out: memory, kernels that slow each other down, and a host that cannot queue kernels
@@ -138,7 +139,15 @@ def plan_branches(
         costs = measure_branches(
             model, batch, objectives=objectives, precision=precision, device=measure_on or devices[0]
         )
-    planner = _Planner(costs, tuple(devices), num_micro_batches, ahead, bandwidth_gib_s * 2**30, latency_s)
+    planner = _Planner(
+        costs,
+        tuple(devices),
+        num_micro_batches,
+        ahead,
+        bandwidth_gib_s * 2**30,
+        latency_s,
+        _can_be_cut(model),
+    )
     options = sorted(planner.options(), key=lambda option: option.step_s)
     return BranchPlan(
         costs=costs,
@@ -156,6 +165,7 @@ class _Planner:
     ahead: int
     bandwidth: float  # bytes a second
     latency_s: float
+    can_cut_images: bool  # that runs
 
     def options(self) -> list[BranchOption]:
         """All ways, in any order."""
@@ -170,22 +180,25 @@ class _Planner:
                 )
             )
         found.append(self._option(TWO_RANKS, [(0, 1.0)], [(1, 1.0)], 1, 'parallel="branch"', one_s))
-        moved = [
-            self._option(
-                LAYERS_MOVED,
-                [(0, first), (1, 1 - first)] if name == "image" else [(0, 1.0)],
-                [(0, first), (1, 1 - first)] if name == "text" else [(1, 1.0)],
-                1,
-                None,
-                one_s,
-                note=f"first {number} of {len(cost.layers)} {name} layers on the first",
-            )
-            for name, cost in (("image", costs.image), ("text", costs.text))
-            for number in range(1, len(cost.layers))
-            if (first := sum(cost.layers[:number]))
-        ]
-        found += [min(moved, key=lambda option: option.step_s)] if moved else []
+        for name, cost in (("image", costs.image), ("text", costs.text)):
+            moved = [self._moved(name, number, cost, one_s) for number in range(1, len(cost.layers))]
+            found += [min(moved, key=lambda option: option.step_s)] if moved else []
         return found + self._replicated(one_s)
+
+    def _moved(self, name: str, number: int, cost: BranchCost, one_s: float) -> BranchOption:
+        """The first layers of a branch on the first device, the rest on the second."""
+        first = sum(cost.layers[:number])
+        cut = [(0, first), (1, 1 - first)]
+        runs = name == "image" and self.can_cut_images
+        return self._option(
+            LAYERS_MOVED,
+            cut if name == "image" else [(0, 1.0)],
+            cut if name == "text" else [(1, 1.0)],
+            1,
+            f'parallel="branch", image_layers={number}' if runs else None,
+            one_s,
+            note=f"first {number} of {len(cost.layers)} {name} layers on the first",
+        )
 
     def _replicated(self, one_s: float) -> list[BranchOption]:
         """Devices dealt out in proportion: each branch at least one, several share its batch."""
@@ -194,8 +207,11 @@ class _Planner:
             num_text = len(self.devices) - num_image
             if num_image == num_text == 1:
                 continue
+            runs_with = 'parallel="branch"' if num_text == 1 else None
             found.append(
-                self._option(REPLICAS, [(0, 1.0)], [(1, 1.0)], 1, None, one_s, copies=(num_image, num_text))
+                self._option(
+                    REPLICAS, [(0, 1.0)], [(1, 1.0)], 1, runs_with, one_s, copies=(num_image, num_text)
+                )
             )
         return found
 
@@ -302,6 +318,14 @@ class _Planner:
             return [(task, 0) for task in firsts[number - 1]] if number else []
         behind = number - 1 - (self.ahead if place == 0 else 0)
         return [(firsts[behind][place], 0)] if behind >= 0 else []
+
+
+def _can_be_cut(model: nn.Module) -> bool:
+    try:
+        model.require_cut(1)  # type: ignore[operator]
+    except (AttributeError, OptionError):  # not given, or of a kind that cannot be
+        return False
+    return True
 
 
 def _simulated(tasks: Sequence[_Task]) -> tuple[float, dict[int, float]]:

@@ -13,7 +13,7 @@ Legend: B samples, P image positions, T tokens, H x W pixels, D width.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from einops import rearrange
@@ -60,17 +60,13 @@ class ViT(nn.Module):
 
     def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
         """The same after several blocks, the last level normalised: features (B, P, D) each, and the mask (B, P)."""
-        pixels, pixel_mask = fill_grid(pixels, pixel_mask)
-        grid = self.embed(pixels, pixel_mask)  # (B, D, H / 16, W / 16)
-        mask = pixel_mask[:, ::PATCH, ::PATCH].flatten(1)  # (B, P)
-        positions = _positions(grid.shape[2], grid.shape[3], self.dim, grid.device)
-        features = self.embed_norm(rearrange(grid, "b d h w -> b (h w) d")) + positions.to(grid.dtype)
+        features, mask = self._embedded(pixels, pixel_mask)
         segments = Segments(mask) if self.packed else None
         keys: Tensor | tuple[Segments, Segments]
         if segments is not None:
             features, keys = segments.pack(features), (segments, segments)
-        else:  # a missing image attends to its padding: no NaN
-            keys = (mask | ~mask.any(1, keepdim=True))[:, None, None, :]
+        else:
+            keys = _attended(mask)
         kept = []
         *lower, _ = depths(len(self.blocks), num_levels)
         for number, block in enumerate(self.blocks, start=1):
@@ -79,6 +75,34 @@ class ViT(nn.Module):
                 kept.append(features)
         kept.append(self.norm(features))
         return kept if segments is None else [segments.unpack(level) for level in kept], mask
+
+    def begin(self, pixels: Tensor, pixel_mask: Tensor, *, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """`forward` up to and with so many blocks: features (B, P, D) and mask (B, P), not packed; for `finish`."""
+        features, mask = self._embedded(pixels, pixel_mask)
+        return self._through(features, mask, 0, num_blocks), mask
+
+    def finish(self, features: Tensor, mask: Tensor, *, num_blocks: int) -> Tensor:
+        """The rest of `forward` after so many blocks, (B, P, D)."""
+        return self.norm(self._through(features, mask, num_blocks, len(self.blocks)))
+
+    def _embedded(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
+        pixels, pixel_mask = fill_grid(pixels, pixel_mask)
+        grid = self.embed(pixels, pixel_mask)  # (B, D, H / 16, W / 16)
+        mask = pixel_mask[:, ::PATCH, ::PATCH].flatten(1)  # (B, P)
+        positions = _positions(grid.shape[2], grid.shape[3], self.dim, grid.device)
+        features = self.embed_norm(rearrange(grid, "b d h w -> b (h w) d")) + positions.to(grid.dtype)
+        return features, mask
+
+    def _through(self, features: Tensor, mask: Tensor, start: int, stop: int) -> Tensor:
+        keys = _attended(mask)
+        for block in islice(self.blocks, start, stop):
+            features = block(features, keys)
+        return features
+
+
+def _attended(mask: Tensor) -> Tensor:
+    """(B, P) to (B, 1, 1, P): which positions attention looks at. A missing image's look at its padding: no NaN."""
+    return (mask | ~mask.any(1, keepdim=True))[:, None, None, :]
 
 
 class PatchEmbedding(nn.Module):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mmlab.errors import OptionError, unknown_name
+from mmlab.model.encoders import ViT
 from mmlab.model.fusion import masked_mean
 from mmlab.model.fusions import FUSIONS
 from mmlab.model.token_head import TokenHead
@@ -162,9 +163,45 @@ class FusionModel(nn.Module):
 
     def encode_image(self, pixel_values: Tensor, pixel_mask: Tensor) -> Encoded:
         """The image branch: pixels (B, 3, H, W) uint8 and their mask (B, H, W); knows nothing of the texts."""
-        pixels = (pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
-        features, fusable, mask = self._encode_images(pixels, pixel_mask)
-        return Encoded(F.normalize(self.image_head(masked_mean(features, mask)), dim=1), fusable, mask)
+        features, fusable, mask = self._encode_images(self._normalised(pixel_values), pixel_mask)
+        return Encoded(self._embed_image(features, mask), fusable, mask)
+
+    def begin_image(
+        self, pixel_values: Tensor, pixel_mask: Tensor, *, num_blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """The image branch up to and with so many blocks of its encoder, for `finish_image`, maybe on another device.
+
+        Returns:
+            Features (B, P, C) and their mask (B, P).
+
+        Raises:
+            OptionError: the encoder cannot be cut there.
+        """
+        self.require_cut(num_blocks)
+        return self.image_encoder.begin(self._normalised(pixel_values), pixel_mask, num_blocks=num_blocks)
+
+    def finish_image(self, features: Tensor, mask: Tensor, *, num_blocks: int) -> Encoded:
+        """The rest of the image branch after so many blocks; together with `begin_image` it is `encode_image`."""
+        features = self.image_encoder.finish(features, mask, num_blocks=num_blocks)
+        return Encoded(self._embed_image(features, mask), features, mask)
+
+    def require_cut(self, num_blocks: int) -> None:
+        """Raise `OptionError` unless the image branch can be cut after so many blocks, with some on either side."""
+        encoder, why = self.image_encoder, ""
+        if not isinstance(encoder, ViT):
+            why = f"{type(encoder).__name__} cannot be cut between two blocks, only the built-in vit can"
+        elif encoder.packed or self.num_levels > 1:
+            why = "packed streams and multiscale fusion take features of all depths in one place"
+        elif not 1 <= num_blocks < len(encoder.blocks):
+            why = f"it has {len(encoder.blocks)} blocks, so 1 to {len(encoder.blocks) - 1} of them"
+        if why:
+            raise OptionError(f"the image branch cannot be cut after block {num_blocks}: {why}")
+
+    def _normalised(self, pixel_values: Tensor) -> Tensor:
+        return (pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
+
+    def _embed_image(self, features: Tensor, mask: Tensor) -> Tensor:
+        return F.normalize(self.image_head(masked_mean(features, mask)), dim=1)
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Encoded:
         """The text branch: tokens (B, T) and their mask (B, T); knows nothing of the images."""

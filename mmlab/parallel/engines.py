@@ -4,7 +4,7 @@
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
 reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
 fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.sharded`)
-branch    two ranks see all samples: one trains the image branch, one the rest (`mmlab.branches`)
+branch    all ranks see all samples: the last trains text branch and fusion, the others images (`mmlab.branches`)
 ========  ==================================================================================================
 
 An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
@@ -50,7 +50,9 @@ class ParallelOptions:
         powersgd_start: the first steps, which are sent whole.
         overlap: whether gradients are sent while the backward pass still runs (`ddp`). `auto` sends them afterwards
             where memory is predicted to come near its limit: a step that then fails is cheaper to do again.
-        ahead: micro-batches that the image branch's rank may be ahead of the other (`branch`, two ranks).
+        ahead: micro-batches that the image branch's ranks may be ahead of the last (`branch`, two ranks or more).
+        image_layers: first blocks of the image encoder that image ranks compute, where the last rank computes the rest;
+            None leaves it all to them (`branch`, two ranks or more).
         image_device: of the image branch (`branch`, one process); None takes the next GPU, if there is one.
 
     Raises:
@@ -64,6 +66,7 @@ class ParallelOptions:
     powersgd_start: int = 1000
     overlap: str = "auto"
     ahead: int = 1
+    image_layers: int | None = None
     image_device: str | None = None
 
     def __post_init__(self) -> None:
@@ -80,9 +83,15 @@ class ParallelOptions:
             ("powersgd_rank", self.powersgd_rank, 1),
             ("powersgd_start", self.powersgd_start, 2),
             ("ahead", self.ahead, 0),
+            ("image_layers", 1 if self.image_layers is None else self.image_layers, 1),
         ):
             if value < least:
                 raise OptionError(f"{name} must be at least {least}, found {value}")
+        if self.image_layers is not None and self.strategy != "branch":
+            raise OptionError(
+                f"image_layers={self.image_layers} cuts the image branch, which strategy={self.strategy!r} leaves "
+                "whole; use strategy='branch'"
+            )
         if self.compression != "none" and (self.strategy != "ddp" or self.overlap == "never"):
             raise OptionError(
                 f"compression={self.compression!r} is part of ddp's reduction during the backward pass, found "

@@ -173,6 +173,7 @@ class FusionTrainer:
                 precision=self.precision,
                 device=self.device,
                 ahead=options.ahead,
+                image_layers=options.image_layers,
                 ranks=self.ranks,
             )
         if isinstance(weighting, str):
