@@ -50,7 +50,7 @@ def add_common_options(
     where.add_argument("--out", type=Path, metavar="DIR", help=f"write DIR/{name}.json{out}")
 
 
-def goal(name: str, bound: str, measured: float, met: bool) -> dict[str, Any]:
+def goal(name: str, bound: str, measured: float | str, met: bool) -> dict[str, Any]:
     """One goal: what was aimed at, in words, beside what was measured."""
     return {"name": name, "goal": bound, "measured": measured, "met": bool(met)}
 

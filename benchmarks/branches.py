@@ -1,0 +1,103 @@
+"""Ways to place the branches of a model whose images take longer than its texts: simulated, and measured on two ranks.
+
+    python benchmarks/branches.py [--quick] [--json FILE | --out DIR]
+
+`plan_branches` measures both branches on one core and simulates a step of each way; then two processes of one thread
+take such steps in turn: everything on one, a branch on each, the image branch cut where the plan says, and torch's own
+pipeline. Same weights, samples and optimizer; the loss of the first step says whether they compute the same. Goals: the
+ways come in the order that the plan has, and what moving layers gives over whole branches is what it says, within a
+fifth. Every repetition is kept. Exit code: 0 done, whether or not every goal is met.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from _branch_ways import AHEAD, CUT, ONE, PEER, TWO, Sizes, take_turns
+from _common import add_common_options, goal, print_goals, write_results
+
+from mmlab.branches import BranchPlan, plan_branches
+from mmlab.launch import run_on_ranks
+from mmlab.types import BatchShape
+
+SIZES = Sizes("small", batch_size=4, num_micro_batches=6, image_side=224, num_tokens=16)
+QUICK = Sizes("tiny", batch_size=4, num_micro_batches=4, image_side=64, num_tokens=8)
+
+
+def main() -> None:
+    """Plan, measure, print, write the results if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_common_options(parser, "branches")
+    options = parser.parse_args()
+    sizes, num_rounds = (QUICK, 2) if options.quick else (SIZES, 5)
+    plan = plan_branches(
+        sizes.build(),
+        ["cpu", "cpu"],
+        batch=BatchShape(sizes.batch_size, sizes.num_tokens, sizes.image_side, sizes.image_side),
+        num_micro_batches=sizes.num_micro_batches,
+        ahead=AHEAD,
+        objectives=("contrastive",),
+    )
+    print(plan, flush=True)
+    rows = measure(plan, sizes, num_rounds)
+    print()
+    for row in rows:
+        planned = "" if row["planned_s"] is None else f", planned {row['planned_s']:.3f} s"
+        print(f"{row['way']}: {row['step_s']:.3f} s, {row['speed_up']:.2f} times one device{planned}")
+    goals = judge(rows)
+    print()
+    print_goals(goals)
+    path = options.json or (options.out and options.out / "branches.json")
+    if path:
+        print("wrote", write_results(path, rows, goals))
+
+
+def measure(plan: BranchPlan, sizes: Sizes, num_rounds: int) -> list[dict[str, Any]]:
+    """A row a way."""
+    image_layers = next(
+        int(option.runs_with.rpartition("=")[2])
+        for option in plan.options
+        if option.kind == CUT and option.runs_with
+    )
+    found, other = run_on_ranks(take_turns, sizes, image_layers, num_rounds)
+    one_s = median(found[ONE]["step_s"])
+    planned = {option.kind: option.step_s for option in reversed(plan.options) if option.runs_with}
+    return [
+        {
+            "way": name,
+            "image_layers": image_layers if name == CUT else None,
+            "step_s": median(taken["step_s"]),
+            "speed_up": one_s / median(taken["step_s"]),
+            "planned_s": planned.get(name),
+            "planned_speed_up": planned[ONE] / planned[name] if name in planned else None,
+            "first_loss": (other if name == PEER else found)[name]["losses"][0],
+            "steps_s": taken["step_s"],
+            **sizes._asdict(),
+        }
+        for name, taken in found.items()
+    ]
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the plan promised, beside what was measured."""
+    by_way = {row["way"]: row for row in rows}
+    names = (ONE, TWO, CUT)
+    planned = sorted(names, key=lambda name: by_way[name]["planned_s"])
+    measured = sorted(names, key=lambda name: by_way[name]["step_s"])
+    promised, gained = (by_way[TWO][key] / by_way[CUT][key] for key in ("planned_s", "step_s"))
+    losses = [by_way[name]["first_loss"] for name in names]
+    kept = 0.8 <= gained / promised <= 1.25
+    return [
+        goal("ways, the fastest first", ", ".join(planned), ", ".join(measured), planned == measured),
+        goal("layers moved: gain over whole branches, to the plan's", "0.8 to 1.25", gained / promised, kept),
+        goal("losses of the first step apart", "0", max(losses) - min(losses), len(set(losses)) == 1),
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
