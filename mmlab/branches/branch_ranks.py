@@ -44,6 +44,7 @@ from mmlab.precision import Precision
 from mmlab.types import Batch
 
 _OF_IMAGES = ("image_encoder.", "image_head.", "fusion.mix_images.", "pixel_")
+_BLOCKS, _AFTER_BLOCKS = "image_encoder.blocks.", ("image_encoder.norm.", "image_head.")
 
 
 class _Sent(NamedTuple):
@@ -105,10 +106,10 @@ class BranchRanks:
         self.model, self.precision = model.to(self.device), Precision.parse(precision, self.device)
         self.objectives = parse_objectives(model, objectives)
         if self.precision.scales:
-            raise OptionError("fp16 scales the loss, and the two ranks' scalers would part; use bf16 or fp32")
+            raise OptionError("fp16 scales the loss, and the ranks' scalers would part; use bf16 or fp32")
         if any(getattr(goal, "all_ranks", False) for goal in self.objectives.values()):
             raise OptionError(
-                "both ranks see the same batches, so negatives come from all of them; use contrastive"
+                "all ranks see the same batches, so negatives come from all of them; use contrastive"
             )
         if ahead < 0:
             raise OptionError(f"ahead must be at least 0, found {ahead}")
@@ -135,12 +136,11 @@ class BranchRanks:
         return self._is_of_image_ranks(name) == self.is_image_rank
 
     def _is_of_image_ranks(self, name: str) -> bool:
-        if self._image_layers is not None and name.startswith("image_encoder.blocks."):
-            return int(name.split(".")[2]) < self._image_layers
-        above_the_cut = self._image_layers is not None and name.startswith(
-            ("image_encoder.norm.", "image_head.")
-        )
-        return name.startswith(_OF_IMAGES) and not above_the_cut
+        if self._image_layers is None:
+            return name.startswith(_OF_IMAGES)
+        if name.startswith(_BLOCKS):
+            return int(name.removeprefix(_BLOCKS).partition(".")[0]) < self._image_layers
+        return name.startswith(_OF_IMAGES) and not name.startswith(_AFTER_BLOCKS)
 
     @property
     def draw(self) -> int:
