@@ -242,9 +242,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._see(_tensors(args))
+        self._see(tensors_in(args))
         out = func(*args, **kwargs)
-        self._see(_tensors((out, *kwargs.values())))
+        self._see(tensors_in((out, *kwargs.values())))
         return out
 
     def _see(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -252,14 +252,13 @@ class LiveBytes(TorchDispatchMode):
             for tensor in tensors:
                 if type(tensor) not in _PLAIN:  # of a tensor that ranks share, what this one has
                     tensor = getattr(tensor, "_local_tensor", tensor)
-                if tensor.layout != torch.strided or tensor.is_meta:
+                if tensor.layout != torch.strided:
                     continue
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                if (
-                    key not in self._sizes
-                ):  # asking a fake tensor for its device takes long, so once a storage
-                    if self.device_type is not None and tensor.device.type != self.device_type:
+                if key not in self._sizes:
+                    kind = tensor.device.type
+                    if kind == "meta" or self.device_type not in (None, kind):
                         continue
                     self._refs[key] = weakref.ref(storage, partial(self._forget, key))
                 num_bytes = -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
@@ -271,6 +270,15 @@ class LiveBytes(TorchDispatchMode):
         with self._lock:
             self.current_bytes -= self._sizes.pop(key)
             del self._refs[key]
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among values, and in lists and tuples of them at any depth."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def _process_memory() -> tuple[int, int]:
@@ -301,21 +309,13 @@ def _cuda(device: str | torch.device) -> torch.device:
     return device
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _held_by(thing: Held) -> Iterator[torch.Tensor]:
     if isinstance(thing, torch.nn.Module):
         for parameter in thing.parameters():
-            yield from _tensors([parameter, parameter.grad])
+            yield from tensors_in([parameter, parameter.grad])
         yield from thing.buffers()
     elif isinstance(thing, torch.optim.Optimizer):
         for state in thing.state.values():
-            yield from _tensors(state.values())
+            yield from tensors_in(state.values())
     else:
         yield thing

@@ -2,6 +2,7 @@
 
 engine        backward passes in Python
 attention     fused attention without a GPU
+recalling     torch's fake mode with a quicker memory
 fake          `fake_device`, `fake_clone`: tensors without bytes
 trace         `trace_step`, `StepTracer`: live bytes after every operation
 breakdown     `price`: what the memory is spent on

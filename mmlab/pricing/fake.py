@@ -20,12 +20,12 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmlab.errors import unknown_name
 from mmlab.pricing.attention import cuda_attention
 from mmlab.pricing.engine import python_engine
+from mmlab.pricing.recalling import RecallingFakeMode
 from mmlab.pricing.values import Answers
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -63,7 +63,7 @@ class FakeDevice:
         if device == "cpu" and attention != "auto" and attention not in _CPU_ATTENTION:
             raise unknown_name("attention on a cpu", attention, ("auto", *_CPU_ATTENTION))
         self.attention = attention
-        self._mode, self._answers = FakeTensorMode(allow_fallback_kernels=False), Answers()
+        self._mode, self._answers = RecallingFakeMode(), Answers()
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> FakeDevice:

@@ -6,7 +6,7 @@ spares an operation. Probes lie off all of these, at lengths 8k + 1, where paddi
 most general, sequence of operations, and shapes that spare some are predicted at or above what they need. Where a model
 still leaves out operations at some probe, what lived before them stands for them.
 
-A fit costs a trace for each probe and each held-out shape: about 35 CPU seconds for the base preset, 10 for `tiny`.
+A fit costs a trace for each probe and each held-out shape: some 25 CPU seconds for the base preset, 10 for `tiny`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -25,10 +24,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmlab.errors import OptionError
+from mmlab.meters import tensors_in
 
 _MAX_KNOWN = 2**24  # elements of a tensor whose values are known
 _MAX_MADE = 2**16  # of a tensor that the model makes from nothing
@@ -62,7 +62,7 @@ class Answers(TorchDispatchMode):
                 f"{_place() or 'the step'} calls {func}, for which torch has no rule that gives the shape of its result"
             ) from error
         if values is not None:
-            for fake, value in zip(_tensors(out), _tensors(values), strict=True):
+            for fake, value in zip(tensors_in([out]), tensors_in([values]), strict=True):
                 self.known[fake] = value
         elif func._schema.is_mutable:
             self._forget(func, args)
@@ -70,15 +70,15 @@ class Answers(TorchDispatchMode):
 
     def _values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The real result, where every tensor that goes in is known; else None."""
-        inputs = list(_tensors((args, kwargs)))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return None
+        inputs = list(tensors_in([*args, *kwargs.values()]))
         if inputs:
             if any(tensor.numel() > _MAX_KNOWN or not self._knows(tensor) for tensor in inputs):
                 return None
         elif not _makes_values(func) or any(
             isinstance(size, list | tuple) and torch.Size(size).numel() > _MAX_MADE for size in args
         ):
+            return None
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return None
         with _disable_current_modes():
             real = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor), (args, kwargs))
@@ -91,7 +91,7 @@ class Answers(TorchDispatchMode):
     def _instead(self, error: Any, values: Any, args: Any) -> Any:
         """What an operation gives whose result depends on values."""
         if values is not None:
-            device = next(_tensors(args)).device
+            device = next(tensors_in(args)).device
             return tree_map_only(
                 Tensor,
                 lambda value: torch.empty_strided(
@@ -127,10 +127,6 @@ def device_asked_for(func: Any, args: Any) -> torch.device | None:
         return None
     (tensor,) = args
     return tensor.fake_device if isinstance(tensor, FakeTensor) else func(tensor)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
 
 
 @cache
