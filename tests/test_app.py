@@ -16,6 +16,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from processes import command_line
 
 from mmlab.app import DEFAULT_NOTEBOOK, find_notebook
 from mmlab.cli import main
@@ -47,7 +48,7 @@ def test_a_page_is_served_behind_its_token_and_ends_with_the_command(notebook: P
         with urllib.request.urlopen(address[0].split("?")[0], timeout=60) as answer:
             assert "42 is shown" not in answer.read().decode(), "without the token there is a form for it"
         family = [psutil.Process(serving.pid), *psutil.Process(serving.pid).children(recursive=True)]
-        assert not any(address[2] in " ".join(process.cmdline()) for process in family)
+        assert not any(address[2] in command_line(process) for process in family)
         assert {place.laddr.ip for place in family[1].net_connections() if place.status == "LISTEN"} == {
             "127.0.0.1"
         }

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from configs import TINY_MODEL
+from processes import command_line
 from torch import distributed
 
 from mmlab.cache import cache_info
@@ -182,6 +183,6 @@ def test_an_interrupt_while_ranks_are_started_leaves_none(scenes: Path, tmp_path
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
 
     def one_is_there(processes: list[psutil.Process]) -> bool:
-        return any("spawn_main" in " ".join(process.cmdline()) for process in processes)
+        return any("spawn_main" in command_line(process) for process in processes)
 
     interrupted([path, tmp_path / "runs"], one_is_there)
