@@ -239,6 +239,7 @@ def memory_report(
     device: str = "cuda",
     precision: str = "fp32",
     checkpointing: bool = False,
+    accumulating: bool = False,
     optimizer: str = "adamw",
     image: str = "aspect:224",
     tokenizer: str = "builtin",
@@ -253,7 +254,7 @@ def memory_report(
         data: anything that `read_records` takes.
         memory_gb: GiB to plan for; None asks the device, see `memory_limit`.
         device: "cuda" or "cpu": whose kernels and allocator are priced.
-        precision, checkpointing, optimizer: the training asked for, see `StepTracer`.
+        precision, checkpointing, accumulating, optimizer: the training asked for, see `StepTracer`.
         image: image policy in short form, see `parse_image_policy`.
         tokenizer: see `load_tokenizer`.
         limit: use only the first samples.
@@ -277,6 +278,7 @@ def memory_report(
             network,
             precision=name,
             checkpointing=checkpoints,
+            accumulating=accumulating,
             optimizer=optimizer,
             device=device.partition(":")[0],
             num_held_out=0 if number else 6,

@@ -387,6 +387,8 @@ def _scheduler(
         precision=config.trainer.get("precision", "fp32"),
         checkpointing=config.trainer.get("checkpointing", False),
         objectives=objectives,
+        accumulating=config.trainer.get("accumulation_steps", 1) > 1,
+        gradient_buckets=world_size > 1 and config.parallel.get("strategy", "ddp") == "ddp",
         saved=saved,
         progress=False,
         world_size=world_size,

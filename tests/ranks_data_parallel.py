@@ -14,7 +14,9 @@ from torch import distributed
 
 from mmlab.errors import RunError
 from mmlab.losses import Contrastive
+from mmlab.meters import LiveBytes
 from mmlab.parallel import ParallelOptions
+from mmlab.pricing import price
 from mmlab.testing import VirtualDevice
 from mmlab.types import Batch
 
@@ -247,12 +249,32 @@ def compressed(rank: int, world_size: int) -> None:
         every_rank_has_the_same_weights(trainer)
 
 
+def memory_is_what_was_priced() -> None:
+    """buckets are there all the time, for every weight, and gradients beside them where micro-batches add up."""
+    batch = make_batch([(5, 64, 64), (9, 64, 48), (12, 48, 64)])
+    for num_micro_batches in (1, 2):
+        live, window = LiveBytes(), [batch] * num_micro_batches
+        trainer = make_trainer(live, objectives=["contrastive"], parallel=ParallelOptions(overlap="always"))
+        live.add(*batch.tensors())
+        for _ in range(3):
+            peak_bytes = trainer.train_step(window)["peak_bytes"]
+        priced = price(
+            trainer.model,
+            batch.shape,
+            device="cpu",
+            accumulating=num_micro_batches > 1,
+            gradient_buckets=True,
+        )
+        assert math.isclose(priced.peak_bytes, peak_bytes, rel_tol=0.002), (priced.peak_bytes, peak_bytes)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     same_gradient(rank, world_size)
     all_negatives(rank, world_size)
     if world_size == 2:
+        memory_is_what_was_priced()
         goes_on_whichever_operation_fails(rank)
         all_raise_when_one_gives_up(rank)
         compressed(rank, world_size)

@@ -105,7 +105,9 @@ def run_memory(options: Namespace) -> Printed:
     report = memory_report(
         options.model,
         options.data,
-        **_chosen(options, "memory_gb device precision checkpointing optimizer image tokenizer limit"),
+        **_chosen(
+            options, "memory_gb device precision checkpointing accumulating optimizer image tokenizer limit"
+        ),
     )
     if options.plot:
         report.save_figure(options.plot)

@@ -163,6 +163,7 @@ def _memory(command: _Parser) -> None:
     command.option("--device", default="cuda", help="cuda or cpu; it need not be here")
     command.option("--precision")
     command.option("--checkpointing", action="store_true", help="compute activations twice, to keep fewer")
+    command.option("--accumulating", action="store_true", help="a step has several micro-batches")
     command.option("--optimizer", default="adamw", help="adamw or sgd")
     command.option("--image", default="aspect:224")
     command.options("--tokenizer", "--limit", "--plot")

@@ -85,6 +85,8 @@ def price(
     checkpointing: bool = False,
     attention: str = "auto",
     objectives: Any = ("contrastive",),
+    accumulating: bool = False,
+    gradient_buckets: bool = False,
 ) -> MemoryBreakdown:
     """What one training step on a batch of this shape needs, without the device and without the memory.
 
@@ -98,6 +100,7 @@ def price(
         model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.
         shape: (B, T, H, W).
         precision, optimizer, device, checkpointing, attention, objectives: see `StepTracer`.
+        accumulating, gradient_buckets: see `StepTracer`.
 
     Raises:
         OptionError: an unknown name, or an operation that cannot be priced, with the module it is in.
@@ -110,6 +113,8 @@ def price(
         checkpointing=checkpointing,
         attention=attention,
         objectives=objectives,
+        accumulating=accumulating,
+        gradient_buckets=gradient_buckets,
     )
     return _breakdown(tracer(BatchShape(*shape)), tracer.conditions)
 

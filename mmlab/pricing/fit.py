@@ -45,6 +45,8 @@ def fit_memory(
     checkpointing: bool = False,
     attention: str = "auto",
     objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
+    accumulating: bool = False,
+    gradient_buckets: bool = False,
     num_probes: int = 14,
     num_held_out: int = 6,
     patch: int | None = None,
@@ -54,6 +56,7 @@ def fit_memory(
 
     Args:
         precision, optimizer, device, checkpointing, attention, objectives: see `StepTracer`.
+        accumulating, gradient_buckets: see `StepTracer`.
         num_probes: traced steps that the closed form is fitted to.
         num_held_out: further traced steps, of larger batches, that its errors are reported on.
         patch: side in pixels of the cells that image sides are counted in, rounded up. None takes the vision model's
@@ -73,6 +76,8 @@ def fit_memory(
         checkpointing=checkpointing,
         attention=attention,
         objectives=objectives,
+        accumulating=accumulating,
+        gradient_buckets=gradient_buckets,
     )
     vision = _vision_config(model)
     patch = patch or getattr(vision, "patch_size", None) or PATCH

@@ -26,6 +26,8 @@ def memory_scheduler(
     precision: str = "fp32",
     checkpointing: bool = False,
     objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
+    accumulating: bool = False,
+    gradient_buckets: bool = False,
     saved: Path | None = None,
     progress: bool = True,
     **options: Any,
@@ -35,7 +37,7 @@ def memory_scheduler(
     Args:
         device: that will train; its type is priced.
         memory_gb: GiB that it has, or None to ask it; see `device_limit`.
-        precision, checkpointing, objectives: of the training.
+        precision, checkpointing, objectives, accumulating, gradient_buckets: of the training, see `StepTracer`.
         saved: a file to read the memory model from, or to write it to where there is none that fits.
         options: of the scheduler.
 
@@ -48,6 +50,8 @@ def memory_scheduler(
         "checkpointing": checkpointing,
         "device": kind,
         "objectives": " + ".join(objectives),
+        "accumulating": accumulating,
+        "gradient_buckets": gradient_buckets,
     }
     memory = _read(saved, fingerprint(model), conditions)
     if memory is None:
@@ -57,6 +61,8 @@ def memory_scheduler(
             checkpointing=checkpointing,
             device=kind,
             objectives=objectives,
+            accumulating=accumulating,
+            gradient_buckets=gradient_buckets,
             num_held_out=0,
             progress=progress,
         )

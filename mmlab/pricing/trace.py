@@ -104,6 +104,8 @@ class StepTracer:
         checkpointing: turn activation checkpointing on, see `enable_checkpointing`; a model that has it keeps it.
         attention: see `fake_device`.
         objectives: as the trainer takes them.
+        accumulating: earlier micro-batches of the step have left their gradients.
+        gradient_buckets: every weight that learns has its place in a bucket all the time, as under `ddp`.
 
     Raises:
         OptionError: an unknown name; when it is called: an operation that cannot be priced, with the module it is in.
@@ -119,6 +121,8 @@ class StepTracer:
         checkpointing: bool = False,
         attention: str = "auto",
         objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
+        accumulating: bool = False,
+        gradient_buckets: bool = False,
     ) -> None:
         named = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))
         self.conditions = {  # what its prices hold for
@@ -128,6 +132,8 @@ class StepTracer:
             "checkpointing": checkpointing,
             "attention": attention,
             "objectives": " + ".join(objectives),
+            "accumulating": accumulating,
+            "gradient_buckets": gradient_buckets,
         }
         self.fake = fake_device(device, attention=attention)
         self.model = fake_clone(taking_batches(model), self.fake).train()
@@ -152,26 +158,43 @@ class StepTracer:
                 self.parameter_bytes = self._live.current_bytes
                 self.precision.scaler.scale(torch.zeros((), device=self.fake.device))  # makes the loss scale
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
+        self._accumulating, self._gradient_buckets = accumulating, gradient_buckets
+        self._learnt: list[nn.Parameter] | None = None  # weights with a gradient, once a step has told
 
     def __call__(self, shape: BatchShape) -> StepTrace:
         """Trace a step over one micro-batch of this shape, in which every sample has an image and a text."""
+        if self._learnt is None and self._holds:
+            self._trace(shape)
+        return self._trace(shape)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether gradients are there when a micro-batch begins."""
+        return self._accumulating or self._gradient_buckets
+
+    def _trace(self, shape: BatchShape) -> StepTrace:
         live = self._live
         live.reset()
         self.fake.reads.clear()
         with self.fake, live:
+            in_buckets = self._hold_gradients()
             before_bytes = live.current_bytes
             batch = self._batch(shape)
             batch_bytes = live.current_bytes - before_bytes
             self._window.gradient([batch], dict.fromkeys(self.objectives, len(batch)))
             saved_bytes = self.precision.before_backward_bytes - batch_bytes - before_bytes
             makers, sizes = live.born([weight.grad for weight in self.parameters if weight.grad is not None])
+            self._learnt = [weight for weight in self.parameters if weight.grad is not None]
             if not self.static_bytes:
                 self._take_first_step(sum(sizes))
             self.precision.step(self.optimizer, self.parameters, 1.0)
-            del batch
+            del batch, in_buckets
         self.static_bytes = live.current_bytes
         num_operations = len(live.after)
         gradient_bytes = np.bincount(makers, sizes, minlength=num_operations).cumsum().astype(np.int64)
+        if self._holds:
+            gradient_bytes[:] = before_bytes - self.static_bytes
+            self.step_peak_bytes = self._first_step_bytes + int(gradient_bytes[-1]) - sum(sizes)
         return StepTrace(
             shape=shape,
             live_bytes=np.array(live.after, dtype=np.int64),
@@ -206,6 +229,19 @@ class StepTracer:
             self.fake.know(mask, value)
         return batch
 
+    def _hold_gradients(self) -> list[torch.Tensor]:
+        """What is there before a micro-batch: gradients where they belong; what buckets hold beside them comes back."""
+        if self._learnt is None or not self._holds:
+            return []
+        for weight in self._learnt:
+            weight.grad = torch.zeros_like(weight)
+        if not self._gradient_buckets:
+            return []
+        lie_there = (
+            () if self._accumulating else set(self._learnt)
+        )  # gradients that are their place in a bucket
+        return [torch.zeros_like(weight) for weight in self.parameters if weight not in lie_there]
+
     def _take_first_step(self, gradient_bytes: int) -> None:
         """Make the optimizer's state, as if it had been there since this trace began; the gradients are there again."""
         live = self._live
@@ -215,7 +251,8 @@ class StepTracer:
         live.reset_peak()
         self.precision.step(self.optimizer, self.parameters, 1.0)
         state_bytes = live.current_bytes - others_bytes
-        self.step_peak_bytes = live.peak_bytes - others_bytes + self.parameter_bytes
+        self._first_step_bytes = live.peak_bytes - others_bytes + self.parameter_bytes
+        self.step_peak_bytes = self._first_step_bytes
         for weight in learning:
             weight.grad = torch.empty_like(weight)
         del live.operations[num_operations:]

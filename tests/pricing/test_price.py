@@ -20,7 +20,14 @@ from mmlab.types import BatchShape
 BOTH = ("contrastive", "matching")
 
 
-def _real_peak_bytes(model: nn.Module, *, precision: str, checkpointing: bool, objectives: tuple) -> int:
+def _real_peak_bytes(
+    model: nn.Module,
+    *,
+    precision: str = "fp32",
+    checkpointing: bool = False,
+    objectives: tuple = BOTH[:1],
+    num_micro_batches: int = 1,
+) -> int:
     """Of the trainer's second step on a real batch."""
     model = copy.deepcopy(model)
     if checkpointing:
@@ -28,11 +35,11 @@ def _real_peak_bytes(model: nn.Module, *, precision: str, checkpointing: bool, o
     batch = make_batch([(5, 64, 64), (9, 64, 48), (12, 48, 64)])
     live = LiveBytes()
     trainer = FusionTrainer(model, precision=precision, objectives=objectives, device="cpu", live=live)
-    trainer.train_step([batch])
+    trainer.train_step([batch] * num_micro_batches)
     live.add(trainer.optimizer, batch.pixel_values, batch.pixel_mask, batch.input_ids, batch.attention_mask)
     live.add(batch.labels, batch.groups)
     live.reset_peak()
-    trainer.train_step([batch])
+    trainer.train_step([batch] * num_micro_batches)
     return live.peak_bytes
 
 
@@ -49,6 +56,19 @@ def test_the_simulated_peak_is_the_real_one(
     priced = price(model, (3, 12, 64, 64), device="cpu", **options)
     assert priced.peak_bytes == pytest.approx(real_bytes, rel=0.001)
     assert priced.assumptions == ()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_that_earlier_micro_batches_left_are_counted(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    alone, accumulated = (
+        price(model, (3, 12, 64, 64), device="cpu", accumulating=accumulating)
+        for accumulating in (False, True)
+    )
+    assert accumulated.peak_bytes == pytest.approx(_real_peak_bytes(model, num_micro_batches=2), rel=0.001)
+    assert accumulated.peak_bytes > alone.peak_bytes
+    assert accumulated.gradients >= alone.gradients
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", torch.optim.Adagrad])
