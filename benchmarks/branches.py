@@ -58,11 +58,7 @@ def main() -> None:
 
 def measure(plan: BranchPlan, sizes: Sizes, num_rounds: int) -> list[dict[str, Any]]:
     """A row a way."""
-    image_layers = next(
-        int(option.runs_with.rpartition("=")[2])
-        for option in plan.options
-        if option.kind == CUT and option.runs_with
-    )
+    image_layers = next(option.image_layers for option in plan.options if option.image_layers)
     found, other = run_on_ranks(take_turns, sizes, image_layers, num_rounds)
     one_s = median(found[ONE]["step_s"])
     planned = {option.kind: option.step_s for option in reversed(plan.options) if option.runs_with}

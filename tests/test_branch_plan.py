@@ -79,7 +79,7 @@ def test_transfers_count_where_devices_differ():
 
 def test_devices_are_dealt_out_in_proportion_and_gradients_of_replicas_are_summed():
     devices = [f"cuda:{number}" for number in range(4)]
-    plan = plan_branches(None, devices, costs=HEAVY_IMAGE, num_micro_batches=4, **NO_WAIT)
+    plan = plan_branches(build(), devices, costs=HEAVY_IMAGE, num_micro_batches=4, **NO_WAIT)
     replicas = [found for found in plan.options if found.kind == "replicas"]
     assert len(replicas) == 3
     assert all(found.placement is None for found in replicas)
@@ -87,6 +87,8 @@ def test_devices_are_dealt_out_in_proportion_and_gradients_of_replicas_are_summe
         found.runs_with for found in replicas if found.what.startswith("cuda:0+cuda:1+cuda:2: image")
     ] == ['parallel="branch"']
     assert sum(found.runs_with is None for found in replicas) == 2  # several devices for the texts
+    normalised = plan_branches(build(image="resnet18"), devices[:3], costs=HEAVY_IMAGE, **NO_WAIT)
+    assert option(normalised, "replicas", "cuda:0+cuda:1: image").runs_with is None
     whole = plan_branches(None, devices[:3], costs=HEAVY_IMAGE, bandwidth_gib_s=1.0, latency_s=0.0)
     free = plan_branches(None, devices[:3], costs=HEAVY_IMAGE, bandwidth_gib_s=1e12, latency_s=0.0)
     two = "cuda:0+cuda:1: image"
@@ -104,6 +106,7 @@ def test_layers_move_to_where_they_balance_the_devices():
     assert found.runs_with is None  # of no model
     deep = plan_branches(build(image_depth=4), CUDA, costs=heavy, num_micro_batches=8, ahead=3, **NO_WAIT)
     assert option(deep, "layers moved").runs_with == 'parallel="branch", image_layers=3'
+    assert option(deep, "layers moved").image_layers == 3
     whole = plan_branches(build(image="resnet18"), CUDA, costs=heavy, num_micro_batches=8, **NO_WAIT)
     assert option(whole, "layers moved").runs_with is None
     light = costs(cost(1.0, 1.0), cost(8.0, 8.0, layers=(0.5, 0.5)))

@@ -15,6 +15,7 @@ from torch import distributed
 from mmlab.branches import PipelinedBranches, Timeline, overlap
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.losses import Contrastive
+from mmlab.model import enable_packing
 from mmlab.parallel import ParallelOptions
 from mmlab.trainer import FusionTrainer
 from mmlab.weighting import make_weighting
@@ -52,12 +53,12 @@ def gradients_of(model, optimizer, step):
     return seen, values
 
 
-def two_ranks(objectives, *, changes=None, **options):
+def branch_trainer(objectives, *, changes=None, **options):
     goals = {name: GOALS[name] for name in objectives}
-    return on_two_ranks(build(**(changes or {})), goals, **{"max_grad_norm": math.inf, **options})
+    return trainer_on_ranks(build(**(changes or {})), goals, **{"max_grad_norm": math.inf, **options})
 
 
-def on_two_ranks(model, goals, *, ahead=1, image_layers=None, **options):
+def trainer_on_ranks(model, goals, *, ahead=1, image_layers=None, **options):
     parallel = ParallelOptions(strategy="branch", ahead=ahead, image_layers=image_layers)
     return FusionTrainer(model, device="cpu", objectives=goals, parallel=parallel, **options)
 
@@ -77,7 +78,7 @@ def same_gradient(rank: int) -> None:
     for objectives, options, changes in cases:
         alike = {name: value for name, value in options.items() if name not in ("ahead", "image_layers")}
         (expected, values), _ = one_process(objectives, changes=changes, **alike)
-        ranks = two_ranks(objectives, changes=changes, **options)
+        ranks = branch_trainer(objectives, changes=changes, **options)
         found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
         assert found.keys() == {name for name in expected if ranks.branches.owns(name)}
         if "image_layers" in options:
@@ -95,7 +96,7 @@ def same_gradient(rank: int) -> None:
 def weights_follow_one_process_with_clipping(rank: int) -> None:
     trainer = trainer_of(build(), ["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
     trainer.ranks.rank, trainer.ranks.world_size = 0, 1
-    ranks = two_ranks(["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
+    ranks = branch_trainer(["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
     timeline = ranks.branches.timeline = Timeline()
     for number in range(3):
         values = trainer.train_step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
@@ -115,26 +116,26 @@ def weights_follow_one_process_with_clipping(rank: int) -> None:
 
 def a_frozen_branch_and_nothing_to_learn(rank: int) -> None:
     for part in ("image_", "text_"):
-        ranks = two_ranks(["contrastive"])
+        ranks = branch_trainer(["contrastive"])
         for name, weight in ranks.model.named_parameters():
             weight.requires_grad_(not name.startswith(part))
         found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
         assert bool(found) == (rank == 1 or part == "text_")
         assert told["grad_norm"] > 0
-    ranks = two_ranks(["contrastive"], changes={"fusion": "multiscale"}, freeze=["image_*"])
+    ranks = branch_trainer(["contrastive"], changes={"fusion": "multiscale"}, freeze=["image_*"])
     # the fusion's part on rank 0 learns nothing, and waits for nothing
     assert ranks.train_step(window())["grad_norm"] > 0
-    told = two_ranks(["contrastive"]).train_step([make_batch([(3, 0, 0), (4, 0, 0)])])
+    told = branch_trainer(["contrastive"]).train_step([make_batch([(3, 0, 0), (4, 0, 0)])])
     assert told["skipped"]
     assert math.isnan(told["loss"])
 
 
-def a_checkpoint_is_that_of_one_process(rank: int) -> None:
-    """weights and moments of both branches, and neither rank keeps the other's moments."""
+def a_checkpoint_is_that_of_one_process(rank: int, *, image_layers: int | None, then: int | None) -> None:
+    """weights and moments of both branches, and neither rank keeps the other's; the next run may cut elsewhere."""
     objectives = ["contrastive", "matching"]
-    trainer = trainer_of(build(), objectives, max_grad_norm=math.inf)
+    trainer = trainer_of(build(**DEEP), objectives, max_grad_norm=math.inf)
     trainer.ranks.rank, trainer.ranks.world_size = 0, 1
-    ranks = two_ranks(objectives)
+    ranks = branch_trainer(objectives, changes=DEEP, image_layers=image_layers)
     for step in (ranks.train_step, trainer.train_step):
         step(window())
     state, expected = ranks.state_dict(), trainer.state_dict()
@@ -151,7 +152,7 @@ def a_checkpoint_is_that_of_one_process(rank: int) -> None:
     assert {key: found[key] for key in found if key != "eval_s"} == {
         key: values[key] for key in values if key != "eval_s"
     }
-    again = two_ranks(objectives)
+    again = branch_trainer(objectives, changes=DEEP, image_layers=then)
     again.load_state_dict(state)
     for step in (again.train_step, trainer.train_step):
         step(window())
@@ -170,7 +171,7 @@ def weights_of_objectives_follow_gradients_of_both_branches(rank: int) -> None:
     names = ["contrastive", "matching"]
     trainer = trainer_of(build(), names, weighting=make_weighting("gradnorm", names, interval=1), **options)
     trainer.ranks.rank, trainer.ranks.world_size = 0, 1
-    ranks = two_ranks(names, weighting=make_weighting("gradnorm", names, interval=1), **options)
+    ranks = branch_trainer(names, weighting=make_weighting("gradnorm", names, interval=1), **options)
     for number in range(3):
         expected = trainer.train_step([make_batch(SIZES, seed=number)])
         found = ranks.train_step([make_batch(SIZES, seed=number)])
@@ -179,31 +180,31 @@ def weights_of_objectives_follow_gradients_of_both_branches(rank: int) -> None:
 
 
 class Broken:
-    """An objective that fails."""
+    """An objective, or another function, that fails."""
 
     def count(self, batch):
         return len(batch)
 
-    def __call__(self, output, batch):
+    def __call__(self, *_):
         raise KeyError("broken")
 
 
 def one_rank_gives_up_and_the_other_says_so(rank: int) -> None:
-    ranks = on_two_ranks(build(), {"broken": Broken()})
+    ranks = trainer_on_ranks(build(), {"broken": Broken()})
     error, message = (KeyError, "broken") if rank == 1 else (RunError, "rank 1 could not do step 0")
     with pytest.raises(error, match=message):
         ranks.train_step(window())
-    ranks = on_two_ranks(build(max_tokens=16), {"contrastive": Contrastive()}, ahead=0)
+    ranks = trainer_on_ranks(build(max_tokens=16), {"contrastive": Contrastive()}, ahead=0)
     error, message = (DataError, "17 tokens") if rank == 1 else (RunError, "rank 1 could not do step 0")
     with pytest.raises(error, match=message):
         ranks.train_step([make_batch(SIZES), make_batch([(17, 32, 32), (3, 16, 16)])])
-    ranks = two_ranks(["contrastive"])
+    ranks = branch_trainer(["contrastive"])
     if rank == 0:
         ranks.model.image_head.weight.data.fill_(math.nan)
     with pytest.raises(RunError, match=r"step 0: loss .*nan.* not finite"):
         ranks.train_step([make_batch(SIZES)])
     if rank == 0:
-        ranks.model.image_head.register_forward_pre_hook(Broken().__call__)
+        ranks.model.image_head.register_forward_pre_hook(Broken())
     error, message = (KeyError, "broken") if rank == 0 else (RunError, "rank 0 could not do step 0")
     with pytest.raises(error, match=message):
         ranks.train_step(window())
@@ -212,7 +213,7 @@ def one_rank_gives_up_and_the_other_says_so(rank: int) -> None:
 
 
 def ranks_must_see_the_same_samples(rank: int) -> None:
-    ranks = two_ranks(["contrastive"])
+    ranks = branch_trainer(["contrastive"])
     with pytest.raises(RunError, match="step 0: the ranks have different batches"):
         ranks.train_step(window()[rank:])
     ranks.train_step(window())
@@ -223,7 +224,7 @@ def what_is_not_finite_leaves_running_statistics_alone(rank: int) -> None:
     model.image_head = torch.nn.Sequential(
         model.image_head, torch.nn.BatchNorm1d(model.image_head.out_features)
     )
-    ranks = on_two_ranks(model, {"contrastive": GOALS["contrastive"]}, on_nonfinite="skip")
+    ranks = trainer_on_ranks(model, {"contrastive": GOALS["contrastive"]}, on_nonfinite="skip")
     broken = dataclasses.replace(make_batch(SIZES), weights=torch.full((len(SIZES),), math.nan))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert ranks.train_step([broken])["skipped"]
@@ -257,26 +258,28 @@ def what_cannot_work_is_refused() -> None:
     with pytest.raises(OptionError, match="unknown pipeline schedule 'zigzag'"):
         PipelinedBranches(build(), num_micro_batches=2, schedule="zigzag")
     with pytest.raises(OptionError, match="fp16 scales the loss"):
-        two_ranks(["contrastive"], precision="fp16")
+        branch_trainer(["contrastive"], precision="fp16")
     with pytest.raises(OptionError, match="negatives come from all of them"):
-        on_two_ranks(build(), ["contrastive_all_ranks"])
+        trainer_on_ranks(build(), ["contrastive_all_ranks"])
     with pytest.raises(OptionError, match="LossModel has no branches"):
-        on_two_ranks(Classifier(), ["contrastive"])
+        trainer_on_ranks(Classifier(), ["contrastive"])
     with pytest.raises(OptionError, match="one alone cannot go through a micro-batch again in parts"):
-        two_ranks(["contrastive"], on_out_of_memory="split")
+        branch_trainer(["contrastive"], on_out_of_memory="split")
     with pytest.raises(OptionError, match="no rank calls the whole model; use compile=False"):
-        two_ranks(["contrastive"], compile=True)
+        branch_trainer(["contrastive"], compile=True)
     with pytest.raises(OptionError, match="ahead must be at least 0, found -1"):
-        two_ranks(["contrastive"], ahead=-1)
+        branch_trainer(["contrastive"], ahead=-1)
     for image_layers, changes, message in (
         (3, DEEP, "cut after block 3: it has 3 blocks, so 1 to 2 of them"),
-        (1, {**DEEP, "fusion": "multiscale"}, "multiscale fusion take features of all depths in one place"),
+        (1, {**DEEP, "fusion": "multiscale"}, "multiscale fusion takes features of all depths in one place"),
         (1, {"image": "resnet18"}, "ResNet cannot be cut between two blocks"),
     ):
         with pytest.raises(OptionError, match=message):
-            two_ranks(["contrastive"], changes=changes, image_layers=image_layers)
+            branch_trainer(["contrastive"], changes=changes, image_layers=image_layers)
+    with pytest.raises(OptionError, match="cut after block 1: its samples are packed into one stream"):
+        trainer_on_ranks(enable_packing(build(**DEEP)), ["contrastive"], image_layers=1)
     with pytest.raises(OptionError, match="image_layers must be at least 1, found 0"):
-        two_ranks(["contrastive"], image_layers=0)
+        branch_trainer(["contrastive"], image_layers=0)
     with pytest.raises(
         OptionError, match=r"image_layers=1 cuts the image branch, which strategy='ddp' leaves"
     ):
@@ -289,7 +292,8 @@ def main() -> None:
     same_gradient(rank)
     weights_follow_one_process_with_clipping(rank)
     a_frozen_branch_and_nothing_to_learn(rank)
-    a_checkpoint_is_that_of_one_process(rank)
+    for image_layers, then in ((None, None), (1, 2), (2, None)):
+        a_checkpoint_is_that_of_one_process(rank, image_layers=image_layers, then=then)
     weights_of_objectives_follow_gradients_of_both_branches(rank)
     ranks_must_see_the_same_samples(rank)
     what_is_not_finite_leaves_running_statistics_alone(rank)

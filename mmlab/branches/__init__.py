@@ -2,7 +2,7 @@
 
 placement        `BranchPlacement`: which branch lives where
 branch_parallel  `BranchParallel`: both in one process, by threads (CPU) or queues of kernels (CUDA)
-branch_ranks     `BranchRanks`: in two processes, features and gradients over a wire
+branch_ranks     `BranchRanks`: in several processes, features and gradients over a wire
 wire             tensors of any shape between two ranks
 plan             `plan_branches`: which device computes what, and what a step would take
 measure          `measure_branches`: what each branch costs

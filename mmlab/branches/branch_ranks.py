@@ -1,13 +1,15 @@
 """`BranchRanks`: the image branch on all ranks but the last, which has the text branch, the fusion and the losses.
 
+Of two ranks:
+
     rank 0   image 0 | image 1 |        back 0 | image 2 | back 1 | ...
     rank 1   text 0  | fusion 0, back | text back 0 | text 1 | fusion 1, back | ...
 
-Features go forward and their gradients back (`mmlab.branches.wire`: gloo between CPUs, NCCL between GPUs). Rank 0 is
-a few micro-batches ahead, and a micro-batch's image gradient leaves before the text branch is taught, so that both
-ranks compute. Both see the same batches. Loss and gradients are those of one process, bit by bit in fp32 and under bf16
-autocast, with the exception named in `mmlab.branches.branch_parallel`; with dropout in the image branch they repeat
-themselves but differ from one process's.
+Features go forward and their gradients back (`mmlab.branches.wire`: gloo between CPUs; NCCL between GPUs, not yet
+tried). Image ranks are a few micro-batches ahead, and a micro-batch's image gradient leaves before the text branch is
+taught, so that all ranks compute. All see the same batches. On two ranks loss and gradients are those of one process,
+bit by bit in fp32 and under bf16 autocast, with the exception named in `mmlab.branches.branch_parallel`; with dropout
+in the image branch they repeat themselves but differ from one process's.
 
 Images usually take longer than texts. The last rank can have the upper layers of a vision transformer too: what
 crosses is then what the lower ones give, and all stays bit by bit. And several ranks may share the images: each encodes
@@ -117,16 +119,12 @@ class BranchRanks:
             model.require_cut(image_layers)
         self.ahead, self._image_layers = ahead, image_layers
         self.timeline: Timeline | None = None
-        self._text_rank = self.num_image_ranks = self.ranks.world_size - 1
+        self._text_rank = self.num_image_ranks = self.ranks.world_size - 1  # all before the last have images
         self.is_image_rank = self.ranks.rank < self._text_rank
         if self.num_image_ranks > 1:
-            self._require_no_batch_norm()
+            model.require_rows()
         self._image_ranks = self._among_image_ranks()
-        peers = [self._text_rank] if self.is_image_rank else range(self.num_image_ranks)
-        self._features, self._gradients = (
-            [Wire(peer, group, self.device, self.ranks) for peer in peers]
-            for group in (distributed.new_group(), distributed.new_group())
-        )
+        self._features, self._gradients = self._make_wires(), self._make_wires()
         self._wants_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
         self._number = 0  # micro-batches so far
         self._failed = False
@@ -230,12 +228,12 @@ class BranchRanks:
         return found
 
     def share_weights(self) -> None:
-        """Give each rank the other branch's weights and statistics: all hold the whole model; a collective."""
+        """Give each rank the weights and statistics that it does not train: all hold the whole model; a collective."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             self._share(tensor.data, name)
 
     def share_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give each rank the other branch's state of AdamW; a collective. `forget_moments` undoes it."""
+        """Give each rank the state of AdamW of what it does not train; a collective. `forget_moments` undoes it."""
         for name, weight in self.model.named_parameters():
             own, state = self.owns(name), optimizer.state
             if not self.ranks.largest(float(own and weight in state), self.device):
@@ -250,7 +248,7 @@ class BranchRanks:
                 self._share(state[weight][key], name)
 
     def forget_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the other branch's state of the optimizer."""
+        """Drop the optimizer's state of what this rank does not train."""
         for name, weight in self.model.named_parameters():
             if not self.owns(name):
                 optimizer.state.pop(weight, None)
@@ -264,13 +262,12 @@ class BranchRanks:
                 "the same order: give all the whole plan, no share of it, and no sampler that deals samples out"
             )
 
-    def _require_no_batch_norm(self) -> None:
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and self._is_of_image_ranks(f"{name}."):
-                raise OptionError(
-                    f"several ranks share the images, and batch normalisation ({name}) needs whole batches; use two "
-                    "ranks, or an image encoder without it (vit)"
-                )
+    def _make_wires(self) -> list[Wire]:
+        """One direction: from or to each rank that this one meets, by a group of the two, which all ranks make."""
+        groups = [distributed.new_group([rank, self._text_rank]) for rank in range(self.num_image_ranks)]
+        if self.is_image_rank:
+            return [Wire(self._text_rank, groups[self.ranks.rank], self.device, self.ranks)]
+        return [Wire(rank, group, self.device, self.ranks) for rank, group in enumerate(groups)]
 
     def _among_image_ranks(self) -> Ranks | None:
         """Those that share the images, where there are several; all ranks make the group."""
@@ -299,8 +296,8 @@ class BranchRanks:
         """Where images are: encode ahead, and be taught as gradients come back."""
         waiting: deque[tuple[int, _Sent]] = deque()
         for number, batch in enumerate(batches):
-            rows = self._rows(len(batch))[self.ranks.rank]
-            if rows.start == rows.stop:
+            rows = self._shares(len(batch)).get(self.ranks.rank)
+            if rows is None:
                 continue
             with self._span(number, IMAGE, FORWARD), self.precision.autocast():
                 sent = self._encoded(*self._here(batch.pixel_values[rows], batch.pixel_mask[rows]))
@@ -343,13 +340,15 @@ class BranchRanks:
         for number, batch in enumerate(batches):
             with self._span(number, TEXT, FORWARD), self.precision.autocast():
                 text = self.model.encode_text(*self._here(batch.input_ids, batch.attention_mask))
-            shares = [rank for rank, rows in enumerate(self._rows(len(batch))) if rows.start < rows.stop]
             with self._span(number, TEXT, WAIT):
-                images = [_Sent(*self._features[rank].receive()) for rank in shares]  # type: ignore[arg-type]
+                images = {
+                    rank: _Sent(*self._features[rank].receive())  # type: ignore[arg-type]
+                    for rank in self._shares(len(batch))
+                }
             leaves = _leaves(text)
             with self._span(number, FUSION, FORWARD):
                 with self.precision.autocast():
-                    output = self.model.join(self._finished(_together(images)), leaves)
+                    output = self.model.join(self._finished(_together([*images.values()])), leaves)
                 seed(number + 1)
                 here = batch.to(self.device)
                 with self.precision.autocast():
@@ -357,7 +356,7 @@ class BranchRanks:
                 del output
             with self._span(number, FUSION, BACKWARD):
                 self.precision.backward(loss)
-            for rank, image in zip(shares, images, strict=True):
+            for rank, image in images.items():
                 if image.learns:
                     self._gradients[rank].send(
                         [None if tensor is None else tensor.grad for tensor in image[:2]]
@@ -365,10 +364,10 @@ class BranchRanks:
             with self._span(number, TEXT, BACKWARD):
                 _teach(text, [leaves.embedding.grad, leaves.features.grad])
 
-    def _rows(self, num_samples: int) -> list[slice]:
-        """Of a micro-batch, by image rank: as even as can be, none where there are fewer samples than ranks."""
+    def _shares(self, num_samples: int) -> dict[int, slice]:
+        """Rows of a micro-batch by image rank, as even as can be; of fewer samples than ranks some have none."""
         ends = [num_samples * rank // self.num_image_ranks for rank in range(self.num_image_ranks + 1)]
-        return [slice(*rows) for rows in pairwise(ends)]
+        return {rank: slice(*rows) for rank, rows in enumerate(pairwise(ends)) if rows[0] < rows[1]}
 
     def _here(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(self.device, non_blocking=True) for tensor in tensors]

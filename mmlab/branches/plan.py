@@ -17,8 +17,9 @@ fast enough. Bandwidth and latency are assumptions unless they are given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
@@ -26,6 +27,7 @@ from mmlab.branches.measure import BranchCost, BranchCosts, measure_branches
 from mmlab.branches.placement import BranchPlacement
 from mmlab.errors import OptionError
 from mmlab.losses import Objective
+from mmlab.model import FusionModel
 from mmlab.types import Batch, BatchShape
 
 ONE_DEVICE, ONE_PROCESS, TWO_RANKS = "one device", "one process", "two ranks"
@@ -44,6 +46,7 @@ class BranchOption:
     idle_shares: Mapping[str, float]  # of the step, by device
     transfer_bytes: int  # over all micro-batches of a step
     runs_with: str | None  # what does it; None is only planned
+    image_layers: int | None = None  # of `ParallelOptions`, for that
     placement: BranchPlacement | None = None
 
 
@@ -139,6 +142,7 @@ def plan_branches(
         costs = measure_branches(
             model, batch, objectives=objectives, precision=precision, device=measure_on or devices[0]
         )
+    fusion = model if isinstance(model, FusionModel) else None
     planner = _Planner(
         costs,
         tuple(devices),
@@ -146,7 +150,8 @@ def plan_branches(
         ahead,
         bandwidth_gib_s * 2**30,
         latency_s,
-        _can_be_cut(model),
+        can_cut_images=fusion is not None and _can(partial(fusion.require_cut, 1)),
+        can_share_images=fusion is not None and _can(fusion.require_rows),
     )
     options = sorted(planner.options(), key=lambda option: option.step_s)
     return BranchPlan(
@@ -166,6 +171,7 @@ class _Planner:
     bandwidth: float  # bytes a second
     latency_s: float
     can_cut_images: bool  # that runs
+    can_share_images: bool
 
     def options(self) -> list[BranchOption]:
         """All ways, in any order."""
@@ -190,7 +196,7 @@ class _Planner:
         first = sum(cost.layers[:number])
         cut = [(0, first), (1, 1 - first)]
         runs = name == "image" and self.can_cut_images
-        return self._option(
+        option = self._option(
             LAYERS_MOVED,
             cut if name == "image" else [(0, 1.0)],
             cut if name == "text" else [(1, 1.0)],
@@ -199,6 +205,7 @@ class _Planner:
             one_s,
             note=f"first {number} of {len(cost.layers)} {name} layers on the first",
         )
+        return replace(option, image_layers=number) if runs else option
 
     def _replicated(self, one_s: float) -> list[BranchOption]:
         """Devices dealt out in proportion: each branch at least one, several share its batch."""
@@ -207,7 +214,7 @@ class _Planner:
             num_text = len(self.devices) - num_image
             if num_image == num_text == 1:
                 continue
-            runs_with = 'parallel="branch"' if num_text == 1 else None
+            runs_with = 'parallel="branch"' if num_text == 1 and self.can_share_images else None
             found.append(
                 self._option(
                     REPLICAS, [(0, 1.0)], [(1, 1.0)], 1, runs_with, one_s, copies=(num_image, num_text)
@@ -320,10 +327,10 @@ class _Planner:
         return [(firsts[behind][place], 0)] if behind >= 0 else []
 
 
-def _can_be_cut(model: nn.Module) -> bool:
+def _can(require: Callable[[], None]) -> bool:
     try:
-        model.require_cut(1)  # type: ignore[operator]
-    except (AttributeError, OptionError):  # not given, or of a kind that cannot be
+        require()
+    except OptionError:
         return False
     return True
 

@@ -33,7 +33,7 @@ class Wire:
 
     Args:
         peer: the other rank.
-        group: of processes, for this direction; messages to several peers may share it.
+        group: of processes, for this direction between the two alone.
         device: where this rank's tensors are.
         ranks: counts what this one waits.
     """
@@ -51,10 +51,10 @@ class Wire:
         for tensor in tensors:
             header += _described(tensor)
         header += [0] * (1 + _MOST_TENSORS * _PER_TENSOR - len(header))
-        self._begin(torch.tensor(header, device=self.device))
         parts = [_bytes_of(tensor) for tensor in tensors if tensor is not None]
-        if parts:
-            self._begin(torch.cat(parts))
+        messages = [torch.tensor(header, device=self.device), *([torch.cat(parts)] if parts else [])]
+        for message in messages:  # all made before one leaves: a header announces what must come
+            self._begin(message)
 
     def receive(self) -> list[Tensor | None]:
         """Wait for what the peer sends; tensors that asked for a gradient there are leaves that ask for one here.
@@ -90,8 +90,10 @@ class Wire:
     def _take(self, message: Tensor) -> None:
         with self._ranks.waiting():
             distributed.recv(message, self.peer, group=self._group)
-            if self.device.type == "cuda":  # else the wait is the next kernel's
-                torch.cuda.synchronize(self.device)
+            if (
+                self.device.type == "cuda"
+            ):  # else the wait is the next kernel's; what is being sent may wait longer
+                torch.cuda.current_stream(self.device).synchronize()
 
     def _begin(self, message: Tensor) -> None:
         self._sent.append((distributed.isend(message, self.peer, group=self._group), message))

@@ -169,15 +169,12 @@ class FusionModel(nn.Module):
     def begin_image(
         self, pixel_values: Tensor, pixel_mask: Tensor, *, num_blocks: int
     ) -> tuple[Tensor, Tensor]:
-        """The image branch up to and with so many blocks of its encoder, for `finish_image`, maybe on another device.
+        """The image branch up to and with so many blocks of its encoder, for `finish_image`, maybe on another device;
+        `require_cut` says whether it can.
 
         Returns:
             Features (B, P, C) and their mask (B, P).
-
-        Raises:
-            OptionError: the encoder cannot be cut there.
         """
-        self.require_cut(num_blocks)
         return self.image_encoder.begin(self._normalised(pixel_values), pixel_mask, num_blocks=num_blocks)
 
     def finish_image(self, features: Tensor, mask: Tensor, *, num_blocks: int) -> Encoded:
@@ -190,12 +187,25 @@ class FusionModel(nn.Module):
         encoder, why = self.image_encoder, ""
         if not isinstance(encoder, ViT):
             why = f"{type(encoder).__name__} cannot be cut between two blocks, only the built-in vit can"
-        elif encoder.packed or self.num_levels > 1:
-            why = "packed streams and multiscale fusion take features of all depths in one place"
+        elif encoder.packed:
+            why = "its samples are packed into one stream"
+        elif self.num_levels > 1:
+            why = "multiscale fusion takes features of all depths in one place"
         elif not 1 <= num_blocks < len(encoder.blocks):
             why = f"it has {len(encoder.blocks)} blocks, so 1 to {len(encoder.blocks) - 1} of them"
         if why:
             raise OptionError(f"the image branch cannot be cut after block {num_blocks}: {why}")
+
+    def require_rows(self) -> None:
+        """Raise `OptionError` unless samples go through the image branch each by itself, so that devices can share
+        them."""
+        for name, module in self.named_modules():
+            of_images = name.startswith(("image_encoder", "image_head", "fusion.mix_images"))
+            if of_images and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise OptionError(
+                    f"several ranks cannot share the images: batch normalisation ({name}) needs whole batches; use two "
+                    "ranks, or an image encoder without it (vit)"
+                )
 
     def _normalised(self, pixel_values: Tensor) -> Tensor:
         return (pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std

@@ -77,6 +77,10 @@ def attend(
             query, key, value, attn_mask=keys, dropout_p=dropout, scale=scale
         )
     of_query, of_key = keys
+    if not query.shape[
+        2
+    ]:  # no sample has any of this modality: nothing to compute, and weights that learn nothing
+        return query + 0 * (key.sum() + value.sum())
     if _has_variable_length(query) and not dropout:
         from torch.nn.attention.varlen import varlen_attn
 
