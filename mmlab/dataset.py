@@ -111,14 +111,19 @@ class MultimodalDataset(Dataset[Sample]):
     def __getitem__(self, row: int) -> Sample:
         return self.decode(row, self.read(row))
 
-    def read(self, row: int) -> bytes | Prepared | None:
+    def read(self, row: int, out: NDArray[np.uint8] | None = None) -> bytes | Prepared | None:
         """What the cache has of a row, or else the encoded image; None for a text-only record.
+
+        Args:
+            out: (3, h, w) memory for pixels from the cache, as `SampleCache.get` has it.
 
         Raises:
             DataError: it cannot be read.
         """
-        if self.cache is not None and (prepared := self.cache.get(row)) is not None:
-            return prepared
+        if self.cache is not None:
+            prepared = self.cache.get(row, token_ids=self._ids(row), out=out)
+            if prepared is not None:
+                return prepared
         if self.records.image_paths[row] is None:
             return None
         try:
@@ -126,35 +131,33 @@ class MultimodalDataset(Dataset[Sample]):
         except (OSError, ValueError) as error:
             raise self._bad_image(row, error) from error
 
-    def decode(
-        self, row: int, found: bytes | Prepared | None, *, copy: bool = True, region: Region | None = None
-    ) -> Sample:
+    def decode(self, row: int, found: bytes | Prepared | None, *, region: Region | None = None) -> Sample:
         """The sample of a row, from what `read` gave; kept in the cache, if there is one.
 
         Args:
-            copy: without it, an image from the cache is a view of the mapped file: writing to it kills the process.
             region: what to resize to the planned size, instead of what the policy keeps. For data sets without a
                 cache, which has no room for what changes with every epoch.
 
         Raises:
             DataError: the image cannot be decoded.
         """
-        record = self.records[row]
         pixels, token_ids = found if isinstance(found, tuple) else (self._pixels(row, found, region), None)
         if token_ids is None:
-            token_ids = self._token_ids[self._offsets[row] : self._offsets[row + 1]]
+            token_ids = self._ids(row)
             if self.cache is not None:
                 self.cache.put(row, pixels, token_ids)
-        if pixels is not None and copy and not pixels.flags.writeable:
-            pixels = pixels.copy()
+        records = self.records
         return Sample(
-            id=record.id,
-            image=None if pixels is None else torch.from_dlpack(pixels),
-            text=record.text,
+            id=records.ids[row],
+            image=None if pixels is None else torch.from_numpy(pixels),
+            text=records.texts[row],
             input_ids=torch.from_numpy(token_ids.astype(np.int64)),
-            label=record.label,
-            group=record.group,
+            label=None if records.labels is None else int(records.labels[row]),
+            group=int(records.group[row]),
         )
+
+    def _ids(self, row: int) -> NDArray[np.int32]:
+        return self._token_ids[self._offsets[row] : self._offsets[row + 1]]
 
     def _pixels(self, row: int, encoded: bytes | None, region: Region | None) -> NDArray[np.uint8] | None:
         if encoded is None:

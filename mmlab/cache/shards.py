@@ -8,12 +8,12 @@ power cut may cost records, which the checksum then reveals.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import struct
 import time
 import uuid
+import weakref
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +35,8 @@ ENTRIES = np.dtype(
 _ALIGNMENT_BYTES = 64
 _TOUCH_EVERY_S = 10.0
 
+Shape = tuple[int, int, int]
+
 
 class ShardFiles(NamedTuple):
     """One shard in its folder, from outside."""
@@ -54,8 +56,8 @@ class Shard:
     def __init__(self, folder: Path, name: str, *, touch: bool = True) -> None:
         self.name = name
         self.num_known = 0  # entries that `new_keys` has given
-        self._data = _Mapped(folder / f"{name}.data")
-        self._index = _Mapped(folder / f"{name}.index")
+        self._data = _File(folder / f"{name}.data")
+        self._index = _File(folder / f"{name}.index")
         self._touched_s = -inf if touch else inf
 
     def new_keys(self) -> NDArray[np.uint64]:
@@ -64,26 +66,39 @@ class Shard:
         self.num_known += len(entries)
         return entries["digest"][:, 0]
 
-    def read(self, number: int, digest: bytes | None = None) -> tuple[memoryview, tuple[int, int, int]]:
-        """The bytes and the shape of one entry, checked; the bytes are a read-only view of the mapped file.
+    def read(
+        self, number: int, digest: bytes | None = None, out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], Shape]:
+        """The bytes of one entry, checked where they came to lie, and its shape.
+
+        Args:
+            digest: of the sample that the entry must be of.
+            out: contiguous memory for the bytes, taken where it has the entry's shape; new memory otherwise.
 
         Raises:
-            Damaged: they are not what was written, or not of this digest.
-            FileNotFoundError: the shard has been removed.
+            Damaged: they are not what was written, or not of this digest; `out` may have been written to.
+            OSError: the shard has been removed, or the disk fails.
         """
-        entry = self._index.view(number * ENTRY_BYTES, (number + 1) * ENTRY_BYTES)
-        stored, offset, num_bytes, *shape = _HEAD.unpack_from(entry)
+        entry = self._index.read(number * ENTRY_BYTES, ENTRY_BYTES)
+        stored, offset, num_bytes, *sides = _HEAD.unpack_from(entry)
         if digest is not None and stored != digest:
             raise Damaged(f"{self._index.path}: entry {number} is of another sample")
-        data = self._data.view(offset, offset + num_bytes)
+        shape = (sides[0], sides[1], sides[2])
+        if out is not None and (out.shape, out.nbytes) == (shape, num_bytes):
+            data = out.reshape(num_bytes)
+        else:
+            self._data.check_end(offset + num_bytes)  # a damaged entry may ask for any amount of memory
+            data = np.empty(num_bytes, np.uint8)
+        self._data.read_into(data, offset)
         if _checksum(entry[: _HEAD.size], data) != _CHECKSUM.unpack_from(entry, _HEAD.size)[0]:
             raise Damaged(f"{self._data.path}: the checksum of entry {number} does not fit")
         self._touch()
-        return data, (shape[0], shape[1], shape[2])
+        return data, shape
 
     def release(self) -> None:
-        """Let go of the files; views that were given out keep them until they are gone."""
-        self._data.mapped = self._index.mapped = None
+        """Let go of the files; who is reading them may go on."""
+        self._data.release()
+        self._index.release()
 
     def _touch(self) -> None:
         """Note the use, for eviction, in the data file's modification time."""
@@ -173,26 +188,50 @@ def index_bytes(path: Path) -> int:
         return 0
 
 
-class _Mapped:
-    """A growing file in memory."""
+class _File:
+    """A growing file, read at any place by any thread; opened when it is first needed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.mapped: mmap.mmap | None = None
+        self._open: _Descriptor | None = None
 
-    def view(self, start: int, end: int) -> memoryview:
-        mapped = self.mapped
-        if mapped is None or len(mapped) < end:
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < max(end, 1):
-                    raise Damaged(f"{self.path} ends before byte {end}")
-                self.mapped = mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if mapped.size() < end:  # of the file, now: touching a page behind its end would kill the process
-            raise Damaged(f"{self.path} ends before byte {end}")
-        return memoryview(mapped)[start:end]
+    def read(self, start: int, num_bytes: int) -> bytes:
+        content = os.pread(self._descriptor().number, num_bytes, start)
+        if len(content) < num_bytes:
+            raise self._ends_before(start + num_bytes)
+        return content
+
+    def read_into(self, memory: NDArray[np.uint8], start: int) -> None:
+        """Fill contiguous memory. A mapped file costs as much, and kills the process where it was cut short."""
+        if os.preadv(self._descriptor().number, [memory], start) < memory.nbytes:
+            raise self._ends_before(start + memory.nbytes)
+
+    def check_end(self, end: int) -> None:
+        if os.fstat(self._descriptor().number).st_size < end:
+            raise self._ends_before(end)
+
+    def release(self) -> None:
+        self._open = None
+
+    def _ends_before(self, end: int) -> Damaged:
+        return Damaged(f"{self.path} ends before byte {end}")
+
+    def _descriptor(self) -> _Descriptor:
+        descriptor = self._open
+        if descriptor is None:
+            self._open = descriptor = _Descriptor(self.path)
+        return descriptor
 
 
-def _checksum(head: bytes | memoryview, data: bytes | memoryview) -> int:
+class _Descriptor:
+    """Of a file that is open for reading as long as anybody has this object."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+
+
+def _checksum(head: bytes, data: bytes | NDArray[np.uint8]) -> int:
     """The lower half of XXH3's 64 bits: 10 GB/s, where CRC-32 has 4."""
     state = xxhash.xxh3_64(head)
     state.update(data)

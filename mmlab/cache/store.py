@@ -1,7 +1,8 @@
 """The cache as training sees it: rows in, arrays out.
 
-A hit costs 60 µs for a 224 x 224 image, half of it for the checksum. Several processes may read and write one folder at
-once without locks: each writes shards of its own, and looks for those of others when it misses, once a second at most.
+A hit costs 60 µs for a 224 x 224 image, half of it for the copy into the batch. Several processes may read and write
+one folder at once without locks: each writes shards of its own, and looks for those of others when it misses, once a
+second at most.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.cache.settings import adopt
-from mmlab.cache.shards import Damaged, Shard, ShardWriter, list_shards, record_bytes, remove_shard
+from mmlab.cache.shards import (
+    Damaged,
+    Shape,
+    Shard,
+    ShardWriter,
+    list_shards,
+    record_bytes,
+    remove_shard,
+)  # fmt: skip
 from mmlab.errors import OptionError
 
 if TYPE_CHECKING:
@@ -89,30 +98,38 @@ class SampleCache:
         self.__dict__.update(state)
         self._start()
 
-    def get(self, row: int) -> tuple[NDArray[np.uint8] | None, NDArray[np.int32] | None] | None:
+    def get(
+        self,
+        row: int,
+        *,
+        token_ids: NDArray[np.int32] | None = None,
+        out: NDArray[np.uint8] | None = None,
+    ) -> tuple[NDArray[np.uint8] | None, NDArray[np.int32] | None] | None:
         """What `put` was given for this row, or None where that is unknown, changed or damaged.
 
+        Args:
+            token_ids: of the row, where they are known: what was put is then not read, only looked for.
+            out: (3, h, w) contiguous memory, such as a row of a batch, into which pixels of that size are read. Without
+                a hit it may hold anything.
+
         Returns:
-            pixels (3, h, w), None without an image; token ids (t,), None where another text of the image was put. Both
-            are read-only views of the mapped file: copy what you keep.
+            pixels (3, h, w), None without an image; token ids (t,), None where another text of the image was put.
         """
         self._own()
         try:
             digests = self.key.digests(row)
         except OSError:  # no image: whoever makes the sample says so better
             return None
-        image, text = (None if digest is None else self._read(digest) for digest in digests)
+        image = None if digests[0] is None else self._read(digests[0], out)
+        text = None if digests[1] is None else self._read_text(digests[1], token_ids)
         if (digests[1] is not None and text is None) or (digests[0] is not None and image is None):
             self._missed[row] = digests  # as before the sample is made: the image may change meanwhile
         hit = image is not None if digests[0] is not None else text is not None
         self._count("num_hits" if hit else "num_misses")
         if not hit:
             return None
-        token_ids = None if text is None else np.frombuffer(text[0], np.int32)
-        return (
-            None if image is None else np.frombuffer(image[0], np.uint8).reshape(image[1]),
-            np.empty(0, np.int32) if digests[1] is None else token_ids,
-        )
+        pixels = None if image is None else image[0].reshape(image[1])
+        return pixels, np.empty(0, np.int32) if digests[1] is None else text
 
     def put(self, row: int, pixels: NDArray[np.uint8] | None, token_ids: NDArray[np.int32]) -> None:
         """Keep a row's arrays; call it after `get` found nothing. What is there already is not written again.
@@ -188,16 +205,14 @@ class SampleCache:
             stacklevel=3,
         )
 
-    def _read(self, digest: bytes) -> tuple[memoryview, tuple[int, int, int]] | None:
-        place = self._find(digest)
-        if place is None and time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
-            with self._lock:
-                self._look()
-            place = self._find(digest)
+    def _read(
+        self, digest: bytes, out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], Shape] | None:
+        place = self._look_up(digest)
         if place is None:
             return None
         try:
-            record = self._shards[place >> 32].read(place & 0xFFFFFFFF, digest)
+            record = self._shards[place >> 32].read(place & 0xFFFFFFFF, digest, out)
         except (Damaged, OSError) as error:
             with self._lock:
                 self._recent[_key_of(digest)] = _GONE
@@ -209,6 +224,21 @@ class SampleCache:
             return None
         self._count("read_bytes", record[0].nbytes)
         return record
+
+    def _read_text(self, digest: bytes, known: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+        if known is not None:
+            return None if self._look_up(digest) is None else known
+        record = self._read(digest)
+        return None if record is None else record[0].view(np.int32)
+
+    def _look_up(self, digest: bytes) -> int | None:
+        """Where a record is, as `_find`, with a look at what others have written."""
+        place = self._find(digest)
+        if place is None and time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+            with self._lock:
+                self._look()
+            place = self._find(digest)
+        return place
 
     def _find(self, digest: bytes) -> int | None:
         key = _key_of(digest)
@@ -226,7 +256,7 @@ class SampleCache:
         self._shards += [Shard(self.folder, name) for name in sorted(names - known)]
         for number, shard in enumerate(self._shards):
             if shard.name not in names:
-                shard.release()  # evicted: the disk has its room back when nobody maps it any more
+                shard.release()  # evicted: the disk has its room back when nobody reads it any more
                 continue
             first = number << 32 | shard.num_known
             keys = shard.new_keys()

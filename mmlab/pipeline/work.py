@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from mmlab.errors import DataError
 from mmlab.images import PATCH, Region
 from mmlab.pipeline.collate import collate
 from mmlab.types import Batch, SampleSizes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ON_BAD_SAMPLE = ("raise", "skip", "replace")
 
@@ -115,10 +118,18 @@ class Recipe:
         """Of all samples, after the image policy."""
         return self.dataset.sizes
 
-    def read(self, row: int) -> Any:
-        """What `sample` needs: the encoded image or the cache's arrays; or the error."""
+    def pixels(self, job: Job) -> NDArray[np.uint8] | None:
+        """Memory for the images of a batch, if the cache may read some of them right into it: (B, 3, H, W)."""
+        if self.dataset.cache is None:
+            return None
+        sizes = self.sizes
+        sides = (int(sizes.height[job.rows].max()), int(sizes.width[job.rows].max()))
+        return np.empty((len(job.rows), 3, *sides), np.uint8)
+
+    def read(self, row: int, out: NDArray[np.uint8] | None = None) -> Any:
+        """What `sample` needs: the encoded image or the cache's arrays, read into `out` if they fit; or the error."""
         try:
-            return self.dataset.read(row)
+            return self.dataset.read(row, out)
         except DataError as error:
             return error
 
@@ -129,12 +140,19 @@ class Recipe:
         except DataError as error:
             return self._without(job, row, error)
 
-    def finish(self, job: Job, made: list[Made], busy_s: dict[str, float] | None = None) -> Done:
-        """Pad the job's samples together."""
+    def finish(
+        self,
+        job: Job,
+        made: list[Made],
+        busy_s: dict[str, float] | None = None,
+        *,
+        pixels: NDArray[np.uint8] | None = None,
+    ) -> Done:
+        """Pad the job's samples together, in the memory that `pixels` gave."""
         there = [(item.row, item.sample) for item in made if item.row is not None and item.sample is not None]
         samples = [sample for _, sample in there]
         pad_token_id = self.dataset.tokenizer.pad_token_id
-        batch = collate(samples, pad_token_id=pad_token_id) if samples else None
+        batch = collate(samples, pad_token_id=pad_token_id, pixels=pixels) if samples else None
         bad = [item.bad for item in made if item.bad is not None]
         num_hits = sum(item.hit for item in made)
         return Done(job, [row for row, _ in there], batch, bad, num_hits, busy_s or {})
@@ -142,17 +160,17 @@ class Recipe:
     def run(self, job: Job, holding: Callable[[int], None] = lambda row: None) -> Done:
         """Do a whole job here and now; `holding` is told each row before it is touched."""
         busy_s = {"read": 0.0, "decode": 0.0, "collate": 0.0}
-        made = []
-        for row in job.rows:
+        made, pixels = [], self.pixels(job)
+        for place, row in enumerate(job.rows):
             holding(row)
             started = time.perf_counter()
-            found = self.read(row)
+            found = self.read(row, None if pixels is None else pixels[place])
             read = time.perf_counter()
             made.append(self.sample(job, row, found))
             busy_s["read"] += read - started
             busy_s["decode"] += time.perf_counter() - read
         started = time.perf_counter()
-        done = self.finish(job, made, busy_s)
+        done = self.finish(job, made, busy_s, pixels=pixels)
         busy_s["collate"] = time.perf_counter() - started
         return done
 
@@ -160,7 +178,7 @@ class Recipe:
         if isinstance(found, DataError):
             raise found
         if self.augment is None or not self.dataset.records.height[row]:
-            return self.dataset.decode(row, found, copy=False)  # `finish` copies
+            return self.dataset.decode(row, found)
         record_id = self.dataset.records.ids[row]
         if isinstance(self.augment, CropsFirst) and self.dataset.cache is None:
             drawn = self.augment.draw(seed=self.seed, epoch=job.epoch, record_id=record_id)

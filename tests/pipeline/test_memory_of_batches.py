@@ -12,6 +12,7 @@ from loading import ENGINES, Noise, assert_same, make_loader
 
 from mmlab.cache import SampleCache, build_cache, cache_key
 from mmlab.dataset import MultimodalDataset
+from mmlab.images import Square
 from mmlab.pipeline.work import Job, Recipe
 
 
@@ -32,6 +33,54 @@ def test_cached_pixels_are_copied_once_into_the_batch_or_before_they_change(
         found = recipe.read(0)
         image = recipe.sample(Job(0, 0, [0]), 0, found).sample["image"]
         assert (image.data_ptr() != found[0].ctypes.data) == copies
+
+
+def test_cached_pixels_of_the_planned_size_are_read_right_into_their_batch(cached: MultimodalDataset) -> None:
+    recipe = Recipe(dataset=cached)
+    _, firsts = np.unique(cached.sizes.height * 1000 + cached.sizes.width, return_index=True)
+    job = Job(0, 0, [*firsts.tolist(), 7, 8])
+    pixels = recipe.pixels(job)
+    assert pixels is not None
+    pixels[:] = 77
+    found = [recipe.read(row, place) for row, place in zip(job.rows, pixels, strict=True)]
+    fits = [image.shape == place.shape for (image, _), place in zip(found, pixels, strict=True)]
+    in_place = [np.shares_memory(image, place) for (image, _), place in zip(found, pixels, strict=True)]
+    assert in_place == fits
+    made = [recipe.sample(job, row, arrays) for row, arrays in zip(job.rows, found, strict=True)]
+    batch = recipe.finish(job, made, pixels=pixels).batch
+    assert batch is not None
+    assert batch.pixel_values.data_ptr() == pixels.ctypes.data
+    assert_same([batch], [recipe.run(job).batch])
+    cached.cache = None
+    assert_same([batch], [recipe.run(job).batch])
+
+
+def test_an_augmentation_may_give_back_a_view_of_what_it_took(cached: MultimodalDataset) -> None:
+    def turn(image: torch.Tensor, **key: object) -> torch.Tensor:
+        return image.transpose(1, 2) if image.shape[1] == image.shape[2] else image.flip(2)
+
+    cached.image_policy = Square(48)
+    plain = copy.copy(cached)
+    plain.cache = None
+    cached.cache = SampleCache(cached.cache.folder.parent / "square", key=cache_key(cached))
+    build_cache(cached, progress=False)
+    turned = list(make_loader(cached, augment=turn))
+    assert_same(turned, list(make_loader(plain, augment=turn)))
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.filterwarnings("ignore:damaged cache")
+def test_what_was_read_into_a_batch_and_is_damaged_is_made_again(
+    cached: MultimodalDataset, engine: str
+) -> None:
+    plain = copy.copy(cached)
+    plain.cache = None
+    for shard in cached.cache.folder.glob("*.data"):
+        content = np.fromfile(shard, np.uint8)
+        content[:: 64 * 1024] ^= 1
+        content.tofile(shard)
+    assert_same(list(make_loader(cached, engine)), list(make_loader(plain, engine)))
+    assert engine == "torch" or cached.cache.stats().num_damaged > 0
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
