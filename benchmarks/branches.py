@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from _branch_ways import AHEAD, CUT, ONE, PEER, TWO, Sizes, take_turns
 from _common import add_common_options, goal, print_goals, write_results
+from _trainer_tables import table
 
 from mmlab.branches import BranchPlan, plan_branches
 from mmlab.launch import run_on_ranks
@@ -44,10 +45,7 @@ def main() -> None:
     )
     print(plan, flush=True)
     rows = measure(plan, sizes, num_rounds)
-    print()
-    for row in rows:
-        planned = "" if row["planned_s"] is None else f", planned {row['planned_s']:.3f} s"
-        print(f"{row['way']}: {row['step_s']:.3f} s, {row['speed_up']:.2f} times one device{planned}")
+    print("", table_of(rows), sep="\n")
     goals = judge(rows)
     print()
     print_goals(goals)
@@ -76,6 +74,25 @@ def measure(plan: BranchPlan, sizes: Sizes, num_rounds: int) -> list[dict[str, A
         }
         for name, taken in found.items()
     ]
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """As docs/parallel.md has it."""
+    return table(
+        ("way", "step, ms", "times one device", "planned, ms", "times one device, planned"),
+        (
+            (
+                row["way"]
+                if row["image_layers"] is None
+                else f"{row['way']}, `image_layers = {row['image_layers']}`",
+                f"{1e3 * row['step_s']:.0f}",
+                f"{row['speed_up']:.2f}",
+                "" if row["planned_s"] is None else f"{1e3 * row['planned_s']:.0f}",
+                "" if row["planned_s"] is None else f"{row['planned_speed_up']:.2f}",
+            )
+            for row in rows
+        ),
+    )
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

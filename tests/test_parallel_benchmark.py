@@ -58,6 +58,12 @@ def test_the_loop_by_hand_learns_what_one_process_learns(script: Any) -> None:
     assert all(later < first for first, later in losses)
 
 
+def test_the_documented_ways_to_place_branches_are_the_measured_ones(script: Any) -> None:
+    rows = json.loads((ROOT / "benchmarks/results/branches.json").read_text(encoding="utf-8"))["rows"]
+    text = (ROOT / "docs/parallel.md").read_text(encoding="utf-8")
+    assert script("branches").table_of(rows) in text
+
+
 def test_the_documented_tables_are_the_measured_ones(script: Any) -> None:
     rows = json.loads((ROOT / "benchmarks/results/parallel.json").read_text(encoding="utf-8"))["rows"]
     text = (ROOT / "docs/parallel.md").read_text(encoding="utf-8")
