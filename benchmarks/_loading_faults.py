@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from _loading_arms import planned_loader
 from _loading_corpus import Corpus
 
+from mmlab.cache.shards import ENTRIES
 from mmlab.text import load_tokenizer
 from mmlab.types import Batch
 
@@ -71,12 +73,13 @@ def killed_worker(corpus: Corpus) -> int:
 
 
 def flipped_byte(corpus: Corpus) -> int:
-    """A byte of the cache's data changes."""
+    """A byte of a cached image changes."""
     with planned_loader(corpus, cached=True, engine="threads", num_workers=2):
         pass
     data = min((corpus.folder / "cache").glob("*.data"))
+    image = max(np.fromfile(data.with_suffix(".index"), ENTRIES), key=lambda entry: int(entry["num_bytes"]))
     content = bytearray(data.read_bytes())
-    content[len(content) // 3] ^= 0x10
+    content[int(image["offset"]) + int(image["num_bytes"]) // 2] ^= 0x10
     data.write_bytes(content)
     with planned_loader(corpus, cached=True, engine="threads", num_workers=2) as loader:
         return num_wrong(loader, corpus)
