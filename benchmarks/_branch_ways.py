@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from _parallel_balance import VOCAB_SIZE, batch_of_noise
 from torch import distributed
 
 from mmlab.branches import PipelinedBranches
@@ -16,7 +17,7 @@ from mmlab.model.parameters import learning, parameter_groups
 from mmlab.optimizer import RestartableAdamW
 from mmlab.parallel import ParallelOptions
 from mmlab.trainer import FusionTrainer
-from mmlab.types import Batch
+from mmlab.types import Batch, BatchShape
 
 ONE, TWO, CUT, PEER = "one device", "two ranks", "layers moved", "torch.distributed.pipelining, 1f1b"
 AHEAD = 2
@@ -30,28 +31,18 @@ class Sizes(NamedTuple):
     num_micro_batches: int
     image_side: int
     num_tokens: int
-    vocab_size: int = 1000
 
     def build(self) -> FusionModel:
         """The model that every way starts from."""
         torch.manual_seed(0)
-        model = build_model(self.model, vocab_size=self.vocab_size)
+        model = build_model(self.model, vocab_size=VOCAB_SIZE)
         model.token_head.requires_grad_(False)  # no objective here tells hidden tokens
         return model
 
     def batch(self) -> Batch:
         """A step's samples: noise, nothing padded."""
-        size, draw = self.batch_size * self.num_micro_batches, torch.Generator().manual_seed(0)
-        side = self.image_side
-        return Batch(
-            pixel_values=torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=draw),
-            pixel_mask=torch.ones(size, side, side, dtype=torch.bool),
-            input_ids=torch.randint(0, self.vocab_size, (size, self.num_tokens), generator=draw),
-            attention_mask=torch.ones(size, self.num_tokens, dtype=torch.bool),
-            labels=None,
-            record_ids=[str(number) for number in range(size)],
-            groups=torch.arange(size),
-        )
+        size = self.batch_size * self.num_micro_batches
+        return batch_of_noise(BatchShape(size, self.num_tokens, self.image_side, self.image_side))
 
     def window(self) -> list[Batch]:
         """The same as micro-batches."""

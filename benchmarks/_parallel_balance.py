@@ -15,6 +15,7 @@ from mmlab.schedule import make_scheduler
 from mmlab.trainer import FusionTrainer
 from mmlab.types import Batch, BatchShape, SampleSizes
 
+VOCAB_SIZE = 1000
 _MEAN_SAMPLES = 8
 _REPEATS = 5
 _SIDE = 96
@@ -66,9 +67,9 @@ def _timed(shapes: list[Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trainer = FusionTrainer(
-        build_model("tiny", vocab_size=1000), objectives={"contrastive": Contrastive()}, device="cpu"
+        build_model("tiny", vocab_size=VOCAB_SIZE), objectives={"contrastive": Contrastive()}, device="cpu"
     )
-    batches = [_batch(BatchShape(*map(int, shape))) for shape in shapes]
+    batches = [batch_of_noise(BatchShape(*map(int, shape))) for shape in shapes]
     trainer.train_step([batches[0]])
     times: list[list[float]] = [[] for _ in batches]
     for _ in range(_REPEATS):
@@ -85,13 +86,14 @@ def _timed(shapes: list[Any]) -> dict[str, Any]:
     }
 
 
-def _batch(shape: BatchShape) -> Batch:
+def batch_of_noise(shape: BatchShape) -> Batch:
+    """Nothing padded; texts of `VOCAB_SIZE` words."""
     draw = torch.Generator().manual_seed(0)
     size, length, height, width = shape
     return Batch(
         pixel_values=torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=draw),
         pixel_mask=torch.ones(size, height, width, dtype=torch.bool),
-        input_ids=torch.randint(0, 1000, (size, length), generator=draw),
+        input_ids=torch.randint(0, VOCAB_SIZE, (size, length), generator=draw),
         attention_mask=torch.ones(size, length, dtype=torch.bool),
         labels=None,
         record_ids=[str(number) for number in range(size)],

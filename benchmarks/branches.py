@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from _branch_ways import AHEAD, CUT, ONE, PEER, TWO, Sizes, take_turns
 from _common import add_common_options, goal, print_goals, write_results
+from _parallel_balance import VOCAB_SIZE
 from _trainer_tables import table
 
 from mmlab.branches import BranchPlan, plan_branches
@@ -71,6 +72,7 @@ def measure(plan: BranchPlan, sizes: Sizes, num_rounds: int) -> list[dict[str, A
             "first_loss": (other if name == PEER else found)[name]["losses"][0],
             "steps_s": taken["step_s"],
             **sizes._asdict(),
+            "vocab_size": VOCAB_SIZE,
         }
         for name, taken in found.items()
     ]

@@ -31,6 +31,7 @@ from mmlab.branches.timeline import BACKWARD, FORWARD, IMAGE, TEXT, Timeline
 from mmlab.errors import OptionError
 from mmlab.meters import require_device
 from mmlab.model import Encoded, FusionModel, FusionOutput
+from mmlab.model.fusion_model import IMAGE_MODULES
 from mmlab.types import Batch
 
 _SMALLEST_SEED, _LARGEST_SEED = 0, 2**62
@@ -148,7 +149,7 @@ class BranchParallel(FusionModel):
             require_device(str(device))
         self.fusion.to(placement.fusion)
         for name, module in self.named_modules():
-            if name in ("image_encoder", "image_head", "fusion.mix_images"):
+            if name in IMAGE_MODULES:
                 module.to(placement.image)
             elif name in ("text_encoder", "text_head", "token_head", "fusion.mix_texts"):
                 module.to(placement.text)

@@ -41,11 +41,12 @@ from mmlab.branches.wire import PeerFailed, Wire
 from mmlab.errors import OptionError, RunError
 from mmlab.losses import Contrastive, LossTerms, Objective, parse_objectives
 from mmlab.model import Encoded, FusionModel
+from mmlab.model.fusion_model import IMAGE_MODULES
 from mmlab.parallel import Ranks
 from mmlab.precision import Precision
 from mmlab.types import Batch
 
-_OF_IMAGES = ("image_encoder.", "image_head.", "fusion.mix_images.", "pixel_")
+_OF_IMAGES = (*(f"{name}." for name in IMAGE_MODULES), "pixel_")
 _BLOCKS, _AFTER_BLOCKS = "image_encoder.blocks.", ("image_encoder.norm.", "image_head.")
 
 

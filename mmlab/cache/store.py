@@ -27,7 +27,7 @@ from mmlab.cache.shards import (
     list_shards,
     record_bytes,
     remove_shard,
-)  # fmt: skip
+)
 from mmlab.errors import OptionError
 
 if TYPE_CHECKING:

@@ -26,6 +26,8 @@ from mmlab.model.token_head import TokenHead
 from mmlab.types import Batch
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# of a `FusionModel`, all that images go through
+IMAGE_MODULES = ("image_encoder", "image_head", "fusion.mix_images")
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
 
 
@@ -200,8 +202,7 @@ class FusionModel(nn.Module):
         """Raise `OptionError` unless samples go through the image branch each by itself, so that devices can share
         them."""
         for name, module in self.named_modules():
-            of_images = name.startswith(("image_encoder", "image_head", "fusion.mix_images"))
-            if of_images and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if name.startswith(IMAGE_MODULES) and isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise OptionError(
                     f"several ranks cannot share the images: batch normalisation ({name}) needs whole batches; use two "
                     "ranks, or an image encoder without it (vit)"

@@ -159,11 +159,11 @@ class StepTracer:
                 self.precision.scaler.scale(torch.zeros((), device=self.fake.device))  # makes the loss scale
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
         self._accumulating, self._gradient_buckets = accumulating, gradient_buckets
-        self._learnt: list[nn.Parameter] | None = None  # weights with a gradient, once a step has told
+        self._learnt: list[nn.Parameter] = []  # weights with a gradient, once a step has told
 
     def __call__(self, shape: BatchShape) -> StepTrace:
         """Trace a step over one micro-batch of this shape, in which every sample has an image and a text."""
-        if self._learnt is None and self._holds:
+        if self._holds and not self._learnt:
             self._trace(shape)
         return self._trace(shape)
 
@@ -183,8 +183,8 @@ class StepTracer:
             batch_bytes = live.current_bytes - before_bytes
             self._window.gradient([batch], dict.fromkeys(self.objectives, len(batch)))
             saved_bytes = self.precision.before_backward_bytes - batch_bytes - before_bytes
-            makers, sizes = live.born([weight.grad for weight in self.parameters if weight.grad is not None])
             self._learnt = [weight for weight in self.parameters if weight.grad is not None]
+            makers, sizes = live.born([weight.grad for weight in self._learnt if weight.grad is not None])
             if not self.static_bytes:
                 self._take_first_step(sum(sizes))
             self.precision.step(self.optimizer, self.parameters, 1.0)
@@ -231,21 +231,19 @@ class StepTracer:
 
     def _hold_gradients(self) -> list[torch.Tensor]:
         """What is there before a micro-batch: gradients where they belong; what buckets hold beside them comes back."""
-        if self._learnt is None or not self._holds:
+        if not (self._holds and self._learnt):
             return []
         for weight in self._learnt:
             weight.grad = torch.zeros_like(weight)
         if not self._gradient_buckets:
             return []
-        lie_there = (
-            () if self._accumulating else set(self._learnt)
-        )  # gradients that are their place in a bucket
+        # without accumulation a gradient lies in its place in the bucket
+        lie_there = () if self._accumulating else set(self._learnt)
         return [torch.zeros_like(weight) for weight in self.parameters if weight not in lie_there]
 
     def _take_first_step(self, gradient_bytes: int) -> None:
         """Make the optimizer's state, as if it had been there since this trace began; the gradients are there again."""
         live = self._live
-        learning = [weight for weight in self.parameters if weight.grad is not None]
         others_bytes = live.current_bytes - gradient_bytes
         num_operations = len(live.after)
         live.reset_peak()
@@ -253,7 +251,7 @@ class StepTracer:
         state_bytes = live.current_bytes - others_bytes
         self._first_step_bytes = live.peak_bytes - others_bytes + self.parameter_bytes
         self.step_peak_bytes = self._first_step_bytes
-        for weight in learning:
+        for weight in self._learnt:
             weight.grad = torch.empty_like(weight)
         del live.operations[num_operations:]
         live.after = [num_bytes + state_bytes for num_bytes in live.after[:num_operations]]

@@ -44,7 +44,7 @@ from mmlab.model.compiling import Compiled
 from mmlab.model.parameters import freeze as freeze_parameters
 from mmlab.model.parameters import learning, parameter_groups, parts_of
 from mmlab.optimizer import RestartableAdamW, warmup_cosine
-from mmlab.out_of_memory import retried
+from mmlab.out_of_memory import Result, retried
 from mmlab.padding import measure_padding
 from mmlab.parallel import ParallelOptions, Ranks, make_engine
 from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
@@ -243,7 +243,7 @@ class FusionTrainer:
             parts=self._parts,
             norms_of=self._norms_of or part_norms,
             seed=self._seed_draw,
-            on_failure=self._ran_out,
+            retried=self._retried,
         )
         self._emit = emit or (lambda event: None)
         self._stopping = threading.Event()
@@ -285,7 +285,9 @@ class FusionTrainer:
             means, num_parts = self._gradient.compute(counted, weights, doing, reduce=reduce)
             if not math.isfinite(sum(means.values())):  # its gradient may look sound all the same
                 self.model.zero_grad(set_to_none=True)
-            result = self._update()
+            result = self._retried(
+                lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm, self._norms_of)
+            )
         if not math.isfinite(sum(means.values())) or (result.skipped and means and not self.precision.scales):
             self._not_finite(counted.learnt, means, result)
         self.step += 1
@@ -348,13 +350,8 @@ class FusionTrainer:
             raise RunError(f"{message}; mend or remove them, lower lr, or use on_nonfinite='skip'")
         self._emit_event("warning", {"message": message, "source": "trainer"})
 
-    def _update(self) -> StepResult:
-        """Clip and step, once more where memory ran out half-way."""
-        return retried(
-            lambda: self.precision.step(self.optimizer, self._parts, self.max_grad_norm, self._norms_of),
-            self.device,
-            lambda failure: self._ran_out("step", failure, 1),
-        )
+    def _retried(self, work: Callable[[], Result]) -> Result:
+        return retried(work, self.device, lambda failure: self._ran_out("step", failure, 1))
 
     def _ran_out(self, phase: str, failure: str, num_parts: int) -> None:
         self.num_out_of_memory += 1

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import nn
 from mmlab.branches import BranchRanks
 from mmlab.images import PATCH
 from mmlab.losses import AllRanks, Interrupted, JoinedRows, LossTerms, Objective
-from mmlab.out_of_memory import retried
 from mmlab.parallel import Engine, Ranks
 from mmlab.parallel.engines import Abandoned
 from mmlab.precision import NormsOfParts, Precision
@@ -54,7 +53,7 @@ class StepGradient:
         norms_of: finds the norm of each part's gradient.
         branches: where the ranks are a branch each.
         seed: of one draw in the step in hand.
-        on_failure: told the phase, the error's first line and the parts, each time that memory ran out.
+        retried: does something again that ran out of memory, and says so.
     """
 
     model: nn.Module
@@ -70,7 +69,7 @@ class StepGradient:
     parts: Mapping[str, Sequence[nn.Parameter]]
     norms_of: NormsOfParts
     seed: Callable[[int], None]
-    on_failure: Callable[[str, str, int], None]
+    retried: Callable[[Callable[[], Any]], Any]
     _most_work: float = field(default=0.0, init=False)  # that a rank had in this step
 
     def count(self, batches: Sequence[Batch], doing: str) -> Counted:
@@ -169,7 +168,7 @@ class StepGradient:
         self, terms: LossTerms, totals: Mapping[str, float], told: Sequence[float]
     ) -> dict[str, float]:
         """Over all ranks, of what there was anything of; with what engines have to say."""
-        shares = retried(terms.means, self.device, lambda failure: self.on_failure("step", failure, 1))
+        shares = self.retried(terms.means)
         sums = self.ranks.sums([*(shares.get(name, 0.0) for name in self.objectives), *told], self.device)
         self.engine.hear(sums[len(self.objectives) :])
         return {name: total for name, total in zip(self.objectives, sums, strict=False) if totals[name]}
