@@ -22,18 +22,18 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from mmlab.cache import SampleCache, cache_key
-from mmlab.cost import batch_costs
-from mmlab.dataset import MultimodalDataset
-from mmlab.images import Aspect, Square
-from mmlab.loader import PlannedLoader, collate
-from mmlab.losses import Contrastive
-from mmlab.model import build_model
-from mmlab.preparation import COST, suit
-from mmlab.readers import read_records
-from mmlab.schedule import make_scheduler
-from mmlab.trainer import FusionTrainer
-from mmlab.types import Batch
+from mmlab.comparison.preparation import COST, suit
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.store import SampleCache
+from mmlab.loading.loader import PlannedLoader, collate
+from mmlab.model.presets import build_model
+from mmlab.schedule.cost import batch_costs
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive
+from mmlab.types import Aspect, Batch, Square
 
 BATCH_SIZE, SIDE, MAX_TOKENS, LR = 32, 224, 512, 1e-3
 

@@ -10,13 +10,14 @@ import torch
 from _parallel_balance import VOCAB_SIZE, batch_of_noise
 from torch import distributed
 
-from mmlab.branches import PipelinedBranches
-from mmlab.losses import Contrastive
-from mmlab.model import FusionModel, build_model
+from mmlab.model.fusion_model import FusionModel
 from mmlab.model.parameters import learning, parameter_groups
-from mmlab.optimizer import RestartableAdamW
-from mmlab.parallel import ParallelOptions
-from mmlab.trainer import FusionTrainer
+from mmlab.model.presets import build_model
+from mmlab.parallel.branches.pipelining import PipelinedBranches
+from mmlab.parallel.engines import ParallelOptions
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.optimizer import RestartableAdamW
 from mmlab.types import Batch, BatchShape
 
 ONE, TWO, CUT, PEER = "one device", "two ranks", "layers moved", "torch.distributed.pipelining, 1f1b"

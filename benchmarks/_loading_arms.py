@@ -35,11 +35,13 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from mmlab.augment import Augment
-from mmlab.cache import SampleCache, build_cache, cache_key
-from mmlab.dataset import MultimodalDataset
-from mmlab.loader import PlannedLoader
-from mmlab.schedule import make_scheduler
+from mmlab.data.augment import Augment
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.loading.cache.build import build_cache
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.store import SampleCache
+from mmlab.loading.loader import PlannedLoader
+from mmlab.schedule.schedulers import make_scheduler
 
 BATCH_SIZE = 32
 NUM_SHARDS = 8

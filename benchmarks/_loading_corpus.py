@@ -16,10 +16,10 @@ from torchvision import transforms
 from torchvision.transforms import v2
 from transformers import PreTrainedTokenizerFast
 
-from mmlab.images import Region
-from mmlab.readers import read_records
-from mmlab.synthetic import make_dataset
-from mmlab.text import load_tokenizer
+from mmlab.data.readers import read_records
+from mmlab.data.synthetic import make_dataset
+from mmlab.data.text import load_tokenizer
+from mmlab.types import Region
 
 SIDE = 224
 SIDES = (320, 640, 960)  # longest sides of generated images, a third each: 100 kB on average

@@ -24,8 +24,8 @@ import torch
 from _loading_arms import planned_loader
 from _loading_corpus import Corpus
 
-from mmlab.cache.shards import ENTRIES
-from mmlab.text import load_tokenizer
+from mmlab.data.text import load_tokenizer
+from mmlab.loading.cache.shards import ENTRIES
 from mmlab.types import Batch
 
 LIMIT_S = 120  # a fault that takes longer is a hang

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from mmlab.losses import Contrastive
-from mmlab.model import build_model
-from mmlab.resource_aware import ResourceAwareScheduler
-from mmlab.schedule import BatchScheduler, make_scheduler
-from mmlab.testing import VirtualDevice
-from mmlab.trainer import FusionTrainer
+from mmlab.model.presets import build_model
+from mmlab.pricing.resource_aware import ResourceAwareScheduler
+from mmlab.pricing.virtual_device import VirtualDevice
+from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import Batch, SampleSizes
 
 VOCAB_SIZE = 1000

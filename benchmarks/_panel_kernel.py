@@ -15,8 +15,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from mmlab.events import RunLog
-from mmlab.feed import TRACKS, RunFeed
+from mmlab.runs.events import RunLog
+from mmlab.runs.feed import TRACKS, RunFeed
 
 NAMES = ("random", "budget")
 LOSS, WASTE = TRACKS["step"].index("loss"), TRACKS["step"].index("combined_waste")

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmlab.images import Aspect
-from mmlab.losses import Contrastive
-from mmlab.model import build_model
-from mmlab.schedule import make_scheduler
-from mmlab.trainer import FusionTrainer
-from mmlab.types import Batch, BatchShape, SampleSizes
+from mmlab.model.presets import build_model
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive
+from mmlab.types import Aspect, Batch, BatchShape, SampleSizes
 
 VOCAB_SIZE = 1000
 _MEAN_SAMPLES = 8

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from mmlab.losses import LossTerms, parse_objectives
 from mmlab.model.parameters import learning, parameter_groups
-from mmlab.optimizer import RestartableAdamW
-from mmlab.parallel_bench import Setting, Strategy
-from mmlab.parallel_bench.arms import Arm, seeded_model, share
-from mmlab.parallel_bench.setting import OBJECTIVES, make_batch
+from mmlab.parallel.bench.arms import Arm, Strategy, seeded_model, share
+from mmlab.parallel.bench.setting import OBJECTIVES, Setting, make_batch
+from mmlab.training.losses.base import LossTerms
+from mmlab.training.losses.names import parse_objectives
+from mmlab.training.optimizer import RestartableAdamW
 from mmlab.types import Batch
 
 

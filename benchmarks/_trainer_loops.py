@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from mmlab.losses import Contrastive
-from mmlab.model import build_model
 from mmlab.model.parameters import parameter_groups
-from mmlab.optimizer import warmup_cosine
-from mmlab.trainer import FusionTrainer
+from mmlab.model.presets import build_model
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.optimizer import warmup_cosine
 from mmlab.types import Batch
 
 Step = Callable[[Batch], float]  # one optimizer step; its loss

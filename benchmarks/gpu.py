@@ -68,8 +68,8 @@ def readings(bench: Bench) -> Result:
     """Does the device meter see what torch allocates, and work when there is some; what does the monitor cost?"""
     import torch
 
-    from mmlab.meters import DeviceMeter
-    from mmlab.monitor import DeviceMonitor
+    from mmlab.runs.meters import DeviceMeter
+    from mmlab.runs.monitor import DeviceMonitor
 
     torch.ones(1, device=bench.device)  # the CUDA context is not part of what is measured
     blocks = []
@@ -164,7 +164,7 @@ def live_bytes(bench: Bench) -> Result:
     """Live bytes counted operation by operation against the peak that torch's allocator reports, for one step."""
     import torch
 
-    from mmlab.meters import LiveBytes, peak_bytes, reset_peak_bytes
+    from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
 
     batch = _batch(bench, bench.batch_sizes[-1])
     rows = []
@@ -198,7 +198,8 @@ def branches(bench: Bench) -> Result:
     """Image and text branch on two streams of one device against one stream (on a CPU: two threads), in turns."""
     import torch
 
-    from mmlab.branches import BranchParallel, BranchPlacement
+    from mmlab.parallel.branches.branch_parallel import BranchParallel
+    from mmlab.parallel.branches.placement import BranchPlacement
 
     rows = []
     for batch_size in dict.fromkeys((4, bench.batch_sizes[-1])):
@@ -253,9 +254,9 @@ def decode(bench: Bench) -> Result:
     import numpy as np
     from PIL import Image
 
-    from mmlab.decode import decode_image, decode_on_device
-    from mmlab.images import Square
+    from mmlab.data.decode import decode_image, decode_on_device
     from mmlab.machine import num_usable_cores
+    from mmlab.types import Square
 
     policy, encoded = Square(224), []
     for seed in range(16):
@@ -302,8 +303,8 @@ def decode(bench: Bench) -> Result:
 
 def compare_schedulers(bench: Bench) -> Result:
     """The main job on this device, on generated data."""
-    from mmlab.experiment import compare
-    from mmlab.synthetic import make_dataset
+    from mmlab.comparison.experiment import compare
+    from mmlab.data.synthetic import make_dataset
 
     schedulers, left_out = ["random", "sorted", "bucket", "budget"], []
     if _missing("numba"):
@@ -346,7 +347,7 @@ def compare_schedulers(bench: Bench) -> Result:
 
 def doctor(bench: Bench) -> Result:
     """What the doctor finds on this machine."""
-    from mmlab.doctor import diagnose
+    from mmlab.cli.doctor import diagnose
 
     return diagnose().as_dict(), []
 
@@ -445,7 +446,7 @@ def _missing(*names: str) -> list[str]:
 
 def _device_events(folder: Path) -> dict[str, Any]:
     """What the monitor's events of a comparison say."""
-    from mmlab.events import read_runs
+    from mmlab.runs.events import read_runs
 
     events = read_runs(folder)
     device = events[events["kind"] == "device"]
@@ -507,8 +508,8 @@ def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
 def _trainer(bench: Bench, precision: str, *, model: Any = None) -> Any:
     import torch
 
-    from mmlab.model import build_model
-    from mmlab.trainer import FusionTrainer
+    from mmlab.model.presets import build_model
+    from mmlab.training.fusion_trainer import FusionTrainer
 
     torch.manual_seed(0)
     model = build_model(bench.model, vocab_size=1000) if model is None else model

@@ -39,19 +39,19 @@ from _memory_arms import (
 from torch import nn
 from tqdm import tqdm
 
-from mmlab.cost import batch_costs
 from mmlab.errors import RunError
-from mmlab.images import PATCH, Aspect
-from mmlab.memory import held_out_errors
-from mmlab.meters import LiveBytes
-from mmlab.model import build_model
-from mmlab.pricing import StepTracer
+from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
-from mmlab.resource_aware import ResourceAwareScheduler
-from mmlab.schedule import make_scheduler, read_lengths
-from mmlab.testing import VirtualDevice
-from mmlab.trainer import FusionTrainer
-from mmlab.types import BatchShape, SampleSizes
+from mmlab.pricing.memory import held_out_errors
+from mmlab.pricing.resource_aware import ResourceAwareScheduler
+from mmlab.pricing.trace import StepTracer
+from mmlab.pricing.virtual_device import VirtualDevice
+from mmlab.runs.meters import LiveBytes
+from mmlab.schedule.cost import batch_costs
+from mmlab.schedule.preview import read_lengths
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.types import PATCH, Aspect, BatchShape, SampleSizes
 
 RESNET_CELL = (
     32  # pixels: a ResNet's last stage has one position for so many, and the fit is exact on multiples
@@ -77,7 +77,7 @@ def vilt() -> nn.Module:
     """A small ViLT for masked language modelling."""
     from transformers import ViltConfig, ViltForMaskedLM
 
-    from mmlab.model import LossModel
+    from mmlab.model.huggingface import LossModel
 
     config = ViltConfig(
         vocab_size=VOCAB_SIZE, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
@@ -90,7 +90,7 @@ def bert() -> nn.Module:
     """A small BERT for masked language modelling: text only."""
     from transformers import BertConfig, BertForMaskedLM
 
-    from mmlab.model import LossModel
+    from mmlab.model.huggingface import LossModel
 
     config = BertConfig(
         vocab_size=VOCAB_SIZE,

@@ -27,8 +27,8 @@ def train(seconds: float, *, warm_up_s: float = 1.0) -> float:
     """Samples a second of the tiny model on ready batches of 8 images of 48 x 48."""
     import torch
 
-    from mmlab.model import build_model
-    from mmlab.trainer import FusionTrainer
+    from mmlab.model.presets import build_model
+    from mmlab.training.fusion_trainer import FusionTrainer
     from mmlab.types import Batch
 
     torch.manual_seed(0)
@@ -90,8 +90,8 @@ def start_up() -> dict[str, float]:
     """Of a comparison in its own process: seconds until the kernel is free, until the first step; memory of both."""
     import psutil
 
-    from mmlab.lab import Lab
-    from mmlab.synthetic import make_dataset
+    from mmlab.data.synthetic import make_dataset
+    from mmlab.lab.lab import Lab
 
     with tempfile.TemporaryDirectory() as folder:
         data = make_dataset(Path(folder) / "data", num_images=24, max_side=96, num_workers=1, progress=False)

@@ -29,11 +29,11 @@ from _panel_kernel import NAMES
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import Page, sync_playwright
 
-from mmlab.events import read_events
+from mmlab.runs.events import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "browser"))
-from jupyter import Notebook, Server, launch  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from tests.browser.jupyter import Notebook, Server, launch  # noqa: E402
 
 SAMPLER = """() => {
   window.frames_ = [];
@@ -138,7 +138,7 @@ class Bench:
         self.add("first plot", from_idle_kernel_s=drawn - idle, from_command_s=drawn - self.began - 1.0)
         self.notebook.run(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\n"
-            "from _panel_kernel import *\nfrom mmlab.live_panel import LivePanel"
+            "from _panel_kernel import *\nfrom mmlab.lab.live_panel import LivePanel"
         )
         pid = self.notebook.run("import os\nprint(os.getpid())").locator(".jp-OutputArea-output").inner_text()
         self.kernel = psutil.Process(int(pid))
@@ -247,7 +247,7 @@ class Bench:
 
     def steering(self) -> None:
         """Pause and stop a real run by its buttons."""
-        from mmlab.synthetic import make_dataset
+        from mmlab.data.synthetic import make_dataset
 
         data = make_dataset(
             self.files / "scenes",
@@ -258,7 +258,7 @@ class Bench:
             progress=False,
         )
         panel = self.notebook.show(
-            f"from mmlab.lab import Lab\nlab = Lab({str(data)!r}, out='lab', image='aspect:48', batch_size=4, "
+            f"from mmlab.lab.lab import Lab\nlab = Lab({str(data)!r}, out='lab', image='aspect:48', batch_size=4, "
             "epochs=500, num_workers=0, schedulers=('budget',))\nLivePanel(controller=lab)"
         )
         panel.wait_state("idle")

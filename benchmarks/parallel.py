@@ -23,10 +23,11 @@ from _common import add_common_options, goal, print_goals, write_results
 from _parallel_balance import measure_balance
 from _parallel_peers import peers
 
-from mmlab.parallel_bench import DEFAULT, ParallelBench, bench_parallel
-from mmlab.parallel_bench.arms import ARMS
-from mmlab.parallel_bench.equality import gradient_differences
-from mmlab.scaling import predict
+from mmlab.parallel.bench import DEFAULT, bench_parallel
+from mmlab.parallel.bench.arms import ARMS
+from mmlab.parallel.bench.equality import gradient_differences
+from mmlab.parallel.bench.report import ParallelBench
+from mmlab.parallel.scaling.predict import predict
 
 SMALL: dict[str, Any] = {"model": "small", "batch_size": 8, "image_side": 128, "num_tokens": 32}
 ARTICLE: dict[str, Any] = {"model": "resnet50", "batch_size": 4, "image_side": 224, "num_tokens": 32}

@@ -26,11 +26,14 @@ import numpy as np
 from _common import add_common_options, goal, print_goals, write_results
 from _peers import PEERS, Peer, batch_size_of, lengths_of
 
-from mmlab.cost import MaxPolynomial, batch_costs
-from mmlab.images import Aspect
-from mmlab.schedule import SCHEDULERS, BatchPlan, BatchScheduler, PlanReport, make_scheduler, read_lengths
+from mmlab.schedule.base import BatchScheduler
 from mmlab.schedule.columns import Limits
-from mmlab.types import SampleSizes
+from mmlab.schedule.cost import MaxPolynomial, batch_costs
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.preview import read_lengths
+from mmlab.schedule.report import PlanReport
+from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
+from mmlab.types import Aspect, SampleSizes
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 8
@@ -90,7 +93,7 @@ def data_sets(lengths: Path, quick: bool) -> Iterator[tuple[str, SampleSizes]]:
     yield "wide", wide_sizes(20_000 if quick else 100_000).resized(Aspect(384 * 384))
     sample = ROOT / "data/sample"
     if sample.exists():
-        from mmlab.readers import read_records
+        from mmlab.data.readers import read_records
 
         yield "sample", read_records(sample, progress=False).sizes(Aspect(224 * 224))
 

@@ -27,19 +27,19 @@ from _common import add_common_options, goal, print_goals, write_results
 from _trainer_loops import measure_overhead
 from _trainer_tables import tables
 
-from mmlab.cost import batch_costs
-from mmlab.dataset import MultimodalDataset
-from mmlab.experiment import compare
-from mmlab.images import Aspect
-from mmlab.loader import collate
-from mmlab.memory import MemoryModel
-from mmlab.model import build_model
-from mmlab.preparation import COST
+from mmlab.comparison.experiment import compare
+from mmlab.comparison.preparation import COST
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
+from mmlab.data.synthetic import make_dataset
+from mmlab.loading.loader import collate
+from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
-from mmlab.readers import read_records
-from mmlab.schedule import SCHEDULERS, BatchScheduler, make_scheduler, scheduler_type
-from mmlab.synthetic import make_dataset
-from mmlab.types import BatchShape, SampleSizes
+from mmlab.pricing.memory import MemoryModel
+from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.cost import batch_costs
+from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler, scheduler_type
+from mmlab.types import Aspect, BatchShape, SampleSizes
 
 BATCH_SIZE = 32
 SIDE = 48  # of the images in `convergence`, pixels

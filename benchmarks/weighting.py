@@ -24,17 +24,19 @@ import numpy as np
 import torch
 from _common import add_common_options, goal, print_goals, write_results
 
-from mmlab.dataset import MultimodalDataset
-from mmlab.evaluation import evaluate
-from mmlab.images import Aspect
-from mmlab.loader import collate
-from mmlab.losses import Contrastive, MaskedLanguage, Matching, Objective
-from mmlab.model import FusionModel, build_model
-from mmlab.precision import Precision
-from mmlab.readers import read_records
-from mmlab.synthetic import make_dataset
-from mmlab.types import Batch
-from mmlab.weighting import Weighting, make_weighting
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
+from mmlab.data.synthetic import make_dataset
+from mmlab.loading.loader import collate
+from mmlab.model.fusion_model import FusionModel
+from mmlab.model.presets import build_model
+from mmlab.training.evaluation import evaluate
+from mmlab.training.losses.base import Objective
+from mmlab.training.losses.contrastive import Contrastive, Matching
+from mmlab.training.losses.masked_language import MaskedLanguage
+from mmlab.training.precision import Precision
+from mmlab.training.weighting import Weighting, make_weighting
+from mmlab.types import Aspect, Batch
 
 MODES: dict[str, dict[str, Any]] = {
     "raw": {"interval": 1, "smoothing": 1.0, "min_share": 0.0, "max_share": 1.0},

@@ -2,6 +2,6 @@
 
 import sys
 
-from mmlab.cli import main
+from mmlab.cli.main import main
 
 sys.exit(main())

@@ -21,7 +21,7 @@ class MmlabError(Exception):
 class DataError(MmlabError, ValueError):
     """The input data are wrong; the message names the item, what was expected and what to do.
 
-    Where rows are at fault, `bad_rows` has every one (`mmlab.records.BadRow`); the message lists the first few.
+    Where rows are at fault, `bad_rows` has every one (`mmlab.data.records.BadRow`); the message lists the first few.
     """
 
     def __init__(self, message: str, *, bad_rows: tuple = ()) -> None:

@@ -9,8 +9,12 @@ import pytest
 
 # Tiny models run faster on one thread, on a machine that does other things much faster; read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes that tests start import the tests' helpers as `tests.<module>`, as the tests themselves do.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
 
-from mmlab.records import Records
+from mmlab.data.records import Records
 
 COCO_SAMPLE = Path(__file__).parents[2] / "shared" / "data" / "coco-sample" / "captions.json"
 
@@ -18,7 +22,7 @@ COCO_SAMPLE = Path(__file__).parents[2] / "shared" / "data" / "coco-sample" / "c
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small generated data set: 24 images of at most 96 pixels, three captions each, six images in the split val."""
-    from mmlab.synthetic import make_dataset
+    from mmlab.data.synthetic import make_dataset
 
     out = tmp_path_factory.mktemp("data") / "scenes"
     return make_dataset(
@@ -35,7 +39,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def records(scenes: Path) -> Records:
     """The records of `scenes`."""
-    from mmlab.readers import read_records
+    from mmlab.data.readers import read_records
 
     return read_records(scenes, progress=False)
 

@@ -16,7 +16,7 @@ Printed = tuple[Any, str]  # ready for JSON; for people
 
 def run_compare(options: Namespace) -> Printed:
     """Train the same model under several batch schedulers, side by side."""
-    from mmlab.experiment import compare
+    from mmlab.comparison.experiment import compare
 
     comparison = compare(
         options.data,
@@ -35,8 +35,8 @@ def run_train(options: Namespace) -> Printed:
     """Train a model as a TOML file says; go on after a stop or a kill."""
     import signal
 
-    from mmlab.config import load_config
-    from mmlab.training import train
+    from mmlab.comparison.config import load_config
+    from mmlab.comparison.train import train
 
     config = load_config(options.config, options.set)
     # so that the run is told of it
@@ -47,7 +47,7 @@ def run_train(options: Namespace) -> Printed:
 
 def run_watch(options: Namespace) -> Printed:
     """Show the runs below a folder live, whoever started them; ending it leaves them alone."""
-    from mmlab.watch import follow, look, text_of
+    from mmlab.runs.watch import follow, look, text_of
 
     if options.once or options.json:
         found = look(options.folder)
@@ -57,7 +57,7 @@ def run_watch(options: Namespace) -> Printed:
 
 def run_app(options: Namespace) -> Printed:
     """Serve a notebook as a page without code, on this machine only (needs voila)."""
-    from mmlab.app import App
+    from mmlab.lab.app import App
 
     with App(options.notebook, port=options.port) as app:
         print(
@@ -71,7 +71,7 @@ def run_app(options: Namespace) -> Printed:
 
 def run_export(options: Namespace) -> Printed:
     """Give a run to TensorBoard, Weights & Biases or MLflow."""
-    from mmlab.trackers import export_run
+    from mmlab.runs.trackers import export_run
 
     num_points = export_run(options.folder, options.to, options.target)
     document = {"run": options.folder, "to": options.to, "target": options.target, "num_points": num_points}
@@ -80,8 +80,8 @@ def run_export(options: Namespace) -> Printed:
 
 def run_plan(options: Namespace) -> Printed:
     """Show what each scheduler's batches would waste, before any training."""
-    from mmlab.images import Aspect
-    from mmlab.schedule import preview, read_lengths
+    from mmlab.schedule.preview import preview, read_lengths
+    from mmlab.types import Aspect
 
     if options.lengths:
         sizes = read_lengths(options.lengths)
@@ -98,7 +98,7 @@ def run_plan(options: Namespace) -> Printed:
 
 def run_memory(options: Namespace) -> Printed:
     """Say what memory each batch needs, and plan batches that fill a device."""
-    from mmlab.memory_report import memory_report
+    from mmlab.pricing.memory_report import memory_report
 
     if options.save and not Path(options.save).parent.is_dir():  # pricing takes a while
         raise OptionError(f"cannot save to {options.save}: there is no folder {Path(options.save).parent}")
@@ -118,7 +118,7 @@ def run_memory(options: Namespace) -> Printed:
 
 def run_make(options: Namespace) -> Printed:
     """Write a seeded data set of learnable scenes and captions, in COCO format."""
-    from mmlab.synthetic import make_dataset
+    from mmlab.data.synthetic import make_dataset
 
     path = make_dataset(
         options.out,
@@ -131,8 +131,8 @@ def run_make(options: Namespace) -> Printed:
 
 def run_inspect(options: Namespace) -> Printed:
     """Show sizes, aspects, lengths, and the padding each scheduler would cause."""
-    from mmlab.images import parse_image_policy
-    from mmlab.overview import overview
+    from mmlab.comparison.overview import overview
+    from mmlab.types import parse_image_policy
 
     policy = parse_image_policy(options.image)
     records = _measured_records(
@@ -146,11 +146,14 @@ def run_inspect(options: Namespace) -> Printed:
 
 def run_cache_build(options: Namespace) -> Printed:
     """Decode, resize and tokenise a data set into a cache; goes on where it stopped."""
-    from mmlab.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
-    from mmlab.dataset import MultimodalDataset
-    from mmlab.images import parse_image_policy
-    from mmlab.parallel import SharedWork
-    from mmlab.readers import read_records
+    from mmlab.data.dataset import MultimodalDataset
+    from mmlab.data.readers import read_records
+    from mmlab.loading.cache.build import build_cache
+    from mmlab.loading.cache.key import cache_key
+    from mmlab.loading.cache.on_ray import build_cache_on_ray
+    from mmlab.loading.cache.store import SampleCache
+    from mmlab.parallel.shared_work import SharedWork
+    from mmlab.types import parse_image_policy
 
     work = SharedWork.of_this_job() if options.engine == "threads" else None
     speaks = work is None or work.rank == 0
@@ -171,7 +174,7 @@ def run_cache_build(options: Namespace) -> Printed:
 
 def run_cache_info(options: Namespace) -> Printed:
     """Show what a cache has and what it was made with."""
-    from mmlab.cache import cache_info
+    from mmlab.cli.cache import cache_info
 
     info = cache_info(options.folder)
     return asdict(info), str(info)
@@ -179,7 +182,7 @@ def run_cache_info(options: Namespace) -> Printed:
 
 def run_cache_verify(options: Namespace) -> Printed:
     """Read all of a cache and list what is damaged."""
-    from mmlab.cache import verify_cache
+    from mmlab.cli.cache import verify_cache
 
     found = verify_cache(options.folder)
     return asdict(found), str(found)
@@ -187,7 +190,7 @@ def run_cache_verify(options: Namespace) -> Printed:
 
 def run_cache_clear(options: Namespace) -> Printed:
     """Remove all that a cache has."""
-    from mmlab.cache import clear_cache
+    from mmlab.cli.cache import clear_cache
 
     removed = clear_cache(options.folder)
     return removed, f"Removed {removed['num_shards']} shards, {removed['num_bytes'] / 2**20:,.1f} MiB"
@@ -195,7 +198,7 @@ def run_cache_clear(options: Namespace) -> Printed:
 
 def run_bench_io(options: Namespace) -> Printed:
     """Measure every stage from the disk to the training step; name the bottleneck."""
-    from mmlab.io_bench import bench_io
+    from mmlab.comparison.io_bench import bench_io
 
     found = bench_io(
         options.data, **_chosen(options, "model image tokenizer batch_size device precision limit")
@@ -205,8 +208,8 @@ def run_bench_io(options: Namespace) -> Printed:
 
 def run_bench_parallel(options: Namespace) -> Printed:
     """Train with several parallel strategies in real processes; say who wins, and what more devices would give."""
-    from mmlab.charts import check_plot_name
-    from mmlab.parallel_bench import bench_parallel
+    from mmlab.comparison.charts import check_plot_name
+    from mmlab.parallel.bench import bench_parallel
 
     if options.plot:  # measuring takes a while
         check_plot_name(options.plot)
@@ -221,7 +224,7 @@ def run_bench_parallel(options: Namespace) -> Printed:
 
 def run_doctor(options: Namespace) -> Printed:
     """Say what this machine has, how fast it reads, and what is missing."""
-    from mmlab.doctor import diagnose
+    from mmlab.cli.doctor import diagnose
 
     diagnosis = diagnose(options.data)
     return diagnosis.as_dict(), str(diagnosis)
@@ -229,8 +232,8 @@ def run_doctor(options: Namespace) -> Printed:
 
 def _measured_records(path: str, tokenizer: str, **reading: Any) -> Any:
     """Records with text lengths counted by the tokenizer."""
-    from mmlab.readers import read_records
-    from mmlab.text import load_tokenizer, measure_tokens
+    from mmlab.data.readers import read_records
+    from mmlab.data.text import load_tokenizer, measure_tokens
 
     records = read_records(path, **reading)
     return measure_tokens(records, load_tokenizer(tokenizer, records=records))

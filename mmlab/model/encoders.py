@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import OptionError, unknown_name
-from mmlab.images import PATCH
 from mmlab.model.packing import Segments, attend
+from mmlab.types import PATCH
 
 
 class ViT(nn.Module):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError
-from mmlab.images import PATCH
 from mmlab.model.encoders import depths, fill_grid
 from mmlab.model.packing import Segments
+from mmlab.types import PATCH
 
 
 class HuggingFaceImages(nn.Module):

@@ -1,17 +1,17 @@
-"""More than one process or device: what ranks say to each other, and how they share a step.
-
-ranks        `Ranks`: sums of counts, one verdict, the sum of the gradients
-engines      `ParallelOptions`, and the engine that the others improve on
-overlapped   gradients summed during the backward pass
-faults       `RankWatch`: who ended, hangs or gives no sign of life
-launches     joining at each start, and knowing a launch of `torchrun` again
-sharded      weights, gradients and optimizer state shared out
-shared_work  `SharedWork`: work that ranks hand out among themselves
+"""How several devices share a step: data parallel, sharded, and the image and text branches on a device each; and what
+each of them would cost.
 """
 
-from mmlab.parallel.engines import Engine, ParallelOptions, make_engine
-from mmlab.parallel.faults import RankWatch
-from mmlab.parallel.ranks import Ranks
-from mmlab.parallel.shared_work import SharedWork
+from __future__ import annotations
 
-__all__ = ["Engine", "ParallelOptions", "RankWatch", "Ranks", "SharedWork", "make_engine"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "bench": ["bench_parallel"],
+        "branches": ["BranchParallel", "BranchRanks"],
+        "engines": ["Engine", "ParallelOptions", "make_engine"],
+        "ranks": ["Ranks"],
+    },
+)

@@ -4,7 +4,7 @@
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
 reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
 fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.sharded`)
-branch    all ranks see all samples: the last trains text branch and fusion, the others images (`mmlab.branches`)
+branch    all ranks see all samples: the last trains text branch and fusion, the others images (`mmlab.parallel.branches`)
 ========  ==================================================================================================
 
 An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
@@ -180,7 +180,7 @@ class Engine:
 
 
 class OneBranchEach(Engine):
-    """The strategy `branch`, of which `mmlab.branches.BranchRanks` does the work."""
+    """The strategy `branch`, of which `mmlab.parallel.branches.BranchRanks` does the work."""
 
     splits = False
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from torch import distributed
 
-from mmlab.control import replace_file
 from mmlab.errors import RunError
+from mmlab.runs.control import replace_file
 
 LAUNCH = "launch.json"
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.5

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from mmlab.errors import OptionError
-from mmlab.limits import device_limit
+from mmlab.machine import device_limit
 from mmlab.parallel.engines import Abandoned, Engine, ParallelOptions, Roots
 from mmlab.parallel.ranks import Ranks
 

@@ -19,8 +19,8 @@ import torch
 from torch import distributed, nn
 
 from mmlab.errors import RunError
-from mmlab.out_of_memory import retried
 from mmlab.parallel.faults import broke_off, current_watch
+from mmlab.training.out_of_memory import retried
 
 _BUCKET_BYTES = 32 * 2**20
 _NUM_TIMED = 10  # exchanges that tell what one costs

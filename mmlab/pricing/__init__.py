@@ -1,27 +1,19 @@
-"""Memory known before it is spent: a training step priced on a device that need not be there.
-
-engine        backward passes in Python
-attention     fused attention without a GPU
-recalling     torch's fake mode with a quicker memory
-fake          `fake_device`, `fake_clone`: tensors without bytes
-trace         `trace_step`, `StepTracer`: live bytes after every operation
-breakdown     `price`: what the memory is spent on
-fingerprint   `fingerprint`: which models need the same
+"""What a padded shape costs before it is spent: a training step traced on fake tensors, a closed form fitted to a few of
+them (`MemoryModel`), and budgets that follow it.
 """
 
-from mmlab.pricing.breakdown import MemoryBreakdown, price
-from mmlab.pricing.fake import FakeDevice, fake_clone, fake_device
-from mmlab.pricing.fingerprint import fingerprint
-from mmlab.pricing.trace import StepTrace, StepTracer, trace_step
+from __future__ import annotations
 
-__all__ = [
-    "FakeDevice",
-    "MemoryBreakdown",
-    "StepTrace",
-    "StepTracer",
-    "fake_clone",
-    "fake_device",
-    "fingerprint",
-    "price",
-    "trace_step",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "breakdown": ["MemoryBreakdown", "price"],
+        "fit": ["fit_memory"],
+        "memory": ["MemoryModel"],
+        "memory_report": ["MemoryReport"],
+        "resource_aware": ["ResourceAwareScheduler"],
+        "virtual_device": ["VirtualDevice"],
+    },
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmlab.limits import CONTEXT_BYTES
+from mmlab.machine import CONTEXT_BYTES
 from mmlab.pricing.trace import StepTrace, StepTracer
 from mmlab.types import BatchShape
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError
-from mmlab.model import PRESETS, LossModel, build_model
+from mmlab.model.huggingface import LossModel
+from mmlab.model.presets import PRESETS, build_model
 
 
 def empty_model(name: str, *, vocab_size: int, tokenizer: Any = None) -> nn.Module:

@@ -6,7 +6,7 @@ import hashlib
 
 from torch import nn
 
-from mmlab.model import LossModel
+from mmlab.model.huggingface import LossModel
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm.auto import tqdm
 
-from mmlab.cost import batch_costs
 from mmlab.errors import OptionError
-from mmlab.images import PATCH
-from mmlab.losses import Objective
-from mmlab.memory import MemoryModel, fit_rows, held_out_errors, step_terms
 from mmlab.pricing.fingerprint import fingerprint
+from mmlab.pricing.memory import MemoryModel, fit_rows, held_out_errors, step_terms
 from mmlab.pricing.trace import OptimizerFactory, StepTrace, StepTracer
-from mmlab.types import BatchShape
+from mmlab.schedule.cost import batch_costs
+from mmlab.training.losses.base import Objective
+from mmlab.types import PATCH, BatchShape
 
 _SIZES = (2, 3, 4, 6, 8, 12, 16)  # samples in a probe
 _TEXTS = (9, 17, 33, 65, 97, 129)  # tokens

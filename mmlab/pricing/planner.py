@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError
-from mmlab.limits import device_limit
-from mmlab.losses import Objective
-from mmlab.memory import MemoryModel
+from mmlab.machine import device_limit
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import fit_memory
-from mmlab.schedule import BatchScheduler, make_scheduler
+from mmlab.pricing.memory import MemoryModel
+from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.losses.base import Objective
 
 
 def memory_scheduler(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mmlab.meters import tensors_in
+from mmlab.runs.meters import tensors_in
 
 Maker = Callable[[Any], Any]  # from an operation's arguments to its result
 

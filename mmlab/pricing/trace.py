@@ -23,16 +23,18 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mmlab.errors import OptionError, unknown_name
-from mmlab.losses import Objective, parse_objectives
-from mmlab.meters import LiveBytes
-from mmlab.model import enable_checkpointing, taking_batches
+from mmlab.model.checkpointing import enable_checkpointing
+from mmlab.model.huggingface import taking_batches
 from mmlab.model.parameters import learning
-from mmlab.optimizer import RestartableAdamW
-from mmlab.precision import Precision
 from mmlab.pricing.fake import fake_clone, fake_device
 from mmlab.pricing.values import device_asked_for
+from mmlab.runs.meters import LiveBytes
+from mmlab.training.losses.base import Objective
+from mmlab.training.losses.names import parse_objectives
+from mmlab.training.optimizer import RestartableAdamW
+from mmlab.training.precision import Precision
+from mmlab.training.window import Window
 from mmlab.types import Batch, BatchShape
-from mmlab.window import Window
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmlab.errors import OptionError
-from mmlab.meters import tensors_in
+from mmlab.runs.meters import tensors_in
 
 _MAX_KNOWN = 2**24  # elements of a tensor whose values are known
 _MAX_MADE = 2**16  # of a tensor that the model makes from nothing

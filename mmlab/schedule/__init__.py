@@ -1,75 +1,24 @@
-"""Batch schedulers: which samples go into which batch, decided from metadata before a pixel is read.
+"""Which samples form which batch, decided from metadata before a pixel is read.
 
-`make_scheduler("budget", budget=8192).plan(records)` gives a `BatchPlan`, which a torch DataLoader takes as its
-`batch_sampler`. Costs microseconds a sample; touches no image; knows nothing of torch. `Mixed` and `Weighted` draw
-what another scheduler then batches; they are not in `SCHEDULERS`, because what they draw by is not an option.
+`make_scheduler("budget", budget=8192).plan(sizes)` gives a `BatchPlan`, which a torch DataLoader takes as its
+`batch_sampler`. Costs microseconds a sample; touches no image; loads no torch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import lazy_loader
 
-from mmlab.errors import OptionError, unknown_name
-from mmlab.schedule.base import BatchScheduler
-from mmlab.schedule.classic import AspectBucket, Bucket, LengthGrouped, Random, Sorted
-from mmlab.schedule.dense import Budget, Memory
-from mmlab.schedule.mixing import Mixed
-from mmlab.schedule.packed import Packed
-from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.preview import Preview, preview, read_lengths
-from mmlab.schedule.report import PlanReport
-from mmlab.schedule.weighted import Weighted
-
-SCHEDULERS: dict[str, type[BatchScheduler]] = {
-    "random": Random,
-    "sorted": Sorted,
-    "bucket": Bucket,
-    "length_grouped": LengthGrouped,
-    "aspect_bucket": AspectBucket,
-    "budget": Budget,
-    "memory": Memory,
-    "packed": Packed,
-}
-
-
-def scheduler_type(name: str) -> type[BatchScheduler]:
-    """The class behind a name in `SCHEDULERS`.
-
-    Raises:
-        OptionError: an unknown name.
-    """
-    if name not in SCHEDULERS:
-        raise unknown_name("scheduler", name, SCHEDULERS)
-    return SCHEDULERS[name]
-
-
-def make_scheduler(name: str, **options: Any) -> BatchScheduler:
-    """A scheduler by its name in `SCHEDULERS`.
-
-    >>> make_scheduler("random", batch_size=4)
-    Random(seed=0, world_size=1, batch_size=4, allow_collisions=True)
-
-    Raises:
-        OptionError: an unknown name, an option that this scheduler does not have, or a value out of range.
-    """
-    kind = scheduler_type(name)
-    known = sorted(kind.__dataclass_fields__)
-    for option in options:
-        if option not in known:
-            raise OptionError(f"scheduler {name!r} has no option {option!r}; it has {', '.join(known)}")
-    return kind(**options)
-
-
-__all__ = [
-    "SCHEDULERS",
-    "BatchPlan",
-    "BatchScheduler",
-    "Mixed",
-    "PlanReport",
-    "Preview",
-    "Weighted",
-    "make_scheduler",
-    "preview",
-    "read_lengths",
-    "scheduler_type",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "base": ["BatchScheduler"],
+        "cost": ["MaxPolynomial", "PaddedTokens"],
+        "mixing": ["Mixed"],
+        "plan": ["BatchPlan"],
+        "preview": ["Preview", "preview", "read_lengths"],
+        "ratio": ["RatioController"],
+        "report": ["PlanReport"],
+        "schedulers": ["SCHEDULERS", "make_scheduler"],
+        "weighted": ["Weighted"],
+    },
+)

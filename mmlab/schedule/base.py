@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmlab.data.records import Records
 from mmlab.errors import OptionError
-from mmlab.records import Records
 from mmlab.schedule.columns import Block, Limits
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.schedule.plan import BatchPlan

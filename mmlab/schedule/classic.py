@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmlab.cost import FREE
-from mmlab.images import PATCH
 from mmlab.schedule.base import BatchScheduler, require_at_least
 from mmlab.schedule.collisions import occurrences, separate
 from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.cost import FREE
 from mmlab.schedule.metrics import cells
+from mmlab.types import PATCH
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

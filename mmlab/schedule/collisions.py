@@ -16,7 +16,7 @@ from mmlab.schedule.metrics import cells
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mmlab.cost import MaxPolynomial
+    from mmlab.schedule.cost import MaxPolynomial
     from mmlab.types import SampleSizes
 
 _REACH = 256  # places on either side among which a partner is sought
@@ -36,7 +36,7 @@ def separate(
     Returns:
         Batches without collisions, and the rows that had to leave them, which may still collide among themselves.
     """
-    from mmlab.schedule._dense_loops import part_images  # loads numba
+    from mmlab.schedule._dense_loops import part_images
     from mmlab.schedule._groups import number_groups
 
     order, batch_of_place = batches.order, batches.batch_of_place

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmlab.cost import FREE, PaddedTokens, dearest_sample, max_batch_size, polynomial_of
 from mmlab.errors import OptionError
-from mmlab.images import PATCH
 from mmlab.schedule.base import BLOCK_SIZE, BatchScheduler, require_at_least
 from mmlab.schedule.classic import aspect_class
 from mmlab.schedule.collisions import occurrences, separate
 from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.cost import FREE, PaddedTokens, dearest_sample, max_batch_size, polynomial_of
 from mmlab.schedule.metrics import cells, work
 from mmlab.schedule.ranks import balance
-from mmlab.types import BatchShape
+from mmlab.types import PATCH, BatchShape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -143,7 +142,7 @@ class Budget(BatchScheduler):
         if polynomial is None:
             ends = self._cut_greedily(sizes, rows[by_size], window[by_size], limits.budget)
             return Block(rows[by_size], ends)
-        from mmlab.schedule._dense_loops import cut_optimally  # loads numba
+        from mmlab.schedule._dense_loops import cut_optimally
 
         mean_text, mean_area = text.mean(), (high * wide).mean()
         side = round(mean_area**0.5) * patch

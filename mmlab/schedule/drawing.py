@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmlab.data.records import Records
 from mmlab.errors import OptionError
-from mmlab.records import Records
 from mmlab.schedule.base import BatchScheduler, sizes_of
 from mmlab.schedule.columns import Block, Limits, Position
 from mmlab.schedule.dense import Budget

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from mmlab.cost import PaddedTokens, batch_costs
+from mmlab.schedule.cost import PaddedTokens, batch_costs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

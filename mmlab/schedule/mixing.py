@@ -6,7 +6,7 @@ both encoders does half its work in vain, and every loss has to mask; and since 
 no rank waits for another that has images to encode. `homogeneous=False` mixes them.
 
 The ratio counts samples, not tokens. Plans are pure: a ratio that follows the losses comes from
-`mmlab.ratio.RatioController`, which lives outside and hands over its history.
+`mmlab.schedule.ratio.RatioController`, which lives outside and hands over its history.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmlab.cost import PaddedTokens
 from mmlab.errors import OptionError
-from mmlab.images import PATCH
 from mmlab.schedule.base import BLOCK_SIZE, BatchScheduler, require_at_least
 from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_sizes
 from mmlab.schedule.metrics import cells, work
 from mmlab.schedule.ranks import balance, shorten_last_step
+from mmlab.types import PATCH
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,7 +82,7 @@ class Packed(BatchScheduler):
     def cut(
         self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
-        from mmlab.schedule._groups import number_groups  # loads numba
+        from mmlab.schedule._groups import number_groups
         from mmlab.schedule._pack_loops import fill_packs
 
         assert limits.streams is not None

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.cost import PATCH, PaddedTokens
 from mmlab.errors import DataError, unknown_name
 from mmlab.schedule.base import BatchScheduler, require_at_least, sizes_of
 from mmlab.schedule.classic import FixedSize
+from mmlab.schedule.cost import PATCH, PaddedTokens
 from mmlab.schedule.metrics import cells
 from mmlab.schedule.packed import Packed
 from mmlab.schedule.report import report_plan
@@ -24,7 +24,7 @@ from mmlab.types import SampleSizes
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mmlab.records import Records
+    from mmlab.data.records import Records
     from mmlab.types import Record
 
 FIGURES = (
@@ -108,7 +108,7 @@ def preview(
     Raises:
         OptionError: an unknown name, a number out of range, or a budget below the dearest sample.
     """
-    from mmlab.schedule import SCHEDULERS, scheduler_type
+    from mmlab.schedule.schedulers import SCHEDULERS, scheduler_type
 
     for name, value in (("ranks", ranks), ("epochs", epochs), ("patch", patch)):
         require_at_least(name, value, 1)

@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mmlab.cost import PaddedTokens, batch_costs
-from mmlab.images import PATCH
-from mmlab.schedule.metrics import (
-    cells,
-    collision_ratio,
-    padded_streams,
-    randomness,
-    straggler,
-    waste,
-    work,
-)
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.metrics import cells, collision_ratio, padded_streams, randomness, straggler, waste, work
+from mmlab.types import PATCH
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jupyter import PATIENCE_MS, Notebook, Server, chromium_path, launch
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+
+from tests.browser.jupyter import PATIENCE_MS, Notebook, Server, chromium_path, launch
 
 HERE = Path(__file__).parent
 

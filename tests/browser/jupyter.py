@@ -218,7 +218,7 @@ class Notebook:
 
     def show(self, code: str) -> Panel:
         """Run code whose last line is a live panel."""
-        return self.panel(self.run(f"from mmlab.live_panel import LivePanel\n{code}"))
+        return self.panel(self.run(f"from mmlab.lab.live_panel import LivePanel\n{code}"))
 
     def panel(self, cell: Locator) -> Panel:
         """The live panel in a cell's output."""

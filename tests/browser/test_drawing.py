@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jupyter import BLUE, ORANGE, Notebook, Panel
 from PIL import Image
 from playwright.sync_api import expect
-from writing_runs import write_run
 
-from mmlab.events import read_events
+from mmlab.runs.events import read_events
+from tests.browser.jupyter import BLUE, ORANGE, Notebook, Panel
+from tests.browser.writing_runs import write_run
 
 WRITER = Path(__file__).with_name("writing_runs.py")
 STEPS = 300

@@ -11,8 +11,9 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from jupyter import PATIENCE_MS, ROOT, Notebook, Server
 from playwright.sync_api import Locator, Page, expect
+
+from tests.browser.jupyter import PATIENCE_MS, ROOT, Notebook, Server
 
 # 06 shows no panel and starts ranks twice: `make notebooks` runs it
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("0[0-5]_*.ipynb"))

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jupyter import Notebook, Panel
 from playwright.sync_api import expect
 
-from mmlab.background import find_run
-from mmlab.events import EVENT_FILES, read_events
+from mmlab.comparison.background import find_run
+from mmlab.runs.events import EVENT_FILES, read_events
+from tests.browser.jupyter import Notebook, Panel
 
 
 @pytest.fixture(scope="module")
 def data(notebook: Notebook, scenes: Path) -> Path:
     """Pairs to train on; the notebook's kernel has imported what it needs."""
-    notebook.run("from mmlab.lab import Lab\nfrom mmlab.live_panel import LivePanel")
+    notebook.run("from mmlab.lab.lab import Lab\nfrom mmlab.lab.live_panel import LivePanel")
     return scenes
 
 
@@ -180,7 +180,7 @@ def test_a_run_outlives_its_page_and_its_kernel_and_the_panel_of_the_dead_kernel
     expect(panel.root.locator(".mmlp-lost")).to_contain_text("last data")
     expect(panel.button("stop")).to_have_attribute("aria-disabled", "true")
     notebook.ready()
-    code = "from mmlab.lab import Lab\nfrom mmlab.live_panel import LivePanel\n"
+    code = "from mmlab.lab.lab import Lab\nfrom mmlab.lab.live_panel import LivePanel\n"
     code += "found = Lab.open('outlived')\nLivePanel(controller=found)"
     panel = notebook.panel(notebook.run(code))
     panel.wait_state("running")

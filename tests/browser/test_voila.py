@@ -7,11 +7,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter import BLUE, PATIENCE_MS, Panel, Server
 from playwright.sync_api import Browser, Locator, Page, expect
-from writing_runs import write_run
 
-from mmlab.events import EVENT_FILES, RunEvent, read_events
+from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
+from tests.browser.jupyter import BLUE, PATIENCE_MS, Panel, Server
+from tests.browser.writing_runs import write_run
 
 CODE = """
 from mmlab.lab import Lab

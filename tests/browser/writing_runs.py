@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from mmlab.events import RunEvent, RunLog
+from mmlab.runs.events import RunEvent, RunLog
 
 
 def write_run(folder: Path, num_steps: int, hz: float = 0.0, seed: int = 0, *, end: bool = True) -> None:

@@ -16,7 +16,7 @@ from transformers import (
     ViltModel,
 )
 
-from mmlab.model import build_model
+from mmlab.model.presets import build_model
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TEXT = {**_SIZES, "vocab_size": 50}

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from batches import make_batch
-from priced_models import MODELS
 from torch import Tensor, nn
 
 from mmlab.errors import OptionError
-from mmlab.losses import parse_objectives
-from mmlab.meters import LiveBytes
-from mmlab.model import LossModel, enable_checkpointing
+from mmlab.model.checkpointing import enable_checkpointing
+from mmlab.model.huggingface import LossModel
 from mmlab.pricing.engine import python_engine
+from mmlab.runs.meters import LiveBytes
+from mmlab.training.losses.names import parse_objectives
+from tests.batches import make_batch
+from tests.pricing.priced_models import MODELS
 
 
 @pytest.fixture(autouse=True)

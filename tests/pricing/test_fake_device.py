@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from priced_models import tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import OptionError
 from mmlab.machine import process_rss_bytes
-from mmlab.meters import LiveBytes
-from mmlab.pricing import fake_clone, fake_device, price
+from mmlab.pricing.breakdown import price
+from mmlab.pricing.fake import fake_clone, fake_device
+from mmlab.runs.meters import LiveBytes
+from tests.pricing.priced_models import tiny
 
 GIB = 2**30
 

@@ -8,13 +8,13 @@ import torch
 import transformers
 from torch import nn
 
-from mmlab.cost import batch_costs
 from mmlab.errors import OptionError
-from mmlab.memory import MemoryModel
-from mmlab.model import build_model
+from mmlab.model.presets import build_model
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import _probes, fit_memory
+from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.trace import StepTracer
+from mmlab.schedule.cost import batch_costs
 from mmlab.types import BatchShape
 
 MODEL = build_model("tiny", vocab_size=300)

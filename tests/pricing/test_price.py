@@ -7,15 +7,17 @@ import json
 
 import pytest
 import torch
-from batches import make_batch
-from priced_models import MODELS, bert, tiny
 from torch import nn
 
-from mmlab.meters import LiveBytes
-from mmlab.model import enable_checkpointing
-from mmlab.pricing import StepTracer, fingerprint, price
-from mmlab.trainer import FusionTrainer
+from mmlab.model.checkpointing import enable_checkpointing
+from mmlab.pricing.breakdown import price
+from mmlab.pricing.fingerprint import fingerprint
+from mmlab.pricing.trace import StepTracer
+from mmlab.runs.meters import LiveBytes
+from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.types import BatchShape
+from tests.batches import make_batch
+from tests.pricing.priced_models import MODELS, bert, tiny
 
 BOTH = ("contrastive", "matching")
 

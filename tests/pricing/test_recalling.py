@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from priced_models import clip, resnet, tiny
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmlab.pricing import StepTracer
 from mmlab.pricing.recalling import RecallingFakeMode
+from mmlab.pricing.trace import StepTracer
 from mmlab.types import BatchShape
+from tests.pricing.priced_models import clip, resnet, tiny
 
 SHAPES = (BatchShape(3, 9, 64, 64), BatchShape(2, 7, 64, 64), BatchShape(3, 9, 64, 64))
 

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from checkout import ROOT, read, tracked
+
+from tests.project.checkout import ROOT, read, tracked
 
 DOCUMENTS = tracked("*.md")
 # Written so that the patterns do not match themselves.

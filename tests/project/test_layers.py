@@ -1,4 +1,4 @@
-"""Imports point only upward in the table of ARCHITECTURE.md, and a layer loads no more than the table allows."""
+"""Imports point only upward in the table of ARCHITECTURE.md, without circles, and light commands load no torch."""
 
 from __future__ import annotations
 
@@ -6,33 +6,27 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-from checkout import ROOT, read, tracked
 
 import mmlab
+from tests.project.checkout import ROOT, read, tracked
 
 IMPORT_BOUND_S = 0.3
-NOT_LOADED = {"numpy": ("torch", "transformers", "ipywidgets"), "torch": ("ipywidgets",)}
+MOST_GROUPS = 7
 
 
-def layer_table() -> dict[str, tuple[int, str]]:
-    """Room -> (layer, what it may load), from the rows `| 3 | numpy | `a`, `b` | ... |` of ARCHITECTURE.md."""
-    rows = re.findall(r"^\| (\d+) \| (\w+) \| (.+?) \|", read(Path("ARCHITECTURE.md")), re.MULTILINE)
-    return {
-        room: (int(layer), loads) for layer, loads, rooms in rows for room in re.findall(r"`(\w+)`", rooms)
-    }
+def groups() -> dict[str, int]:
+    """Room -> group, from the rows `| 3 | `a`, `b` | ... |` of ARCHITECTURE.md."""
+    rows = re.findall(r"^\| (\d+) \| (`.+?) \|", read(Path("ARCHITECTURE.md")), re.MULTILINE)
+    return {room: int(group) for group, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
 
 
-def room_of(dotted: str) -> str:
-    """`mmlab.schedule.plan` -> `schedule`; a name that `mmlab` exports lazily -> the room it lives in."""
-    name = [*dotted.split("."), ""][1]
-    return mmlab._PUBLIC.get(name, name).split(".")[0]
-
-
-def imported_rooms(source: str, package: str) -> set[str]:
-    """Every room that a module of `package` imports anywhere in its text, in functions and for type checking too."""
+def imported_modules(source: str, package: str) -> set[str]:
+    """Every module of mmlab that a module of `package` imports anywhere, in functions and for type checking too."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -42,44 +36,64 @@ def imported_rooms(source: str, package: str) -> set[str]:
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *filter(None, [node.module])])
-            found |= {f"{base}.{alias.name}" for alias in node.names} if base == "mmlab" else {base}
-    return {room_of(name) for name in found if name.startswith("mmlab.")} - {"__version__"}
+            found |= {module if (module := f"{base}.{alias.name}") in PATHS else base for alias in node.names}
+    return {name for name in found if name.startswith("mmlab.")}
 
 
-MODULES = [path for path in tracked("mmlab/*.py") if path != Path("mmlab/__init__.py")]
-ROOMS = {path: path.parts[1].removesuffix(".py") for path in MODULES}
+def room_of(module: str) -> str:
+    """`mmlab.schedule.plan` -> `schedule`."""
+    return module.split(".")[1]
+
+
+PATHS = {
+    ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path
+    for path in tracked("mmlab/*.py")
+    if path not in (Path("mmlab/__init__.py"), Path("mmlab/__main__.py"))
+}
+IMPORTS = {
+    module: imported_modules(read(path), ".".join(path.parent.parts)) & set(PATHS)
+    for module, path in PATHS.items()
+}
 
 
 def test_the_table_names_exactly_the_rooms_of_the_package() -> None:
-    assert set(layer_table()) == set(ROOMS.values())
+    assert set(groups()) == {room_of(module) for module in PATHS}
+    assert max(groups().values()) <= MOST_GROUPS
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_imports_point_upward(path: Path) -> None:
-    layers = {room: layer for room, (layer, _) in layer_table().items()}
-    room = ROOMS[path]
-    downward = {
+@pytest.mark.parametrize("module", PATHS)
+def test_imports_point_upward(module: str) -> None:
+    room = room_of(module)
+    below = {
         name
-        for name in imported_rooms(read(path), ".".join(path.parent.parts)) - {room}
-        if layers[name] >= layers[room]
+        for name in IMPORTS[module]
+        if room_of(name) != room and groups()[room_of(name)] >= groups()[room]
     }
-    assert not downward, f"{path} (layer {layers[room]}) imports {downward} at or below its own layer"
+    if groups()[room] == 1:  # the first row stands in order itself
+        first = [name for name, group in groups().items() if group == 1]
+        below = {name for name in IMPORTS[module] if first.index(room_of(name)) > first.index(room)}
+    assert not below, (
+        f"{module} (group {groups()[room]}) imports {below}, which are at or below its own group"
+    )
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert list(TopologicalSorter(IMPORTS).static_order())  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(
-    ("source", "room"),
+    ("source", "module"),
     [
-        ("import mmlab.events", "events"),
-        ("def f():\n    from mmlab.schedule.plan import Block", "schedule"),
-        ("if TYPE_CHECKING:\n    from mmlab import readers", "readers"),
-        ("from mmlab import BatchShape", "types"),
-        ("from ..cost import PATCH", "cost"),
-        ("from .. import cost", "cost"),
-        ("from .plan import Block", "schedule"),
+        ("import mmlab.runs.events", "mmlab.runs.events"),
+        ("def f():\n    from mmlab.schedule.plan import Block", "mmlab.schedule.plan"),
+        ("if TYPE_CHECKING:\n    from mmlab.data import readers", "mmlab.data.readers"),
+        ("from ..types import PATCH", "mmlab.types"),
+        ("from .. import types", "mmlab.types"),
+        ("from .plan import Block", "mmlab.schedule.plan"),
     ],
 )
-def test_every_way_to_import_is_seen(source: str, room: str) -> None:
-    assert imported_rooms(source, "mmlab.schedule") == {room}
+def test_every_way_to_import_is_seen(source: str, module: str) -> None:
+    assert imported_modules(source, "mmlab.schedule") == {module}
 
 
 def in_fresh_python(code: str) -> str:
@@ -87,11 +101,19 @@ def in_fresh_python(code: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-@pytest.mark.parametrize("loads", sorted(NOT_LOADED))
-def test_a_layer_loads_no_more_than_it_says(loads: str) -> None:
-    rooms = [f"mmlab.{room}" for room, (_, allowed) in layer_table().items() if allowed == loads]
-    loaded = set(in_fresh_python(f"import sys, {', '.join(rooms)}; print(*sys.modules)").split())
-    assert not loaded & set(NOT_LOADED[loads]), f"one of {rooms} loads more than {loads}"
+TORCH_FREE = ("data.readers", "loading.cache", "schedule.preview", "runs.watch", "cli.parser", "lab.lab")
+
+
+def test_planning_watching_and_the_command_line_load_no_torch() -> None:
+    modules = ", ".join(f"mmlab.{module}" for module in TORCH_FREE)
+    loaded = set(in_fresh_python(f"import sys, {modules}; print(*sys.modules)").split())
+    assert not loaded & {"torch", "transformers", "ipywidgets"}
+
+
+def test_training_loads_no_widgets() -> None:
+    loaded = set(in_fresh_python("import sys, mmlab.comparison.train; print(*sys.modules)").split())
+    assert "torch" in loaded
+    assert "ipywidgets" not in loaded
 
 
 def test_import_mmlab_is_light_and_quick() -> None:
@@ -102,7 +124,19 @@ def test_import_mmlab_is_light_and_quick() -> None:
 
 
 def test_no_public_name_is_that_of_a_module() -> None:
-    assert not set(mmlab.__all__) & set(ROOMS.values()), "importing the module would hide the public name"
+    assert not set(mmlab.__all__) & set(groups()), "importing the module would hide the public name"
+
+
+ROOM_FACES = [f"mmlab.{room}" for room in groups() if Path(f"mmlab/{room}").is_dir()]
+
+
+@pytest.mark.parametrize("room", ROOM_FACES)
+def test_every_name_of_a_rooms_face_resolves(room: str) -> None:
+    face = import_module(room)
+    assert face.__doc__
+    assert face.__all__
+    for name in face.__all__:
+        assert getattr(face, name) is not None
 
 
 @pytest.mark.parametrize("name", mmlab.__all__)

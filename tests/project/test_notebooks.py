@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import read, tracked
+
+from tests.project.checkout import read, tracked
 
 MAX_CELL_LINES = 15
 IMPORTS = {"mmlab", "IPython", "ipywidgets", "matplotlib", "pandas", "pathlib"}

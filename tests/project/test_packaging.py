@@ -6,9 +6,10 @@ import tomllib
 from pathlib import Path
 
 import yaml
-from checkout import read
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.project.checkout import read
 
 CONDA_NAMES = {  # where conda-forge has another name
     "torch": "pytorch",

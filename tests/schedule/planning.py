@@ -10,9 +10,11 @@ import numpy as np
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from mmlab.cost import MaxPolynomial
 from mmlab.errors import OptionError
-from mmlab.schedule import SCHEDULERS, BatchPlan, BatchScheduler, make_scheduler
+from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.cost import MaxPolynomial
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.types import BatchShape, SampleSizes
 
 COCO_LENGTHS = Path(__file__).parents[3] / "shared/data/lengths/coco_val2017.csv"

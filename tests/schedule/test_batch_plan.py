@@ -5,14 +5,16 @@ import pickle
 
 import numpy as np
 import pytest
-from planning import any_scheduler, in_blocks, make_sizes
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
-from mmlab.records import Records
-from mmlab.schedule import SCHEDULERS, BatchPlan, BatchScheduler, make_scheduler
+from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.types import BatchShape, Record, SampleSizes
+from tests.schedule.planning import any_scheduler, in_blocks, make_sizes
 
 SIZES = make_sizes(500)
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from planning import make_sizes
 from transformers import trainer_pt_utils
 
 from mmlab.errors import OptionError
-from mmlab.schedule import make_scheduler
 from mmlab.schedule.columns import Limits
 from mmlab.schedule.order import derive_key, permute
+from mmlab.schedule.schedulers import make_scheduler
+from tests.schedule.planning import make_sizes
 
 SIZES = make_sizes(1003)
 PATCHES = (SIZES.height // 16) * (SIZES.width // 16)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import BYTES, PAIRS
 
 from mmlab.schedule._compiled import compiled
 from mmlab.schedule._dense_loops import _price, _price_shape
+from tests.schedule.planning import BYTES, PAIRS
 
 
 def test_without_a_place_for_a_cache_it_compiles_all_the_same(monkeypatch):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import BYTES, PAIRS, SlowTokens, make_sizes
 
-from mmlab.cost import (
+from mmlab.errors import OptionError
+from mmlab.schedule.cost import (
     MaxPolynomial,
     PaddedTokens,
     batch_costs,
@@ -14,8 +14,8 @@ from mmlab.cost import (
     max_batch_size,
     polynomial_of,
 )
-from mmlab.errors import OptionError
 from mmlab.types import BatchShape
+from tests.schedule.planning import BYTES, PAIRS, SlowTokens, make_sizes
 
 shapes = st.builds(BatchShape, *[st.integers(0, 600)] * 4)
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import BYTES, PAIRS, SlowTokens, make_sizes
 
-from mmlab.cost import PaddedTokens, batch_costs
 from mmlab.errors import OptionError
-from mmlab.schedule import make_scheduler
 from mmlab.schedule._dense_loops import cut_optimally
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import SampleSizes
+from tests.schedule.planning import BYTES, PAIRS, SlowTokens, make_sizes
 
 SIZES = make_sizes(3000)
 ALIKE = make_sizes(3000, captions=1, most_patches=6)

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlab.errors import OptionError
-from mmlab.ratio import RatioController
-from mmlab.schedule import SCHEDULERS, Mixed, Weighted, make_scheduler
 from mmlab.schedule.drawing import MODALITIES, modality_of
-from mmlab.schedule.weighted import systematic_counts
+from mmlab.schedule.mixing import Mixed
+from mmlab.schedule.ratio import RatioController
+from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
+from mmlab.schedule.weighted import Weighted, systematic_counts
 from mmlab.types import SampleSizes
 
 

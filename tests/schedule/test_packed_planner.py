@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from planning import make_sizes
 
 from mmlab.errors import OptionError
-from mmlab.schedule import make_scheduler
 from mmlab.schedule._pack_loops import fill_packs
 from mmlab.schedule.metrics import padded_streams
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import SampleSizes
+from tests.schedule.planning import make_sizes
 
 SIZES = make_sizes(6000)
 

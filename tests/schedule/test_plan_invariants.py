@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import NAMES, any_scheduler, any_sizes, assume_even, in_blocks, rows_of
 
-from mmlab.cost import batch_costs
-from mmlab.schedule import SCHEDULERS
+from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.metrics import collision_ratio
+from mmlab.schedule.schedulers import SCHEDULERS
+from tests.schedule.planning import NAMES, any_scheduler, any_sizes, assume_even, in_blocks, rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exceed a stream's room")
 COLLISION_FREE = [name for name in NAMES if "allow_collisions" in SCHEDULERS[name].__dataclass_fields__]
@@ -164,7 +164,7 @@ def test_nothing_to_plan_is_an_empty_plan(name):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"sorted"}))
 def test_the_next_epoch_has_other_batches(name):
-    from planning import make_sizes
+    from tests.schedule.planning import make_sizes
 
     sizes = make_sizes(400)
     scheduler = any_scheduler(name, sizes)

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from planning import COCO_LENGTHS, make_sizes
 
-from mmlab.images import Aspect
-from mmlab.schedule import BatchPlan, make_scheduler, read_lengths
 from mmlab.schedule.columns import Block
 from mmlab.schedule.metrics import collision_ratio, randomness, straggler
-from mmlab.types import SampleSizes
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.preview import read_lengths
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.types import Aspect, SampleSizes
+from tests.schedule.planning import COCO_LENGTHS, make_sizes
 
 
 def test_waste_is_the_padded_share():

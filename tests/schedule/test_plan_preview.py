@@ -4,10 +4,10 @@ import json
 import time
 
 import pytest
-from planning import make_sizes
 
 from mmlab.errors import DataError, OptionError
-from mmlab.schedule import preview, read_lengths
+from mmlab.schedule.preview import preview, read_lengths
+from tests.schedule.planning import make_sizes
 
 NAMES = ["random", "sorted", "bucket", "length_grouped", "aspect_bucket", "budget", "packed"]
 FIGURES = {

@@ -1,0 +1,44 @@
+"""The command line: `mmlab COMMAND ...`.
+
+Exit codes: 0 done, 1 failed, 2 bad input or usage with one clear line on stderr. With `--json` stdout holds
+one JSON document and nothing else; progress bars and notes go to stderr. Each command imports what it needs,
+so `mmlab --help` is instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from mmlab.cli.parser import make_parser
+from mmlab.errors import DataError, OptionError
+from mmlab.machine import share_cores
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    share_cores()
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+            document, text = options.run(options)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks
+            print(json.dumps(document, indent=2, allow_nan=False) if options.json else text)
+    except (DataError, OptionError) as error:
+        print(f"mmlab: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mmlab: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("MMLAB_DEBUG"):
+            raise
+        print(f"mmlab: failed: {type(error).__name__}: {error} (MMLAB_DEBUG=1 shows where)", file=sys.stderr)
+        return 1
+    return 1 if options.failed(document) else 0

@@ -1,0 +1,18 @@
+"""One run from a configuration, several runs in turns, and what they found: the place that joins data, loading,
+schedules, models and training.
+"""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "background": ["BackgroundRun", "start_compare"],
+        "experiment": ["compare"],
+        "launch": ["run_on_ranks", "train_on"],
+        "result": ["Comparison", "load_comparison"],
+        "train": ["train"],
+    },
+)

@@ -1,0 +1,283 @@
+"""A comparison in a process of its own, so that the notebook's kernel stays free while it runs.
+
+`start_compare` returns at once. The child writes the run's events to files and nothing else is shared: the parent
+follows those files, a crash of one does not touch the other, and the measured times are not disturbed by the
+notebook's own Python (docs/decisions/0004-training-runs-in-its-own-process.md has the figures). Starting costs the
+import of torch in the child, a few seconds.
+
+The child ends with its parent: a pipe between them stays open, and when it breaks, because the kernel was restarted or
+killed, the child stops as if it had been asked to. One that was started `detached` goes on, and `find_run` takes hold
+of it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.machine import process_runs, share_cores, this_process
+from mmlab.runs.control import Control, replace_file, send
+from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
+
+LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
+_USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
+
+_latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
+
+
+class BackgroundRun:
+    """A handle on a comparison in another process. Safe to use from any thread.
+
+    Made by `start_compare` and `find_run`.
+
+    Attributes:
+        folder: where the comparison writes; views may follow `folder / "runs"`.
+        job: what was asked for, as far as JSON can say it: `data`, `schedulers`, `options`.
+        asked_to_stop: whether this handle was told to stop the run.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], child: subprocess.Popen[bytes] | None) -> None:
+        self.folder, self.job = folder, about["job"]
+        self.asked_to_stop = False
+        self._process_id, self._host_name = about["process_id"], about["host_name"]
+        self._started_s, self._child = about["started_s"], child
+
+    @property
+    def state(self) -> str:
+        """`running`, `done`, `stopped` or `failed`."""
+        if self._is_alive():
+            return "running"
+        return self._outcome()["status"]
+
+    @property
+    def error(self) -> str | None:
+        """The traceback of what ended a failed run, or the end of its log where it could not say."""
+        if self._is_alive():
+            return None
+        return self._outcome()["traceback"]
+
+    @property
+    def log(self) -> str:
+        """What the process wrote to its terminal so far: progress, and the traceback of a failure."""
+        return (self.folder / LOG).read_text(errors="replace")
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, or less if the run ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired, psutil.NoSuchProcess):
+            if self._child is not None:
+                self._child.wait(seconds)
+            elif self._is_alive():
+                psutil.Process(self._process_id).wait(seconds)
+
+    def ask_to_stop(self) -> None:
+        """Ask for a clean stop after the step in hand; returns at once.
+
+        Asked again, a step that takes long is broken off. Harmless if the run has ended.
+        """
+        if self._is_alive():
+            self.asked_to_stop = True
+            send(self.folder, "stop")
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the file says it as well
+                os.kill(self._process_id, signal.SIGINT)
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Ask for a clean stop after the step in hand, and wait; kill after `timeout_s`. Harmless if it has ended."""
+        self.ask_to_stop()
+        self.sleep(timeout_s)
+        if self._is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process_id, signal.SIGKILL)
+            self.sleep(10)
+        self._let_go()
+
+    def wait(self) -> Comparison:
+        """Wait for the end. An interrupt of the waiting cell stops the run cleanly.
+
+        Raises:
+            DataError, OptionError: what the user gave cannot be used.
+            RunError: the run failed, or was stopped before every scheduler had finished an epoch.
+        """
+        try:
+            while self._is_alive():
+                self.sleep(60)
+        except KeyboardInterrupt:
+            self.stop()
+        self._let_go()
+        outcome = self._outcome()
+        if outcome["status"] == "failed":
+            kind = _USER_ERRORS.get(outcome["error"])
+            raise (
+                kind(outcome["message"])
+                if kind
+                else RunError(f"the comparison failed: {outcome['message']}\n{outcome['traceback']}")
+            )
+        if not (self.folder / "comparison.json").exists():
+            raise RunError(
+                "the run was stopped before every scheduler had finished an epoch; nothing to compare"
+            )
+        return load_comparison(self.folder)
+
+    def _is_alive(self) -> bool:
+        if self._child is not None:
+            return self._child.poll() is None
+        alive = process_runs(self._process_id, self._host_name, self._started_s)
+        return alive and not (self.folder / OUTCOME).exists()
+
+    def _let_go(self) -> None:
+        """Close the pipe to the child, once it has ended."""
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
+
+    def _outcome(self) -> dict[str, Any]:
+        """How the process that is gone has ended, from its last words; it has none if it was killed."""
+        try:
+            return json.loads((self.folder / OUTCOME).read_text())
+        except FileNotFoundError:
+            pass
+        if self.asked_to_stop:
+            return {"status": "stopped", "error": None, "message": None, "traceback": None}
+        code = "" if self._child is None else f" with exit code {self._child.returncode}"
+        message = f"its process ended{code} without saying why"
+        with contextlib.suppress(FileNotFoundError):
+            return {
+                "status": "failed",
+                "error": None,
+                "message": message,
+                "traceback": f"{message}; its log ends:\n{self.log[-4000:]}",
+            }
+        return {"status": "failed", "error": None, "message": message, "traceback": message}
+
+
+def start_compare(
+    data: Any,
+    schedulers: Any = ("random", "sorted", "bucket", "budget"),
+    *,
+    out: str | Path,
+    detached: bool = False,
+    **options: Any,
+) -> BackgroundRun:
+    """Start `mmlab.compare(data, schedulers, out=out, **options)` in a fresh interpreter and return at once.
+
+    A run that this process started in the same folder, and that still goes on, is stopped first.
+
+    Args:
+        detached: the run goes on when this process ends.
+
+    Raises:
+        OptionError: something that cannot be sent to another process.
+    """
+    folder, started_s = Path(out), time.time()
+    try:
+        job = pickle.dumps((data, schedulers, {**options, "out": str(out)}, started_s, detached))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise OptionError(
+            f"cannot send these arguments to another process ({error}); give paths and names"
+        ) from error
+    if folder.resolve() in _latest:
+        _latest[folder.resolve()].stop(timeout_s=10)
+    _make_room(folder)
+    with (folder / LOG).open("wb") as log:
+        command = [sys.executable, "-m", "mmlab.comparison.background"]
+        # in a session of its own: interrupting a cell of the notebook must not interrupt the run
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+    about = {
+        **this_process(),
+        "process_id": child.pid,
+        "started_s": started_s,
+        "job": job_of(data, schedulers, options),
+    }
+    replace_file(folder / PROCESS, json.dumps(about, indent=2))
+    _latest[folder.resolve()] = run = BackgroundRun(folder, about, child)
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has died already: its log says why
+        child.stdin.write(job)
+        child.stdin.flush()
+    return run
+
+
+def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, as far as JSON can say it: data that are not a path are None, schedulers are names."""
+    return {
+        "data": os.path.abspath(data) if isinstance(data, str | Path) else None,
+        "schedulers": list(schedulers),
+        "options": {key: value for key, value in options.items() if _is_plain(value)},
+    }
+
+
+def find_run(folder: str | Path) -> BackgroundRun | None:
+    """A handle on the run that was started in a folder last, by whichever process; None if none was."""
+    folder = Path(folder)
+    if (own := _latest.get(folder.resolve())) is not None:
+        return own
+    try:
+        about = json.loads((folder / PROCESS).read_text())
+    except FileNotFoundError:
+        return None
+    return BackgroundRun(folder, about, None)
+
+
+def _make_room(folder: Path) -> None:
+    """Move an earlier comparison aside, so that nobody who follows the new run sees the old one."""
+    ours = (LOG, PROCESS, OUTCOME)
+    if any((folder / name).exists() for name in COMPARISON_FILES):
+        fresh_folder(folder, (*COMPARISON_FILES, *ours))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ours:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _child() -> None:
+    """Run the comparison that stands on the standard input, and leave word of how it ended."""
+    share_cores()
+    # before torch: the parent may wait for it to be read
+    data, schedulers, options, since_s, detached = pickle.load(sys.stdin.buffer)
+    outcome: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
+    try:
+        if not detached:
+            threading.Thread(target=_stop_with_parent, daemon=True).start()
+        from mmlab.comparison.experiment import compare
+
+        comparison = compare(data, schedulers, **options, control=Control(options["out"], since_s=since_s))
+        if comparison.interrupted:
+            outcome["status"] = "stopped"
+    except KeyboardInterrupt:
+        outcome["status"] = "stopped"
+    except Exception as error:
+        traceback.print_exc()
+        outcome |= {
+            "status": "failed",
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+    replace_file(Path(options["out"]) / OUTCOME, json.dumps(outcome, indent=2))
+
+
+def _stop_with_parent() -> None:
+    os.read(0, 1)  # the parent writes nothing more: this returns when the pipe breaks
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    _child()

@@ -1,0 +1,277 @@
+"""Where training on a data set would be held up: `mmlab bench io`.
+
+Every stage is measured alone, on the data's own samples: reading, decoding, tokenising, padding, the copy to the
+device, and real training steps. Takes about fifteen seconds, most of them for reading and for the steps. Reads at most
+256 MiB in each way, and drops those from the system's cache first. Does not run the loader: what that reaches is in
+`PlannedLoader.stage_report()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+from itertools import cycle
+from math import ceil
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from mmlab.comparison.preparation import resolve_device
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
+from mmlab.errors import DataError, OptionError
+from mmlab.loading.collate import collate
+from mmlab.loading.copying import Copier
+from mmlab.loading.speeds import MIB, ReadRates, decode_rate, read_rates, work_rate
+from mmlab.loading.stages import as_html, as_text
+from mmlab.machine import num_usable_cores
+from mmlab.model.presets import build_model
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive
+from mmlab.types import Batch, parse_image_policy
+
+_NUM_IMAGES = 64  # that are decoded
+_NUM_TEXTS = 4096
+_NUM_BATCHES = 4  # that are trained on in turn
+_STEPS_S = 3.0
+_NUM_COPIES = 50
+_COLUMNS = ("stage", "samples_per_s", "mib_per_s", "how")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoBench:
+    """What each stage does when it is alone; printing it gives a table and the conclusion."""
+
+    source: str
+    model: str
+    device: str
+    batch_size: int
+    num_cores: int
+    image_bytes: float  # mean of an encoded image
+    padded_bytes: float  # mean of a sample in its batch
+    reading: ReadRates
+    decode_per_core: float  # images/s
+    tokenise_per_core: float  # texts/s
+    collate_per_core: float  # samples/s
+    copy_per_s: float | None  # samples/s; None where training runs on the CPU and nothing is copied
+    train_per_s: float  # samples/s
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a measurement: `stage`, `samples_per_s`, `mib_per_s` (of files or batches), `how` it was measured."""
+        read, cores = self.reading, self.num_cores
+        to_device = [] if self.copy_per_s is None else [("copy", self.copy_per_s, f"to {self.device}")]
+        reads = (
+            ("read, cold", read.num_bytes, read.cold_s),
+            ("read at random, cold", read.random_bytes, read.random_cold_s),
+            ("read, warm", read.num_bytes, read.warm_s),
+            ("read at random, warm", read.random_bytes, read.random_warm_s),
+        )
+        on_files = [
+            (name, size / seconds / self.image_bytes, "one reader")
+            for name, size, seconds in reads
+            if seconds
+        ]
+        on_files.append(
+            ("decode", cores * self.decode_per_core, f"{cores} cores, {self.decode_per_core:,.0f} each")
+        )
+        texts = ("tokenise", cores * self.tokenise_per_core, f"{cores} cores, once, before the first epoch")
+        on_batches = [
+            ("collate", self.collate_per_core, "one core"),
+            *to_device,
+            ("train", self.train_per_s, f"{self.model} on {self.device}, batches of {self.batch_size}"),
+        ]
+        return [
+            {
+                "stage": stage,
+                "samples_per_s": rate,
+                "mib_per_s": None if size is None else rate * size / MIB,
+                "how": how,
+            }
+            for part, size in ((on_files, self.image_bytes), ([texts], None), (on_batches, self.padded_bytes))
+            for stage, rate, how in part
+        ]
+
+    @property
+    def supply(self) -> dict[str, float]:
+        """Samples/s that each stage of an epoch can give; reading is at random, cold where that could be measured."""
+        rates = {row["stage"]: row["samples_per_s"] for row in self.rows}
+        read = rates["read at random, cold" if self.reading.really_cold else "read at random, warm"]
+        stages = {name: rates[name] for name in ("decode", "collate", "copy") if name in rates}
+        return {"read": read, **stages}
+
+    @property
+    def bottleneck(self) -> str:
+        """The stage that is slower than training by most, or `train`."""
+        stage = min(self.supply, key=self.supply.__getitem__)
+        return stage if self.supply[stage] < self.train_per_s else "train"
+
+    @property
+    def sentence(self) -> str:
+        """What is the bottleneck, and what would remove it."""
+        supply, wanted, stage = self.supply, self.train_per_s, self.bottleneck
+        if stage == "train":
+            slowest = min(supply, key=supply.__getitem__)
+            shared = ", on the same cores" if self.device == "cpu" else ""
+            return (
+                f"Training is the bottleneck: its steps take {wanted:,.0f} samples/s; {slowest}, the slowest stage of "
+                f"loading, gives {supply[slowest]:,.0f}{shared}. Only a faster step would help: another device, lower "
+                "precision, a smaller model or smaller images."
+            )
+        rest = min(rate for name, rate in supply.items() if name != stage)
+        kb = f"{self.padded_bytes / 1000:,.0f} kB"
+        remedies = {
+            "read": f"a disk that gives {wanted * self.image_bytes / MIB:,.0f} MiB/s in files read at random, a copy "
+            "of the data on a local disk, or more readers at once where the disk can serve them",
+            "decode": f"{ceil(wanted / self.decode_per_core)} cores instead of {self.num_cores}, images stored "
+            f"smaller, or a cache (mmlab cache build): {self.collate_per_core:,.0f} of its images a second are padded",
+            "collate": f"smaller images, or images of like size together: a sample has {kb} in its batch",
+            "copy": f"smaller images: a sample has {kb} in its batch",
+        }
+        return (
+            f"{stage.capitalize()} is the bottleneck: it gives {supply[stage]:,.0f} of the {wanted:,.0f} samples/s "
+            f"that training steps take, and the next stage {rest:,.0f}. To remove it: {remedies[stage]}."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `mmlab bench io --json` prints."""
+        found = {"rows": self.rows, "bottleneck": self.bottleneck, "sentence": self.sentence}
+        return (
+            asdict(self)
+            | found
+            | {"reading": asdict(self.reading) | {"really_cold": self.reading.really_cold}}
+        )
+
+    def __str__(self) -> str:
+        cold = "" if self.reading.really_cold else "\nCold and warm are alike: the disk is in memory."
+        return f"{self.source}\n{as_text(_COLUMNS, self.rows)}{cold}\n{self.sentence}"
+
+    def _repr_html_(self) -> str:
+        return f"{as_html(_COLUMNS, self.rows)}<p>{escape(self.sentence)}</p>"
+
+
+def bench_io(
+    data: str | Path,
+    *,
+    model: str = "tiny",
+    image: str = "square:224",
+    tokenizer: str = "builtin",
+    batch_size: int = 32,
+    device: str = "auto",
+    precision: str = "fp32",
+    limit: int | None = None,
+    progress: bool = True,
+) -> IoBench:
+    """Measure every stage from the disk to the training step on a data set.
+
+    Args:
+        data: anything that `read_records` takes.
+        model: preset whose contrastive training steps are timed.
+        image: image policy in short form, see `parse_image_policy`.
+        limit: use only the first samples.
+        progress: show a bar if stderr is a terminal.
+
+    Raises:
+        DataError: the data cannot be used, or have no images.
+        OptionError: an option cannot work; the message names it.
+    """
+    if batch_size < 2:
+        raise OptionError(f"batch_size must be at least 2 (a pair is told from others), found {batch_size}")
+    policy, device = parse_image_policy(image), resolve_device(device)
+    records = read_records(data, progress=progress)[:limit]
+    rows = np.flatnonzero(records.height)
+    if (num_images := len(np.unique(records.group[rows]))) < 2:
+        raise DataError(f"{data}: found {num_images} images in {len(records)} records, at least 2 are needed")
+    with tqdm(total=6, desc="preparing", disable=None if progress else True) as bar:
+
+        def show(stage: str) -> None:
+            bar.set_description(stage)
+            bar.update()
+
+        dataset = MultimodalDataset(records, tokenizer=tokenizer, image_policy=policy)
+        spread = np.random.default_rng(0).permutation(rows)
+        show("reading")
+        reading = read_rates(_files(dataset, data))
+        show("decoding")
+        decode_per_core, image_bytes = decode_rate(
+            [records.read_image(row) for row in spread[:_NUM_IMAGES]], policy
+        )
+        show("tokenising")
+        texts = [text for text in records.texts[:_NUM_TEXTS] if text is not None] or [""]
+        tokenise_per_core = work_rate(
+            lambda: dataset.tokenizer(texts, truncation=False, verbose=False), len(texts)
+        )
+        show("padding")
+        chosen = np.resize(spread[: _NUM_BATCHES * batch_size], (_NUM_BATCHES, batch_size))
+        samples = [[dataset[int(row)] for row in batch] for batch in chosen]
+        collate_per_core = work_rate(lambda: collate(samples[0]), batch_size)
+        batches = [collate(batch) for batch in samples]
+        show("copying and training")
+        copy_per_s = _copy_rate(batches[0], device)
+        trainer = FusionTrainer(
+            build_model(model, vocab_size=len(dataset.tokenizer)),
+            objectives={"contrastive": Contrastive()},
+            precision=precision,
+            device=device,
+        )
+        train_per_s = _train_rate(trainer, batches)
+        bar.update()
+    num_bytes = sum(tensor.nbytes for batch in batches for tensor in batch.tensors())
+    return IoBench(
+        source=records.source or str(data),
+        model=model,
+        device=device,
+        batch_size=batch_size,
+        num_cores=num_usable_cores(),
+        image_bytes=image_bytes,
+        padded_bytes=num_bytes / chosen.size,
+        reading=reading,
+        decode_per_core=decode_per_core,
+        tokenise_per_core=tokenise_per_core,
+        collate_per_core=collate_per_core,
+        copy_per_s=copy_per_s,
+        train_per_s=train_per_s,
+    )
+
+
+def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
+    """The files that hold the images, or where the store cannot name them, what was given."""
+    records = dataset.records
+    file_of = getattr(records.store, "file_of", None)
+    if file_of is None:
+        return Path(data)
+    return [
+        Path(name)
+        for name in dict.fromkeys(file_of(path) for path in records.image_paths if path is not None)
+    ]
+
+
+def _copy_rate(batch: Batch, device: str) -> float | None:
+    if not device.startswith("cuda"):
+        return None
+    copier = Copier(pin=True, device=device)
+    pinned = batch.pin_memory()
+    copier(pinned)
+    torch.cuda.synchronize(device)
+    started = perf_counter()
+    for _ in range(_NUM_COPIES):
+        copier(pinned)
+    torch.cuda.synchronize(device)
+    return _NUM_COPIES * len(batch) / (perf_counter() - started)
+
+
+def _train_rate(trainer: FusionTrainer, batches: list[Batch]) -> float:
+    """Samples/s of training steps on batches that are there already, the first two left out."""
+    turns = cycle(batches)
+    for _ in range(2):
+        trainer.train_step([next(turns)])
+    num_samples, started = 0, perf_counter()
+    while perf_counter() - started < _STEPS_S:
+        batch = next(turns)
+        trainer.train_step([batch])
+        num_samples += len(batch)
+    return num_samples / (perf_counter() - started)

@@ -1,0 +1,168 @@
+"""A data set at a glance: image sizes, aspects, text lengths, and the padding that each scheduler would
+cause.
+
+Reads metadata only; planning a hundred thousand pairs takes about a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmlab.comparison.charts import save_figure
+from mmlab.errors import DataError
+from mmlab.schedule.preview import preview
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    from mmlab.data.records import Records
+    from mmlab.types import ImagePolicy
+
+SHOWN_SCHEDULERS = ("random", "sorted", "bucket", "budget")
+_QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """What `overview` found."""
+
+    records: Records
+    policy: ImagePolicy
+    waste: dict[str, dict[str, float | None]]  # scheduler -> figures of `mmlab.schedule.preview`
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """The distributions shown: sides in pixels, aspect (width / height), tokens; samples without them left out."""
+        images = self.records.height > 0
+        height, width = self.records.height[images], self.records.width[images]
+        tokens = self.records.num_tokens[self.records.num_tokens > 0]
+        columns: dict[str, NDArray[Any]] = {
+            "height": height,
+            "width": width,
+            "aspect": width / np.maximum(height, 1),
+            "num_tokens": tokens,
+        }
+        return {name: column for name, column in columns.items() if len(column)}
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Quantiles of every distribution."""
+        import pandas as pd
+
+        rows = {
+            name: {label: float(np.quantile(column, at)) for label, at in _QUANTILES.items()}
+            for name, column in self.columns.items()
+        }
+        return pd.DataFrame.from_dict(rows, orient="index").round(2)
+
+    @property
+    def waste_table(self) -> pd.DataFrame:
+        """Padding waste of each scheduler in per cent."""
+        import pandas as pd
+
+        table = pd.DataFrame.from_dict(self.waste, orient="index")[
+            ["num_batches", "text_waste", "image_waste", "combined_waste"]
+        ]
+        shares = table.columns[1:]
+        table[shares] = (100 * table[shares]).round(1)
+        return table.rename(columns={name: name.replace("_", " ") + " %" for name in shares})
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `mmlab data inspect --json` prints."""
+        records = self.records
+        return {
+            "source": records.source,
+            "num_records": len(records),
+            "num_images": len(np.unique(records.group)),
+            "splits": _counts(records.splits),
+            "image_policy": str(self.policy),
+            "distributions": self.table.to_dict(orient="index"),
+            "waste": self.waste,
+            "bad_rows": [str(row) for row in records.bad_rows],
+        }
+
+    def figure(self) -> Figure:
+        """Four panels: sizes, aspects, text lengths, waste."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(12, 3.4), layout="constrained")
+        sizes, aspects, lengths, waste = figure.subplots(1, 4)
+        columns = self.columns
+        if "width" in columns:
+            sizes.plot(columns["width"], columns["height"], ".", ms=3, alpha=0.3, color="#0072B2")
+            aspects.hist(np.log2(columns["aspect"]), bins=40, color="#009E73")
+        sizes.set(title="Image sizes", xlabel="width, pixels", ylabel="height, pixels")
+        aspects.set(title="Aspect", xlabel="log2(width / height)", ylabel="records")
+        if "num_tokens" in columns:
+            lengths.hist(columns["num_tokens"], bins=40, color="#E69F00")
+        lengths.set(title="Text lengths", xlabel="tokens", ylabel="records")
+        table = self.waste_table
+        for offset, (name, colour) in enumerate(
+            zip(table.columns[1:], ("#56B4E9", "#E69F00", "#444444"), strict=True)
+        ):
+            waste.bar(
+                np.arange(len(table)) + 0.27 * (offset - 1),
+                table[name],
+                0.25,
+                label=name.removesuffix(" waste %"),
+                color=colour,
+            )
+        waste.set_xticks(range(len(table)), table.index)
+        waste.set(title=f"Padding waste, {self.policy}", ylabel="%")
+        waste.legend(frameon=False, fontsize=8)
+        return figure
+
+    def save_figure(self, path: str | Path) -> None:
+        """Write the figure; the file's suffix chooses the format.
+
+        Raises:
+            OptionError: a suffix that matplotlib cannot write.
+        """
+        save_figure(self.figure(), path)
+
+    def __str__(self) -> str:
+        records = self.records
+        head = f"{records.source}: {len(records)} records of {len(np.unique(records.group))} images"
+        splits = ", ".join(f"{name} {count}" for name, count in _counts(records.splits).items())
+        bad = (
+            [f"left out {len(records.bad_rows)} bad rows:", *map(str, records.bad_rows)]
+            if records.bad_rows
+            else []
+        )
+        return "\n".join(
+            [
+                head + (f" ({splits})" if splits else ""),
+                "",
+                self.table.to_string(),
+                "",
+                f"padding that each scheduler would cause, images as {self.policy}:",
+                self.waste_table.to_string(),
+                *bad,
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(border=0) + self.waste_table.to_html(border=0)
+
+
+def overview(records: Records, policy: ImagePolicy) -> Overview:
+    """Measure a data set from its metadata.
+
+    Raises:
+        DataError: no records at all.
+    """
+    if not len(records):
+        raise DataError(f"{records.source or 'the data set'} has no records to look at")
+    figures = preview(records.sizes(policy), SHOWN_SCHEDULERS, ranks=1).as_dict()
+    return Overview(records=records, policy=policy, waste=figures)
+
+
+def _counts(splits: list[str | None] | None) -> dict[str, int]:
+    names = [name for name in splits or () if name]
+    return {name: names.count(name) for name in sorted(set(names))}

@@ -1,0 +1,193 @@
+"""What a comparison found: one row a scheduler, every repetition kept, and the table, figure and page drawn
+from it.
+
+A `Comparison` is data: `run_comparison` (in `mmlab.comparison.experiment`) makes one, `load_comparison` reads one back
+from its folder, and everything shown here is derived from the two. Drawing needs matplotlib and no display.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.comparison.charts import draw_comparison, to_png
+from mmlab.comparison.results import ArmResult
+from mmlab.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A finished (or interrupted) comparison.
+
+    `config` says what was run and on what; `arms` has one result a scheduler, in the order asked for.
+    """
+
+    config: dict[str, Any]
+    arms: list[ArmResult]
+    interrupted: bool = False
+    folder: Path | None = None  # where it was saved; the runs' events lie below it
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row a scheduler, figures as measured, indexed by its name."""
+        import pandas as pd
+
+        rows = [
+            {key: value for key, value in asdict(arm).items() if key not in ("epochs", "options")}
+            for arm in self.arms
+        ]
+        return pd.DataFrame(rows).set_index("scheduler")
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """Every training step of every arm, from the runs' event files; empty when nothing was saved."""
+        import pandas as pd
+
+        from mmlab.runs.events import read_runs
+
+        if self.folder is None or not (self.folder / "runs").is_dir():
+            return pd.DataFrame()
+        events = read_runs(self.folder / "runs")
+        return events[events["kind"] == "step"].dropna(axis="columns", how="all")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `comparison.json` holds."""
+        return {**self.config, "interrupted": self.interrupted, "arms": [asdict(arm) for arm in self.arms]}
+
+    def summary(self) -> pd.DataFrame:
+        """The table for reading: per cent, milliseconds and MiB, with units in the headings."""
+        import pandas as pd
+
+        table = self.table
+        return pd.DataFrame(
+            {
+                "batches": table["num_batches"],
+                "text waste %": (100 * table["text_waste"]).round(1),
+                "image waste %": (100 * table["image_waste"]).round(1),
+                "combined waste %": (100 * table["combined_waste"]).round(1),
+                "peak / budget": table["peak_over_budget"].round(2),
+                "samples/s": table["samples_per_s"].round(1),
+                "step ms": (1000 * table["step_s"]).round(1),
+                "data wait %": (100 * table["data_wait_ratio"]).round(1),
+                "peak MiB": (table["peak_bytes"] / 2**20).round(1),
+                "held-out loss": table["final_loss"].round(3),
+                "R@1 image>text %": (100 * table["image_to_text_r1"]).round(1),
+                "R@1 text>image %": (100 * table["text_to_image_r1"]).round(1),
+            }
+        )
+
+    @property
+    def title(self) -> str:
+        """The data's name, short enough for a heading."""
+        return "/".join(Path(self.config["data"]).parts[-2:])
+
+    def notes(self) -> list[str]:
+        """How to read the figures: what was held equal, and what was not."""
+        config = self.config
+        sources = sorted({arm.peak_source for arm in self.arms})
+        notes = [
+            f"{config['num_train']} training and {config['num_held_out']} held-out pairs, {config['epochs']} "
+            "epochs; same initial weights and same samples for every scheduler. Epochs of the schedulers "
+            f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
+            f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}.",
+            f"Peak memory is {' and '.join(sources)}.",
+            f"R@1 ranks all held-out pairs; chance is {100 * max(arm.chance_r1 for arm in self.arms):.1f} %.",
+            "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
+            "batch size does not move it; the number of optimizer steps differs between schedulers.",
+        ]
+        unlearnt = [
+            f"{arm.scheduler} {arm.num_unlearnt_samples}" for arm in self.arms if arm.num_unlearnt_samples
+        ]
+        if unlearnt:
+            notes.append(
+                "Samples in batches of one image's captions only, from which a contrastive loss learns nothing: "
+                + ", ".join(unlearnt)
+                + "."
+            )
+        if self.interrupted:
+            notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
+        return notes
+
+    def figure(self) -> Figure:
+        """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
+        return draw_comparison(
+            self.arms,
+            self.steps,
+            title=f"What each batch scheduler costs on {self.title}",
+            budget=self.config["budget"],
+            unit=self.config["budget_unit"],
+        )
+
+    def html(self) -> str:
+        """One self-contained page: configuration, table, figure, notes."""
+        from jinja2 import Template
+
+        return Template(_PAGE, autoescape=True).render(
+            comparison=self,
+            table=self.summary().to_html(border=0),
+            picture=base64.b64encode(to_png(self.figure())).decode(),
+            config=json.dumps(self.config, indent=2),
+        )
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{note}</li>" for note in self.notes())
+        return self.summary().to_html(border=0) + f"<ul>{notes}</ul>"
+
+    def __str__(self) -> str:
+        return self.summary().to_string() + "\n" + "\n".join(f"- {note}" for note in self.notes())
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `comparison.json`, `table.csv`, `figure.png` and `report.html` into `folder`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "comparison.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        self.table.to_csv(folder / "table.csv")
+        (folder / "figure.png").write_bytes(to_png(self.figure()))
+        (folder / "report.html").write_text(self.html())
+        return folder
+
+
+def load_comparison(folder: str | Path) -> Comparison:
+    """Read a saved comparison back.
+
+    Raises:
+        DataError: no `comparison.json` there, or not one of ours.
+    """
+    path = Path(folder) / "comparison.json"
+    try:
+        saved = json.loads(path.read_text())
+        arms = [ArmResult(**arm) for arm in saved.pop("arms")]
+        return Comparison(config=saved, arms=arms, interrupted=saved.pop("interrupted"), folder=path.parent)
+    except FileNotFoundError:
+        raise DataError(
+            f"no comparison in {folder}: expected {path}, which `mmlab compare --out {folder}` writes"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a comparison that this version of mmlab wrote: {error}") from error
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>mmlab comparison: {{ comparison.config.data }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
+body { color: #222; background: #fff }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
+img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+</style>
+<h1>What each batch scheduler costs</h1>
+<p>{{ comparison.config.data }} · {{ comparison.config.device }} · {{ comparison.config.date }}</p>
+{{ table | safe }}
+<ul>{% for note in comparison.notes() %}<li>{{ note }}</li>{% endfor %}</ul>
+<img alt="Padding waste, throughput, time, memory, batch cost and loss of each scheduler"
+     src="data:image/png;base64,{{ picture }}">
+<details><summary>Configuration</summary><pre>{{ config }}</pre></details>
+</html>
+"""

@@ -1,0 +1,22 @@
+"""What users have, turned into one decoded sample: readers of every input format, `Records` (metadata in columns),
+decoding, tokenizers, augmentation, generated scenes, and `MultimodalDataset`.
+
+Reading and planning touch image headers only; pixels are decoded when a sample is asked for.
+"""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "augment": ["Augment"],
+        "dataset": ["MultimodalDataset"],
+        "decode": ["decode_image"],
+        "readers": ["read_records"],
+        "records": ["Records"],
+        "synthetic": ["make_dataset"],
+        "text": ["load_tokenizer", "measure_tokens"],
+    },
+)

@@ -1,0 +1,220 @@
+"""Random changes of decoded images: crops, flips, colours, RandAugment; the same for a sample whoever makes it, when.
+
+What is drawn depends on (seed, epoch, record id) alone, never on a global generator: workers, engines, order and
+resuming do not matter. Everything works on uint8 and keeps the image's size, so plans and caches stay right.
+
+Images are changed one by one, also those of one batch: on padded batches colours would mix with the padding.
+Costs 0.03 ms an image to draw and, at 224 x 224 on one core, 0.5 to 1 ms to crop, 0.5 ms for brightness, contrast or
+saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torchvision.transforms.v2 import functional as F
+
+from mmlab.errors import OptionError
+from mmlab.types import Region
+
+_NUM_ATTEMPTS = 10  # to find a crop that fits, as torchvision has it
+_LARGEST_MAGNITUDE = 30  # of RandAugment
+
+Change = Callable[[torch.Tensor, float], torch.Tensor]
+
+_COLOURS: dict[str, Change] = {
+    "brightness": F.adjust_brightness,
+    "contrast": F.adjust_contrast,
+    "saturation": F.adjust_saturation,
+    "hue": F.adjust_hue,
+}
+
+
+def _affine(image: torch.Tensor, *, shift: tuple[int, int] = (0, 0), shear: tuple[float, float] = (0.0, 0.0)):
+    return F.affine(
+        image,
+        angle=0.0,
+        translate=list(shift),
+        scale=1.0,
+        shear=list(shear),
+        center=[0.0, 0.0] if any(shear) else None,
+    )
+
+
+def _degrees(slope: float) -> float:
+    return float(np.degrees(np.arctan(slope)))
+
+
+# RandAugment's operations: the change, the amount at full strength, whether its sign is drawn
+_OPERATIONS: dict[str, tuple[Change, float, bool]] = {
+    "identity": (lambda image, amount: image, 0.0, False),
+    "shear_x": (lambda image, amount: _affine(image, shear=(_degrees(amount), 0.0)), 0.3, True),
+    "shear_y": (lambda image, amount: _affine(image, shear=(0.0, _degrees(amount))), 0.3, True),
+    "translate_x": (
+        lambda image, amount: _affine(image, shift=(int(amount * image.shape[-1]), 0)), 150 / 331, True
+    ),
+    "translate_y": (
+        lambda image, amount: _affine(image, shift=(0, int(amount * image.shape[-2]))), 150 / 331, True
+    ),
+    "rotate": (F.rotate, 30.0, True),
+    "brighter": (lambda image, amount: F.adjust_brightness(image, 1 + amount), 0.9, True),
+    "more_colour": (lambda image, amount: F.adjust_saturation(image, 1 + amount), 0.9, True),
+    "more_contrast": (lambda image, amount: F.adjust_contrast(image, 1 + amount), 0.9, True),
+    "sharper": (lambda image, amount: F.adjust_sharpness(image, 1 + amount), 0.9, True),
+    "posterize": (lambda image, amount: F.posterize(image, 8 - round(amount)), 4.0, False),
+    "solarize": (lambda image, amount: F.solarize(image, 255 * (1 - amount)), 1.0, False),
+    "autocontrast": (lambda image, amount: F.autocontrast(image), 0.0, False),
+    "equalize": (lambda image, amount: F.equalize(image), 0.0, False),
+}  # fmt: skip
+_NAMES = tuple(_OPERATIONS)
+_CHANGES = _COLOURS | {name: change for name, (change, _, _) in _OPERATIONS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What was drawn for one sample."""
+
+    crops: tuple[
+        tuple[float, float], ...
+    ]  # (share of the area, factor of the proportions) in order of trial; or none
+    place: tuple[float, float]  # of the crop: 0 is top and left, 1 is bottom and right
+    flip: bool
+    changes: tuple[tuple[str, float], ...]  # name and amount, in order
+
+    def region(self, height: int, width: int, target_height: int, target_width: int) -> Region | None:
+        """The part of a displayed image of height x width pixels to resize to the target size; None without crops.
+
+        Its proportions are the target's but for the drawn factor, so that nothing is stretched by more than that.
+        """
+        if not self.crops:
+            return None
+        for share, factor in self.crops:
+            ratio = factor * target_width / target_height
+            rows = round((share * height * width / ratio) ** 0.5)
+            columns = round((share * height * width * ratio) ** 0.5)
+            if 0 < rows <= height and 0 < columns <= width:
+                down, across = self.place
+                return Region(
+                    int(down * (height - rows + 1)), int(across * (width - columns + 1)), rows, columns
+                )
+        rows, columns = min(height, round(width / ratio)), min(width, round(height * ratio))
+        rows, columns = max(1, rows), max(1, columns)
+        return Region((height - rows) // 2, (width - columns) // 2, rows, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Augment:
+    """Random changes of a sample's image, by key. Picklable; thread-safe.
+
+    Example: `PlannedLoader(dataset, scheduler, augment=Augment(brightness=0.4, contrast=0.4))`
+
+    Args:
+        crop_scale: least and largest share of the image's area that a random-resized crop keeps; None crops nothing.
+        crop_ratio: least and largest factor by which a crop's proportions differ from the target's.
+        flip_probability: of mirroring left and right: captions that say "left" or "right", and writing, become false.
+        brightness, contrast, saturation: factors are drawn from 1 - value to 1 + value, in an order drawn as well.
+        hue: shift of the colour circle, drawn from -value to value, at most 0.5 (half the circle).
+        num_operations: RandAugment's operations on each image; some turn or shift it.
+        magnitude: their strength, 0 to 30.
+
+    Raises:
+        OptionError: a value out of range.
+
+    Source: crops as in Szegedy et al. 2015 (arXiv:1409.4842) with the scale of Radford et al. 2021
+    (arXiv:2103.00020); RandAugment, Cubuk et al. 2020 (arXiv:1909.13719), with torchvision's operations.
+    """
+
+    crop_scale: tuple[float, float] | None = (0.9, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip_probability: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    num_operations: int = 0
+    magnitude: int = 9
+
+    def __post_init__(self) -> None:
+        ascending = {
+            "crop_scale": (0.0, *(self.crop_scale or (1.0, 1.0)), 1.0),
+            "crop_ratio": (0.0, *self.crop_ratio),
+        }
+        for name, values in ascending.items():
+            if values[1] <= 0 or any(low > high for low, high in pairwise(values)):
+                raise OptionError(
+                    f"{name} must be (least, largest), above 0{' and at most 1' if name == 'crop_scale' else ''}, "
+                    f"found {getattr(self, name)}"
+                )
+        limits = {
+            "flip_probability": 1.0,
+            "brightness": float("inf"),
+            "contrast": float("inf"),
+            "saturation": float("inf"),
+            "hue": 0.5,
+            "num_operations": float("inf"),
+            "magnitude": _LARGEST_MAGNITUDE,
+        }
+        for name, limit in limits.items():
+            if not 0 <= getattr(self, name) <= limit:
+                raise OptionError(f"{name} must be from 0 to {limit}, found {getattr(self, name)}")
+
+    def draw(self, *, seed: int, epoch: int, record_id: str) -> Drawn:
+        """What happens to a sample in an epoch. Options that are off do not change what others draw."""
+        key = blake2b(f"{seed}/{epoch}/{record_id}".encode(), digest_size=16).digest()
+        uniform = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        crops = uniform.random((_NUM_ATTEMPTS, 2))
+        down, across, flip = uniform.random(3)
+        order, factors = uniform.permutation(len(_COLOURS)), uniform.uniform(-1, 1, len(_COLOURS))
+        changes = []
+        for index in order:
+            name = tuple(_COLOURS)[index]
+            value = getattr(self, name)
+            if value:
+                amount = value * factors[index]
+                changes.append((name, float(amount) if name == "hue" else max(0.0, 1.0 + float(amount))))
+        for _ in range(self.num_operations):
+            name = _NAMES[uniform.integers(len(_NAMES))]
+            _, strongest, is_signed = _OPERATIONS[name]
+            sign = -1.0 if uniform.random() < 0.5 and is_signed else 1.0
+            changes.append((name, sign * strongest * self.magnitude / _LARGEST_MAGNITUDE))
+        return Drawn(
+            crops=() if self.crop_scale is None else tuple(map(tuple, self._scaled(crops).tolist())),
+            place=(float(down), float(across)),
+            flip=bool(flip < self.flip_probability),
+            changes=tuple(changes),
+        )
+
+    def __call__(self, image: torch.Tensor, *, seed: int, epoch: int, record_id: str) -> torch.Tensor:
+        """Draw and apply: (3, h, w) uint8 to the same."""
+        return self.apply(image, self.draw(seed=seed, epoch=epoch, record_id=record_id))
+
+    def apply(self, image: torch.Tensor, drawn: Drawn, *, cropped: bool = False) -> torch.Tensor:
+        """Change an image (3, h, w) uint8, or several alike (N, 3, h, w), as drawn.
+
+        Args:
+            cropped: the image was decoded from `drawn.region` already (`decode_image(..., region=...)`): sharper than
+                cropping it afterwards, but not what a cached image can give.
+        """
+        height, width = image.shape[-2:]
+        region = None if cropped else drawn.region(height, width, height, width)
+        if region is not None:
+            image = F.resized_crop(image, *region, size=[height, width], antialias=True)
+        if drawn.flip:
+            image = F.horizontal_flip(image)
+        for name, amount in drawn.changes:
+            image = _CHANGES[name](image, amount)
+        return image.contiguous()
+
+    def _scaled(self, crops: np.ndarray) -> np.ndarray:
+        """Uniform numbers (n, 2) to areas, and to proportions that are uniform in their logarithm."""
+        assert self.crop_scale is not None
+        low = np.array([self.crop_scale[0], np.log(self.crop_ratio[0])])
+        high = np.array([self.crop_scale[1], np.log(self.crop_ratio[1])])
+        scaled = low + crops * (high - low)
+        scaled[:, 1] = np.exp(scaled[:, 1])
+        return scaled

@@ -1,0 +1,187 @@
+"""The dataset: one record in, one decoded image and its tokens out.
+
+Texts are tokenised once, when the dataset is made, into one flat integer column (4 bytes a token), which
+every forked worker shares; images are read and decoded on access. Nothing is padded here: that is the batch's
+affair (`mmlab.loading.loader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from mmlab.data.decode import decode_image
+from mmlab.data.readers import read_records
+from mmlab.data.records import Records
+from mmlab.data.text import load_tokenizer
+from mmlab.errors import DataError, OptionError
+from mmlab.types import ImagePolicy, Region, Square, processor_policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mmlab.loading.cache.store import SampleCache
+    from mmlab.types import SampleSizes
+
+Prepared = tuple[NDArray[np.uint8] | None, NDArray[np.int32] | None]  # pixels (3, h, w), token ids (t,)
+
+
+class Sample(TypedDict):
+    """One item of the dataset."""
+
+    id: str
+    image: torch.Tensor | None  # (3, h, w) uint8, None for a text-only record
+    text: str | None
+    input_ids: torch.Tensor  # (t,) int64, empty for an image-only record
+    label: int | None
+    group: int
+
+
+class MultimodalDataset(Dataset[Sample]):
+    """Image-text pairs, decoded on access. Picklable; safe to read from many threads or processes.
+
+    Example, as in the articles: `MultimodalDataset(image_paths, texts)[0]["image"]` is the first image.
+
+    Args:
+        records: what `read_records` gave, or a list of image paths together with `texts`.
+        texts: one text an image, when `records` is a list of paths.
+        tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"` trains one on
+            these texts, as None does without a processor.
+        image_policy: size of the images, `square(224)` as in the articles unless given.
+        processor: a model's own, as `AutoProcessor.from_pretrained` gives it: tokenizer, image policy and longest text
+            are its, unless given. The pixels' mean is `LossModel(processor=...)`'s affair.
+        max_tokens: longer texts are cut to this many tokens; `num_truncated` counts them.
+
+    Set `cache` to a `SampleCache(folder, key=cache_key(dataset))` to keep what is decoded for the next time.
+
+    Raises:
+        DataError: paths and texts of different number, or rows that cannot be used.
+    """
+
+    def __init__(
+        self,
+        records: Records | Sequence[str | Path],
+        texts: Sequence[str] | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        image_policy: ImagePolicy | None = None,
+        processor: Any = None,
+        max_tokens: int = 512,
+    ) -> None:
+        if max_tokens < 2:
+            raise OptionError(f"max_tokens must be at least 2 (the special tokens), found {max_tokens}")
+        if not isinstance(records, Records):
+            records = read_records(records, texts, progress=False)
+        if processor is not None:
+            tokenizer = tokenizer or processor.tokenizer
+            image_policy = image_policy or processor_policy(processor)
+            max_tokens = min(max_tokens, processor.tokenizer.model_max_length)
+        tokenizer = tokenizer or "builtin"
+        if isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer, records=records)
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.max_tokens = max_tokens
+        self.cache: SampleCache | None = None
+        self.image_policy = image_policy if image_policy is not None else Square(224)
+        encoded = _encode(tokenizer, records.texts)
+        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
+        self.num_truncated = int((lengths > max_tokens).sum())
+        encoded = [_cut(ids, max_tokens) for ids in encoded]
+        lengths = np.minimum(lengths, max_tokens)
+        self.records = records.with_num_tokens(lengths)
+        self._offsets = np.concatenate(([0], np.cumsum(lengths)))
+        self._token_ids = np.fromiter(
+            (token for ids in encoded for token in ids), np.int32, self._offsets[-1]
+        )
+
+    @property
+    def sizes(self) -> SampleSizes:
+        """What a scheduler plans with: tokens, and image sizes after the policy."""
+        return self.records.sizes(self.image_policy)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, row: int) -> Sample:
+        return self.decode(row, self.read(row))
+
+    def read(self, row: int, out: NDArray[np.uint8] | None = None) -> bytes | Prepared | None:
+        """What the cache has of a row, or else the encoded image; None for a text-only record.
+
+        Args:
+            out: (3, h, w) memory for pixels from the cache, as `SampleCache.get` has it.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        if self.cache is not None:
+            prepared = self.cache.get(row, token_ids=self._ids(row), out=out)
+            if prepared is not None:
+                return prepared
+        if self.records.image_paths[row] is None:
+            return None
+        try:
+            return self.records.read_image(row)
+        except (OSError, ValueError) as error:
+            raise self._bad_image(row, error) from error
+
+    def decode(self, row: int, found: bytes | Prepared | None, *, region: Region | None = None) -> Sample:
+        """The sample of a row, from what `read` gave; kept in the cache, if there is one.
+
+        Args:
+            region: what to resize to the planned size, instead of what the policy keeps. For data sets without a
+                cache, which has no room for what changes with every epoch.
+
+        Raises:
+            DataError: the image cannot be decoded.
+        """
+        pixels, token_ids = found if isinstance(found, tuple) else (self._pixels(row, found, region), None)
+        if token_ids is None:
+            token_ids = self._ids(row)
+            if self.cache is not None:
+                self.cache.put(row, pixels, token_ids)
+        records = self.records
+        return Sample(
+            id=records.ids[row],
+            image=None if pixels is None else torch.from_numpy(pixels),
+            text=records.texts[row],
+            input_ids=torch.from_numpy(token_ids.astype(np.int64)),
+            label=None if records.labels is None else int(records.labels[row]),
+            group=int(records.group[row]),
+        )
+
+    def _ids(self, row: int) -> NDArray[np.int32]:
+        return self._token_ids[self._offsets[row] : self._offsets[row + 1]]
+
+    def _pixels(self, row: int, encoded: bytes | None, region: Region | None) -> NDArray[np.uint8] | None:
+        if encoded is None:
+            return None
+        try:
+            return np.ascontiguousarray(decode_image(encoded, self.image_policy, region).transpose(2, 0, 1))
+        except (OSError, ValueError) as error:
+            raise self._bad_image(row, error) from error
+
+    def _bad_image(self, row: int, error: Exception) -> DataError:
+        record = self.records[row]
+        return DataError(
+            f"record {record.id!r}: cannot read image {record.image_path}: {error}; "
+            "mend or remove the file, then read the records again"
+        )
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None]) -> list[list[int]]:
+    """Token ids of every text, special tokens included; an absent text has none."""
+    present = [text for text in texts if text is not None]
+    ids = iter(tokenizer(present, truncation=False, verbose=False)["input_ids"] if present else [])
+    return [[] if text is None else next(ids) for text in texts]
+
+
+def _cut(ids: list[int], max_tokens: int) -> list[int]:
+    """Keep the first tokens and the closing special token."""
+    return ids if len(ids) <= max_tokens else [*ids[: max_tokens - 1], ids[-1]]

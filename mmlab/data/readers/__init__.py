@@ -1,0 +1,143 @@
+"""Reading image-text pairs from what users have: `read_records(source)`, the format chosen by content.
+
+`docs/data_formats.md` has the one table of formats. Each format's module only finds rows; all checks, the image sizes
+and the `Records` come from `rows`. Loads no torch, decodes no pixel.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.data.readers.files import read_data_file, read_folder
+from mmlab.data.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
+from mmlab.data.readers.remote import download, is_url
+from mmlab.data.readers.rows import Row, Table, to_records
+from mmlab.data.readers.tar import read_shards
+from mmlab.data.readers.tar_index import is_tar
+from mmlab.data.records import FileStore, Records
+from mmlab.data.text import measure_tokens
+from mmlab.errors import DataError, OptionError, unknown_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["read_records"]
+
+
+def read_records(
+    source: Any,
+    texts: Iterable[str | None] | None = None,
+    *,
+    images: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    images_per_sample: str = "each",
+    errors: str = "raise",
+    allow_missing_modality: bool = False,
+    progress: bool = True,
+) -> Records:
+    """Read the metadata of image-text pairs from any of the formats in `docs/data_formats.md`.
+
+    Args:
+        source: a file, a folder, a list of tar shards or a glob for them, paths or URLs, a `datasets.Dataset`, or
+            image paths.
+        texts: the texts of a list of image paths, one each.
+        images: the folder of the images, where they are not beside the data file.
+        tokenizer: measures text lengths; without it they are estimated (`mmlab.data.text.estimate_num_tokens`).
+        split: keep one split; rows of others are not checked.
+        limit: keep the first so many records.
+        images_per_sample: of a sample with a list of images, `"each"` makes a record, all in one group, or only the
+            `"first"` does.
+        errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
+        allow_missing_modality: keep records that have a text only or an image only.
+        progress: show a bar while image headers are read, if stderr is a terminal.
+
+    Raises:
+        DataError: an unknown format, bad rows (all of them in the error's `.bad_rows`), no such split.
+        OptionError: an option out of range.
+    """
+    if errors not in ("raise", "report"):
+        raise unknown_name("errors=", errors, ("raise", "report"))
+    if images_per_sample not in ("each", "first"):
+        raise unknown_name("images_per_sample=", images_per_sample, ("each", "first"))
+    if limit is not None and limit < 1:
+        raise OptionError(f"limit must be at least 1 record, found {limit}")
+    folder = None if images is None else Path(images).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise OptionError(f"images={images}: not a folder")
+    table = _table(source, texts, folder, allow_missing_modality, progress)
+    if images_per_sample == "first":
+        table.rows = [row for row in table.rows if row.place == 0]
+    if folder is not None and not isinstance(table.store, FileStore):
+        warnings.warn("images= has no effect: these data hold their images themselves", stacklevel=2)
+    records = to_records(
+        table,
+        source=_name(source),
+        split=split,
+        errors=errors,
+        progress=progress,
+        allow_missing_modality=allow_missing_modality,
+    )
+    if limit is not None:
+        records = records[:limit]
+    return records if tokenizer is None else measure_tokens(records, tokenizer)
+
+
+def _table(
+    source: Any,
+    texts: Iterable[str | None] | None,
+    images: Path | None,
+    allow_missing_modality: bool,
+    progress: bool,
+) -> Table:
+    if texts is not None:
+        return _from_lists(source, texts, images)
+    if is_dataset(source):
+        return read_dataset(source, images, allow_missing_modality)
+    if isinstance(source, list | tuple) and source:
+        remote = any(map(is_url, source))
+        return read_shards(
+            download(list(map(str, source)), progress=progress) if remote else list(map(Path, source))
+        )
+    if not isinstance(source, str | os.PathLike):
+        kind = "an empty list" if isinstance(source, list | tuple) else type(source).__name__
+        raise DataError(
+            f"cannot read records from {kind}: pass a path, a datasets.Dataset, or image paths and texts"
+        )
+    if is_url(source):
+        return read_shards(download([str(source)], progress=progress))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if is_saved_dataset(path):
+            return read_saved_dataset(path, images, allow_missing_modality)
+        shards = sorted([*path.glob("*.tar"), *path.glob("*/*.tar")])
+        return read_shards(shards) if shards else read_folder(path, images, allow_missing_modality)
+    if path.is_file():
+        if is_tar(path) or ".tar" in path.suffixes:
+            return read_shards([path])
+        return read_data_file(path, images, allow_missing_modality)
+    shards = [Path(found) for found in sorted(glob.glob(str(path))) if os.path.isfile(found)]
+    if not shards:
+        raise DataError(f"{path}: no such file or folder, and no file matches it as a pattern")
+    return read_shards(shards)
+
+
+def _from_lists(image_paths: Iterable[Any], texts: Iterable[str | None], images: Path | None) -> Table:
+    image_paths, texts = list(image_paths), list(texts)
+    if len(image_paths) != len(texts):
+        raise DataError(f"as many texts as image paths are needed, found {len(texts)} and {len(image_paths)}")
+    rows = [
+        Row(f"item {number}", None if image is None else os.fspath(image), text)
+        for number, (image, text) in enumerate(zip(image_paths, texts, strict=True))
+    ]
+    return Table(rows=rows, root=images)
+
+
+def _name(source: Any) -> str:
+    return str(source) if isinstance(source, str | os.PathLike) else type(source).__name__

@@ -1,0 +1,60 @@
+"""COCO captions: one JSON file of `images` and `annotations`, the images in a folder nearby.
+
+Five captions an image become five records with the image's group. Read whole: 1 s for the 118,000 images of train2017.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+from mmlab.data.readers.rows import Row
+from mmlab.errors import DataError
+
+
+def why_not_coco(path: Path) -> str:
+    """Why the file is not COCO captions; empty if it is. Searches the bytes: large files are not parsed twice."""
+    with open(path, "rb") as file:
+        if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
+            return "does not begin with {"
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            missing = [key for key in (b'"images"', b'"annotations"', b'"caption"') if content.find(key) < 0]
+    return f"has no {b', '.join(missing).decode()}" if missing else ""
+
+
+def read_coco(path: Path) -> list[Row]:
+    """One row for each annotation, in file order; its number is the record's id. An image without any gives one row.
+
+    Rows have the `split` of their image, where it states one.
+
+    Raises:
+        DataError: not JSON, or without the two lists.
+    """
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    for key in ("images", "annotations"):
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise DataError(f"{path}: COCO captions have a list of objects named {key!r}, found none")
+    images = {str(image.get("id")): image for image in content["images"]}
+    without_caption = dict(images)
+    rows = []
+    for number, annotation in enumerate(content["annotations"]):
+        image_id = str(annotation.get("image_id"))
+        without_caption.pop(image_id, None)
+        row = _row(f"annotation {number}", images.get(image_id, {}), annotation.get("caption"))
+        row.id = str(annotation["id"]) if "id" in annotation else None
+        if image_id not in images:
+            row.problem = f"image_id {image_id} is not among the images"
+        rows.append(row)
+    return rows + [_row(f"image {image_id}", image, None) for image_id, image in without_caption.items()]
+
+
+def _row(where: str, image: dict[str, Any], caption: object) -> Row:
+    name = image.get("file_name")
+    problem = "" if isinstance(name, str) else f"file_name must be a path, found {name!r:.40}"
+    return Row(where, None if problem else name, caption, split=image.get("split"), problem=problem)

@@ -1,0 +1,151 @@
+"""Which format a file has, what a folder holds, and where the images of a data file are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mmlab.data.readers.coco import read_coco, why_not_coco
+from mmlab.data.readers.flickr import read_flickr, why_not_flickr
+from mmlab.data.readers.manifest import read_manifest, why_not_manifest
+from mmlab.data.readers.rows import Row, Table
+from mmlab.errors import DataError
+
+_DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
+_SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+_NUM_TRIED = 50  # images that are looked for in each folder
+_YEARS = ("", "2017", "2014")
+_IMAGE_FOLDERS = (
+    ["", "images", "Images"]
+    + [
+        f"{above}{split}{year}"
+        for above in ("", "images/")
+        for split in ("train", "val", "test")
+        for year in _YEARS
+    ]
+    + ["flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "Flickr8k_Dataset"]
+)
+
+
+class FileFormat(NamedTuple):
+    """One kind of data file; the flag of both functions is `allow_missing_modality`."""
+
+    why_not: Callable[[Path, bool], str]  # why a file is not of this kind, empty if it is
+    read: Callable[[Path, bool], list[Row]]
+
+
+FILE_FORMATS = {
+    "COCO captions": FileFormat(lambda path, _: why_not_coco(path), lambda path, _: read_coco(path)),
+    "Flickr token file": FileFormat(lambda path, _: why_not_flickr(path), lambda path, _: read_flickr(path)),
+    "manifest": FileFormat(why_not_manifest, read_manifest),
+}
+
+
+def recognise(path: Path, allow_missing_modality: bool) -> tuple[FileFormat | None, str]:
+    """The format of a data file or, in words, why each one does not fit."""
+    reasons = []
+    for name, file_format in FILE_FORMATS.items():
+        reason = (
+            file_format.why_not(path, allow_missing_modality) if path.stat().st_size else "the file is empty"
+        )
+        if not reason:
+            return file_format, ""
+        reasons.append(f"\n  {path.name}, as {name}: {reason}")
+    return None, "".join(reasons)
+
+
+def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of one data file, and the folder of its images."""
+    file_format, tried = recognise(path, allow_missing_modality)
+    if file_format is None:
+        raise DataError(
+            f"{path}: not a format that mmlab reads (docs/data_formats.md lists them). Tried:{tried}"
+        )
+    rows = file_format.read(path, allow_missing_modality)
+    return Table(rows=rows, root=images or find_images(path, rows))
+
+
+def find_images(path: Path, rows: Sequence[Row]) -> Path:
+    """The folder of a data file's images: of the usual ones, that with most of the first images and, where several have
+    them, with the same split in its name. Looked for in the file's folder and, for `annotations/`, beside it.
+    """
+    relative = (row.image for row in rows if row.image and not os.path.isabs(row.image))
+    names = list(dict.fromkeys(relative))[:_NUM_TRIED]
+    if not names:
+        return path.parent
+    above = [path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent]
+    places = [found for folder in above for name in _IMAGE_FOLDERS if (found := folder / name).is_dir()]
+    split = split_in(path.stem)
+    return max(
+        places,
+        key=lambda place: (
+            sum(os.path.exists(place / name) for name in names),
+            split_in(place.name) == split,
+        ),
+    )
+
+
+def split_in(name: str) -> str | None:
+    """The split that a file or folder name tells.
+
+    >>> split_in("captions_val2017"), split_in("validate_me")
+    ('val', None)
+    """
+    match = _SPLIT_NAME.search(name.lower())
+    return match[1] if match else None
+
+
+def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | None]:
+    """The data files of a folder, each with its split.
+
+    A Hugging Face imagefolder has a metadata file in the folder, or one in each split's sub-folder; any other folder
+    one data file at its top or in `annotations/`, or one for each split with the split in its name.
+
+    Raises:
+        DataError: none, or several of which none can be preferred.
+    """
+    found: dict[Path, str | None] = {}
+    for place in [folder, *sorted(sub for sub in folder.iterdir() if sub.is_dir())]:
+        name = next((name for name in _METADATA if (place / name).is_file()), None)
+        if name is not None:
+            found[place / name] = None if place == folder else split_in(place.name)
+    if found:
+        return found
+    tried = ""
+    for place in (folder, folder / "annotations"):
+        for path in sorted(place.glob("*")):
+            if path.suffix.lower() not in _DATA_SUFFIXES or path.name.startswith("."):
+                continue
+            file_format, reasons = recognise(path, allow_missing_modality)
+            tried += reasons
+            if file_format is not None:
+                found[path] = split_in(path.stem)
+    if not found:
+        raise DataError(
+            f"{folder}: no image-text data found. Looked for tar shards, a saved datasets.Dataset, "
+            f"{', '.join(_METADATA)} here and in sub-folders, and a data file ({' '.join(_DATA_SUFFIXES)}) here and in "
+            f"annotations/.{tried}"
+        )
+    if len(found) > 1 and len(set(found.values()) - {None}) < len(found):
+        raise DataError(
+            f"{folder}: several data files, pass one of them: {', '.join(path.name for path in found)}"
+        )
+    return found if len(found) > 1 else dict.fromkeys(found)
+
+
+def read_folder(folder: Path, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of all data files of a folder; image names become relative to the folder (to `images` if given)."""
+    rows: list[Row] = []
+    for path, split in data_files(folder, allow_missing_modality).items():
+        part = read_data_file(path, images, allow_missing_modality)
+        above = os.path.relpath(part.root or folder, folder) if images is None else "."
+        for row in part.rows:
+            row.split = row.split or split
+            if row.image is not None and above != ".":
+                row.image = os.path.join(above, row.image)
+        rows += part.rows
+    return Table(rows=rows, root=images or folder)

@@ -1,0 +1,155 @@
+"""Hugging Face `datasets`: a `Dataset`, a `DatasetDict`, or a folder that one was saved to.
+
+The image feature is read with decoding off, so that sizes come from the encoded bytes' headers. Costs one pass over the
+image column the first time; nothing is remembered, since the rows have no files of their own. Does not read streams.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.data.readers.manifest import require_columns, rows_of_entry
+from mmlab.data.readers.rows import Row, Table
+from mmlab.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_BATCH_SIZE = 1000  # rows
+
+
+class DatasetStore:
+    """Images inside datasets; the key is `SPLIT/ROW`, with `#PLACE` in a list of images. Keeps their column only."""
+
+    def __init__(self, columns: Mapping[str, tuple[Dataset, str]]) -> None:
+        self._columns = dict(columns)  # split -> a dataset that does not decode, its image column
+
+    def read(self, image_path: str) -> bytes:
+        """The encoded bytes of the row's image, from the table or from the file that the row names.
+
+        Raises:
+            OSError: that file cannot be read.
+        """
+        split, _, row = image_path.rpartition("/")
+        row, _, place = row.partition("#")
+        dataset, column = self._columns[split]
+        value = dataset[int(row)][column]
+        value = value[int(place)] if place else value
+        content = value if isinstance(value, bytes) else value["bytes"]
+        return Path(value["path"]).read_bytes() if content is None else content
+
+
+def is_dataset(source: object) -> bool:
+    """Whether the object comes from `datasets`, which is not imported to find out."""
+    return type(source).__module__.partition(".")[0] == "datasets"
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
+    saved = ("dataset_dict.json",), ("state.json", "dataset_info.json")
+    return any(all((folder / name).is_file() for name in names) for names in saved)
+
+
+def read_saved_dataset(folder: Path, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of a saved dataset."""
+    from datasets import load_from_disk
+
+    return read_dataset(load_from_disk(str(folder)), images, allow_missing_modality)
+
+
+def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool) -> Table:
+    """The rows of a dataset, or of every split of a dictionary of them.
+
+    Raises:
+        DataError: a stream, no image or no text column, a column of another kind.
+    """
+    from datasets import ClassLabel, Dataset
+
+    parts = source if isinstance(source, Mapping) else {"": source}
+    image_columns: dict[str, tuple[Dataset, str]] = {}
+    label_names: tuple[str, ...] = ()
+    rows: list[Row] = []
+    for split, dataset in parts.items():
+        what = f"dataset {split}".strip()
+        if not isinstance(dataset, Dataset):
+            kind = type(dataset).__name__
+            raise DataError(f"{what} is a {kind}: load it without streaming=True, a plan needs its length")
+        columns = require_columns(dataset.column_names, what, allow_missing_modality)
+        if isinstance(feature := dataset.features.get(columns.get("label")), ClassLabel):
+            label_names = tuple(feature.names)
+        dataset = dataset.with_format(None)
+        inside = _images_inside(dataset, columns, what)
+        others = [name for column, name in columns.items() if column != "image" or inside is None]
+        values = dataset.select_columns(others).to_dict()
+        if inside is not None:
+            image_columns[split] = inside, columns["image"]
+            values[columns["image"]] = list(_keys(inside, split))
+            if columns.setdefault("id", "") == "":
+                values[""] = [f"{split}/{number}" if split else number for number in range(len(dataset))]
+        for number, entry in enumerate(zip(*values.values(), strict=True)):
+            where = f"{split} row {number}".lstrip()
+            for row in rows_of_entry(where, dict(zip(values, entry, strict=True)), columns):
+                row.split = row.split or split or None
+                rows.append(row)
+    if not image_columns:
+        return Table(rows=rows, root=images, label_names=label_names)
+    store = DatasetStore(image_columns)
+    return Table(
+        rows=rows,
+        store=store,
+        stamp=lambda key: None,
+        open_image=lambda key: io.BytesIO(store.read(key)),
+        label_names=label_names,
+    )
+
+
+def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> Dataset | None:
+    """The image column alone, not decoding; None where there is none, or where it holds the paths of files.
+
+    Raises:
+        DataError: a column of another kind.
+    """
+    from datasets import Image, LargeList, List
+
+    if "image" not in columns:
+        return None
+    column = dataset.select_columns(columns["image"])
+    stated = dataset.features[columns["image"]]
+    in_list = isinstance(stated, List | LargeList)
+    feature = stated.feature if in_list else stated
+    if isinstance(feature, Image):
+        encoded = Image(decode=False)
+        return column.cast_column(columns["image"], replace(stated, feature=encoded) if in_list else encoded)
+    kind = getattr(feature, "dtype", "")
+    if kind in ("string", "large_string"):
+        return None
+    if kind in ("binary", "large_binary") or (
+        isinstance(feature, dict) and feature.keys() == {"bytes", "path"}
+    ):
+        return column
+    raise DataError(
+        f"{what}: column {columns['image']} holds {stated}, expected images, encoded bytes or paths, or lists of them"
+    )
+
+
+def _keys(inside: Dataset, split: str) -> Iterator[str | list[str | None] | None]:
+    """The store's key of each row, or its list of them; None without an image. The images stay where they are."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    number = 0
+    for batch in inside.with_format("arrow").iter(_BATCH_SIZE):
+        column = batch.column(0)
+        in_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        absent = iter(pc.is_null(pc.list_flatten(column) if in_list else column).to_pylist())
+        for length in pc.list_value_length(column).to_pylist() if in_list else [None] * len(column):
+            row = f"{split}/{number}"
+            if in_list:
+                yield [None if next(absent) else f"{row}#{place}" for place in range(length or 0)]
+            else:
+                yield None if next(absent) else row
+            number += 1

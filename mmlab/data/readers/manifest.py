@@ -1,0 +1,300 @@
+"""Manifests: one row a pair, in CSV, TSV, JSON Lines, a JSON list or Parquet.
+
+Columns are found by name (`SYNONYMS`), whatever their order and case. Text files are read whole; row numbers are line
+numbers as an editor shows them, also after a quoted field that spans several lines.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mmlab.data.readers.rows import Row
+from mmlab.errors import DataError
+
+SYNONYMS = {  # column -> names it may have, preferred first; compared in lower case with _ for space and -
+    "image": "image images image_path image_paths img img_path image_file image_filename image_name file_name filename "
+    "file_path filepath file path",
+    "text": "text caption captions texts sentence sentences description alt_text comment",
+    "id": "id key uid sample_id",
+    "label": "label class category target",
+    "split": "split subset",
+    "group": "group group_id image_id",
+}
+_PARQUET = b"PAR1"  # first bytes
+_HEAD_BYTES = 1 << 16
+_DELIMITERS = ",\t|;"
+
+
+def match_columns(found: Iterable[object]) -> dict[str, str]:
+    """Which of the columns found holds the image, the text and so on.
+
+    >>> match_columns(["File Name", "caption", "width"])
+    {'image': 'File Name', 'text': 'caption'}
+    """
+    by_name: dict[str, str] = {}
+    for column in map(str, found):
+        by_name.setdefault(column.strip().lower().replace(" ", "_").replace("-", "_"), column)
+    matched = {}
+    for column, names in SYNONYMS.items():
+        for name in names.split():
+            if name in by_name:
+                matched[column] = by_name[name]
+                break
+    return matched
+
+
+def require_columns(found: Iterable[object], what: str, allow_missing_modality: bool) -> dict[str, str]:
+    """`match_columns`, with image and text required (one of them under `allow_missing_modality`).
+
+    Raises:
+        DataError: naming the columns that were found and the names that would do.
+    """
+    found_names = [str(column) for column in found]
+    matched = match_columns(found_names)
+    missing = [column for column in ("image", "text") if column not in matched]
+    if len(missing) > (1 if allow_missing_modality else 0):
+        names = "; ".join(f"{column}: {', '.join(SYNONYMS[column].split())}" for column in missing)
+        raise DataError(
+            f"{what}: no {' and no '.join(missing)} column among {', '.join(found_names) or 'no columns'}. "
+            f"Rename one to any of these ({names})"
+        )
+    return matched
+
+
+def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
+    """Why the file is not a manifest; empty if it is. Looks at its beginning only."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    try:
+        if head[:4] == _PARQUET:
+            columns = _parquet_schema(path).names
+        elif b"\0" in head:
+            return "is not text"
+        else:
+            columns = _text_columns(head.decode("utf-8-sig", errors="ignore").lstrip())
+        require_columns(columns, "a table", allow_missing_modality)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def _text_columns(text: str) -> list[str]:
+    """The columns that a text file's beginning names."""
+    if text[:1] not in ("[", "{"):
+        header = _header_line(text)
+        return next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
+    entries = _first_objects(text)
+    if not entries:
+        raise DataError(
+            f"begins with {text[0]} but what follows is no object in one line, or no list of objects"
+        )
+    return list({name: None for entry in entries for name in entry})
+
+
+def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
+    """The rows of a manifest file.
+
+    Raises:
+        DataError: not UTF-8, a broken table, no image or no text column.
+    """
+    entries = list(_entries(path, allow_missing_modality))
+    if not entries:
+        return []
+    names: dict[str, None] = {}
+    for _, entry in entries:
+        if isinstance(entry, dict):
+            names |= dict.fromkeys(entry)
+    columns = require_columns(names, str(path), allow_missing_modality)
+    return [row for where, entry in entries for row in rows_of_entry(where, entry, columns)]
+
+
+def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    with open(path, "rb") as file:
+        if file.read(4) == _PARQUET:
+            return _parquet(path, allow_missing_modality)
+    text = decode_text(path)
+    first = text.lstrip()[:1]
+    return (
+        _json_list(text, path)
+        if first == "["
+        else _json_lines(text)
+        if first == "{"
+        else _delimited(text, path)
+    )
+
+
+def _first_objects(text: str) -> list[dict[str, Any]]:
+    """The objects that the beginning of JSON lines or of a JSON list holds whole."""
+    if text[0] == "{":
+        return [entry for _, entry in _json_lines(text) if isinstance(entry, dict)]
+    decoder, entries, position = json.JSONDecoder(), [], 1
+    while (start := text.find("{", position)) >= 0:
+        try:
+            entry, position = decoder.raw_decode(text, start)
+        except ValueError:
+            break
+        entries.append(entry)
+    return entries
+
+
+def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, str]) -> Iterator[Row]:
+    """One row for each image and caption of an entry; a string in its place says what is wrong with it."""
+    if isinstance(entry, str):
+        yield Row(where, None, None, problem=entry)
+        return
+    values = {column: entry.get(name) for column, name in columns.items()}
+    row_id = values.get("id")
+    no_id = f"no {columns['id']}" if "id" in columns and row_id is None else ""
+    sample = object() if isinstance(values.get("image"), list) else None
+    for place, image_number, image in _each(values.get("image")):
+        is_path = image is None or isinstance(image, str)
+        problem = "" if is_path else f"{columns['image']} must be a path, found {type(image).__name__}"
+        for _, text_number, text in _each(values.get("text")):
+            yield Row(
+                where,
+                image if is_path else None,
+                text,
+                id=None if row_id is None else f"{row_id}{image_number}{text_number}",
+                label=values.get("label"),
+                split=None if values.get("split") is None else str(values["split"]),
+                group=None if values.get("group") is None else str(values["group"]),
+                problem=problem or no_id,
+                sample=sample,
+                place=place,
+            )
+
+
+def _each(value: Any) -> Iterator[tuple[int, str, Any]]:
+    """The values of a list, at least one, each with its place and what its place adds to the id; else the value."""
+    if isinstance(value, list):
+        yield from ((place, f"#{place}", item) for place, item in enumerate(value or [None]))
+    else:
+        yield 0, "", value
+
+
+def decode_text(path: Path) -> str:
+    """A text file's content, a byte order mark removed.
+
+    Raises:
+        DataError: not UTF-8, with the line.
+    """
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+
+
+def _header_line(text: str) -> str:
+    return text[:_HEAD_BYTES].replace("\r", "\n").partition("\n")[0]
+
+
+def sniff_delimiter(header: str) -> str:
+    """The delimiter that cuts the header line into the most columns that have known names."""
+    return max(
+        _DELIMITERS, key=lambda mark: len(match_columns(next(csv.reader([header], delimiter=mark), [])))
+    )
+
+
+def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    delimiter = sniff_delimiter(_header_line(text))
+    lines = csv.reader(
+        io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=delimiter == "|"
+    )
+    try:
+        header = next(lines, [])
+        if repeated := sorted({name for name in header if header.count(name) > 1}):
+            raise DataError(f"{path}: several columns are named {', '.join(repeated)}; keep one of each")
+        start = lines.line_num + 1
+        for values in lines:
+            where, start = f"line {start}", lines.line_num + 1
+            if not values:  # a blank line
+                continue
+            if len(values) != len(header):
+                yield where, f"expected {len(header)} fields as in the header, found {len(values)}"
+            else:
+                yield (
+                    where,
+                    {
+                        name: value if value.strip() else None
+                        for name, value in zip(header, values, strict=True)
+                    },
+                )
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field"
+        ) from error
+
+
+def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            yield f"line {number}", f"not JSON: {error}"
+        else:
+            yield (
+                f"line {number}",
+                entry if isinstance(entry, dict) else f"expected an object, found {line.strip():.40}",
+            )
+
+
+def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    for number, entry in enumerate(entries):
+        yield (
+            f"item {number}",
+            entry if isinstance(entry, dict) else f"expected an object, found {entry!r:.40}",
+        )
+
+
+def _parquet_schema(path: Path) -> Any:
+    """The columns of a Parquet file and their types.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_schema(path)
+    except (OSError, ValueError) as error:  # arrow's own errors are among these
+        raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
+
+
+def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    import pyarrow.parquet
+
+    schema = _parquet_schema(path)
+    columns = require_columns(schema.names, str(path), allow_missing_modality)
+    if (image := columns.get("image")) and not _holds_strings(kind := schema.field(image).type):
+        raise DataError(
+            f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
+            "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
+        )
+    try:
+        entries = pyarrow.parquet.ParquetFile(path).read(columns=list(columns.values())).to_pylist()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
+    for number, entry in enumerate(entries):
+        yield f"row {number}", entry
+
+
+def _holds_strings(kind: Any) -> bool:
+    """Whether an Arrow type is of strings, or of lists of them."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

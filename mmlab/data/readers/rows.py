@@ -1,0 +1,268 @@
+"""From rows as a format states them to checked `Records`.
+
+Every format yields one `Table` of `Row`s; all checks stand here, once: paths, image headers, texts, labels, ids,
+groups. A row that fails becomes a `BadRow`; none vanishes. Costs one `lstat` an image, and its header the first time
+(`headers`). Does not decode: a file that is broken after its header is found when it is trained on.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from mmlab.data.readers.headers import image_sizes
+from mmlab.data.readers.paths import FileResolver
+from mmlab.data.readers.sidecar import Stamp
+from mmlab.data.records import BadRow, FileStore, ImageStore, Records
+from mmlab.data.text import estimate_num_tokens
+from mmlab.errors import DataError
+
+MAX_LISTED = 20  # bad rows that a message spells out; `error.bad_rows` has all
+
+
+def _open_file(path: str) -> BinaryIO:
+    return open(path, "rb")
+
+
+@dataclass(slots=True)
+class Row:
+    """One image-text pair as the data set states it, unchecked; `None` is a value that is not there."""
+
+    where: str  # how the user finds it: "line 17"
+    image: str | None
+    text: object
+    id: str | None = None
+    label: object = None
+    split: str | None = None
+    group: object = None
+    problem: str = ""  # what the format's reader found wrong
+    sample: object = None  # what the rows of a sample with several images have in common
+    place: int = 0  # of the image among them
+
+
+@dataclass(slots=True, kw_only=True)
+class Table:
+    """All rows of a data set, and where its images are kept.
+
+    For image files `root` is the folder that they must not leave, None where the caller named each file himself. A
+    store of another kind has its own keys in `Row.image`, and gives `stamp` and `open_image` to measure them.
+    """
+
+    rows: list[Row]
+    root: Path | None = None
+    store: ImageStore = field(default_factory=FileStore)
+    stamp: Callable[[str], Stamp | None] | None = None
+    open_image: Callable[[str], BinaryIO] = _open_file
+    label_names: tuple[str, ...] = ()  # of labels that are integers already
+
+
+def to_records(
+    table: Table,
+    *,
+    source: str,
+    split: str | None = None,
+    errors: str = "raise",
+    progress: bool = True,
+    allow_missing_modality: bool = False,
+) -> Records:
+    """Check every row and measure every image.
+
+    Raises:
+        DataError: bad rows under errors="raise"; no usable row at all; no such split.
+    """
+    _fill_ids(table.rows)
+    rows = table.rows if split is None else _of_split(table.rows, split, source)
+    reasons = {index: row.problem for index, row in enumerate(rows) if row.problem}
+    _check_presence(rows, reasons, allow_missing_modality)
+    images, stamps = _find_images(table, rows, reasons)
+    measured = image_sizes(stamps, table.open_image, root=table.root, progress=progress)
+    for index, image in images.items():
+        if isinstance(outcome := measured[image], str):
+            reasons.setdefault(index, outcome)
+    labels, label_names = _read_labels(table.rows, rows, reasons)
+    _check_repeats(rows, images, reasons)
+
+    bad_rows = tuple(
+        BadRow(rows[index].where, rows[index].image or "", reasons[index]) for index in sorted(reasons)
+    )
+    _report(bad_rows, len(rows), source, errors)
+    good = [index for index in range(len(rows)) if index not in reasons]
+    texts = [None if rows[index].text is None else str(rows[index].text) for index in good]
+    sizes = np.array(
+        [measured[images[index]] if index in images else (0, 0) for index in good], dtype=np.int32
+    )
+    return Records(
+        ids=[str(rows[index].id) for index in good],
+        image_paths=[images.get(index) for index in good],
+        texts=texts,
+        height=np.ascontiguousarray(sizes[:, 0]),
+        width=np.ascontiguousarray(sizes[:, 1]),
+        num_tokens=np.array([estimate_num_tokens(text) for text in texts], dtype=np.int32),
+        group=_number_groups([(rows[index], images.get(index)) for index in good]),
+        labels=None if labels is None else np.array([labels[index] for index in good], dtype=np.int64),
+        label_names=label_names or table.label_names,
+        splits=[rows[index].split for index in good] if any(row.split for row in rows) else None,
+        store=table.store,
+        bad_rows=bad_rows,
+        source=source,
+    )
+
+
+def _fill_ids(rows: list[Row]) -> None:
+    """Name the rows that have no id after their image and their place among that image's rows: `cats/1.jpg#0`."""
+    seen: Counter[str] = Counter()
+    for row in rows:
+        if row.id is None:
+            image = os.path.normpath(row.image).replace(os.sep, "/") if row.image else ""
+            row.id = f"{image}#{seen[image]}"
+            seen[image] += 1
+
+
+def _of_split(rows: list[Row], split: str, source: str) -> list[Row]:
+    chosen = [row for row in rows if row.split == split]
+    if not chosen:
+        known = ", ".join(sorted({row.split for row in rows if row.split})) or "none"
+        raise DataError(f"{source}: no split {split!r}; known: {known}")
+    return chosen
+
+
+def _check_presence(rows: list[Row], reasons: dict[int, str], allow_missing_modality: bool) -> None:
+    for index, row in enumerate(rows):
+        if index in reasons:
+            continue
+        if row.text is None and row.image is None:
+            reasons[index] = "neither image nor text"
+        elif row.text is None and not allow_missing_modality:
+            reasons[index] = "no text (allow_missing_modality=True keeps image-only rows)"
+        elif row.image is None and not allow_missing_modality:
+            reasons[index] = "no image (allow_missing_modality=True keeps text-only rows)"
+        elif row.text is not None and not isinstance(row.text, str):
+            reasons[index] = f"text must be a string, found {type(row.text).__name__} {row.text!r:.40}"
+        elif isinstance(row.text, str) and not row.text.strip():
+            reasons[index] = "empty text"
+
+
+def _find_images(
+    table: Table, rows: list[Row], reasons: dict[int, str]
+) -> tuple[dict[int, str], dict[str, Stamp | None]]:
+    """The store's key of every usable row's image, and each distinct key's stamp."""
+    resolve = FileResolver(table.root) if table.stamp is None else None
+    images: dict[int, str] = {}
+    stamps: dict[str, Stamp | None] = {}
+    for index, row in enumerate(rows):
+        if index in reasons or row.image is None:
+            continue
+        if resolve is not None:
+            found = resolve(row.image)
+            if isinstance(found, str):
+                reasons[index] = found
+                continue
+            images[index], stamps[found[0]] = found
+        else:
+            assert table.stamp is not None
+            images[index] = row.image
+            stamps[row.image] = table.stamp(row.image)
+    return images, stamps
+
+
+def _read_labels(
+    all_rows: list[Row], rows: list[Row], reasons: dict[int, str]
+) -> tuple[list[int] | None, tuple[str, ...]]:
+    """Labels as integers. A column without a single integer holds class names, numbered in alphabetical order.
+
+    All rows count for that, so that every split numbers its classes alike.
+    """
+    stated = [row.label for row in all_rows if row.label is not None]
+    if not stated:
+        return None, ()
+    names: dict[object, int] = {}
+    if all(isinstance(label, str) and _as_integer(label) is None for label in stated):
+        names = {name: number for number, name in enumerate(sorted(set(map(str, stated))))}
+    labels = [names.get(row.label) if names else _as_integer(row.label) for row in rows]
+    for index, label in enumerate(labels):
+        if label is None:
+            found = rows[index].label
+            wrong = f"label must be an integer as in other rows, found {found!r:.40}"
+            reasons.setdefault(index, "no label" if found is None else wrong)
+    return [label or 0 for label in labels], tuple(map(str, names))
+
+
+def _as_integer(value: object) -> int | None:
+    """The whole number that a label stands for, in any spelling, if it fits 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str | np.integer):
+        return None
+    try:
+        number = int(value)
+    except (ValueError, OverflowError):  # words, not a number, infinity
+        return None
+    is_whole = isinstance(value, str) or number == value
+    return number if is_whole and -(2**63) <= number < 2**63 else None
+
+
+def _check_repeats(rows: list[Row], images: dict[int, str], reasons: dict[int, str]) -> None:
+    first_row: dict[str | None, Row] = {}
+    group_of_image: dict[str, object] = {}
+    for index, row in enumerate(rows):
+        if index in reasons:
+            continue
+        first = first_row.setdefault(row.id, row)
+        if first is not row:
+            reasons[index] = f"duplicate id {row.id!r}, first in {first.where}"
+        elif index in images and group_of_image.setdefault(images[index], row.group) != row.group:
+            reasons[index] = (
+                f"group {row.group!r}, but another row puts this image in {group_of_image[images[index]]!r}"
+            )
+
+
+def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:
+    """Groups as stated, else the rows of one image or of one sample, and all that these lead to; else one for each row.
+
+    Numbered as they appear.
+    """
+    joined: dict[object, object] = {}  # key -> another one of its group
+
+    def first_of(key: object) -> object:
+        while key in joined:
+            key = joined[key]
+        return key
+
+    keys: list[object] = []
+    for row, image in owners:
+        if row.group is not None:
+            keys.append(("stated", row.group))
+            continue
+        keys.append(("row", row.id) if image is None else ("image", image))
+        if row.sample is not None:
+            one, other = first_of(("sample", row.sample)), first_of(keys[-1])
+            if one != other:
+                joined[other] = one
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(first_of(key), len(numbers)) for key in keys], dtype=np.int64)
+
+
+def _report(bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: str) -> None:
+    if not num_rows:
+        raise DataError(f"{source}: no rows found")
+    if not bad_rows:
+        return
+    listed = [f"  {row}" for row in bad_rows[:MAX_LISTED]]
+    if len(bad_rows) > MAX_LISTED:
+        listed.append(f"  ... and {len(bad_rows) - MAX_LISTED} more, all in the error's .bad_rows")
+    summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
+    if errors == "raise" or len(bad_rows) == num_rows:
+        remedy = (
+            "Mend them, or leave them out with errors='report'."
+            if errors == "raise"
+            else "Nothing is left to read."
+        )
+        raise DataError("\n".join([f"{summary}:", *listed, remedy]), bad_rows=bad_rows)
+    warnings.warn(
+        f"{summary} and are left out; they are in records.bad_rows, first {bad_rows[0]}", stacklevel=4
+    )

@@ -1,0 +1,205 @@
+"""Records: the metadata of every image-text pair, in columns.
+
+Reading a data set (`mmlab.data.readers.read_records`) gives one `Records`. It knows sizes, lengths and where each image
+is stored, and holds no pixels, so that planning never decodes anything. Selecting rows costs a copy of their metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mmlab.errors import DataError, OptionError
+from mmlab.types import Record, SampleSizes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from numpy.typing import NDArray
+
+    from mmlab.types import ImagePolicy
+
+
+class ImageStore(Protocol):
+    """Where encoded images are kept. Picklable (workers get a copy); `read` is thread-safe."""
+
+    def read(self, image_path: str) -> bytes:
+        """The encoded bytes of one image. Raises OSError where they cannot be read."""
+        ...
+
+
+class FileStore:
+    """Images that are plain files; the path is the key."""
+
+    def read(self, image_path: str) -> bytes:
+        """The file's bytes."""
+        return Path(image_path).read_bytes()
+
+    def file_of(self, image_path: str) -> str:
+        """The file that holds an image, by which a cache sees whether it has changed."""
+        return image_path
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """One row that could not be used, and why."""
+
+    row: str  # how the user finds it: "line 17", "annotation 12", "shard.tar: 000003"
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.row}: {self.path}: {self.reason}" if self.path else f"{self.row}: {self.reason}"
+
+
+_COLUMNS = (
+    "ids", "image_paths", "texts", "height", "width", "num_tokens", "group", "labels", "splits"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Records(Sequence[Record]):
+    """A sequence of `Record` kept as columns of N rows.
+
+    `height` and `width` are the image's displayed size in pixels (zero without an image), `num_tokens` the text's
+    length with special tokens (zero without a text), `group` a number shared by all records of one image.
+
+    Raises:
+        ValueError: columns of different length.
+    """
+
+    ids: list[str]
+    image_paths: list[str | None]
+    texts: list[str | None]
+    height: NDArray[np.int32]  # (N,)
+    width: NDArray[np.int32]  # (N,)
+    num_tokens: NDArray[np.int32]  # (N,)
+    group: NDArray[np.int64]  # (N,)
+    labels: NDArray[np.int64] | None = None  # (N,), None when the data set has no labels
+    label_names: tuple[str, ...] = ()  # the class that each label stands for, where the data set names them
+    splits: list[str | None] | None = None
+    store: ImageStore = field(default_factory=FileStore)
+    bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
+    source: str = ""  # what was read, for titles and reports
+
+    def __post_init__(self) -> None:
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        lengths = {name: len(column) for name, column in columns.items() if column is not None}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ValueError(f"columns must have one length, found {found}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        num_images = len({path for path in self.image_paths if path is not None})
+        return f"<{len(self)} records of {num_images} images{self.source and ' from ' + self.source}>"
+
+    def __getitem__(self, row):
+        if isinstance(row, slice):
+            return self.select(range(*row.indices(len(self))))
+        return Record(
+            id=self.ids[row],
+            image_path=self.image_paths[row],
+            text=self.texts[row],
+            height=int(self.height[row]),
+            width=int(self.width[row]),
+            num_tokens=int(self.num_tokens[row]),
+            label=None if self.labels is None else int(self.labels[row]),
+            group=int(self.group[row]),
+            split=None if self.splits is None else self.splits[row],
+        )
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[row] for row in range(len(self)))
+
+    def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Records:
+        """The rows asked for, in that order, or those where a mask is true; the store is shared."""
+        index = np.asarray(rows)
+        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+        chosen = index.tolist()
+        return replace(
+            self,
+            ids=[self.ids[row] for row in chosen],
+            image_paths=[self.image_paths[row] for row in chosen],
+            texts=[self.texts[row] for row in chosen],
+            height=self.height[index],
+            width=self.width[index],
+            num_tokens=self.num_tokens[index],
+            group=self.group[index],
+            labels=None if self.labels is None else self.labels[index],
+            splits=None if self.splits is None else [self.splits[row] for row in chosen],
+        )
+
+    def split(self, name: str) -> Records:
+        """The records of one split.
+
+        Raises:
+            DataError: the data set has no such split.
+        """
+        known = sorted({split for split in self.splits or () if split})
+        if name not in known:
+            raise DataError(
+                f"no split {name!r} in {self.source or 'these records'}; known: {', '.join(known) or 'none'}"
+            )
+        assert self.splits is not None
+        return self.select([row for row, split in enumerate(self.splits) if split == name])
+
+    def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> tuple[Records, Records]:
+        """Split off a share of the *images* (groups), so that no image is on both sides.
+
+        Returns:
+            (kept, held_out)
+        """
+        if not 0 < fraction < 1:
+            raise OptionError(f"fraction must lie between 0 and 1, found {fraction}")
+        groups = np.unique(self.group)
+        if len(groups) < 2:
+            raise DataError(
+                f"cannot hold out images: found {len(groups)} distinct image, at least 2 are needed"
+            )
+        num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
+        chosen = np.random.default_rng(seed).choice(groups, size=num_held_out, replace=False)
+        held_out = np.isin(self.group, chosen)
+        return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
+
+    def with_num_tokens(self, num_tokens: Sequence[int] | NDArray[np.integer]) -> Records:
+        """The same records with text lengths measured by a tokenizer (see `mmlab.data.text.measure_tokens`)."""
+        return replace(self, num_tokens=np.asarray(num_tokens, dtype=np.int32))
+
+    def sizes(self, policy: ImagePolicy | None = None) -> SampleSizes:
+        """The planner's columns, with image sizes after `policy` (as stored when None)."""
+        stored = SampleSizes(
+            num_tokens=self.num_tokens, height=self.height, width=self.width, group=self.group
+        )
+        return stored if policy is None else stored.resized(policy)
+
+    def read_image(self, row: int) -> bytes:
+        """The encoded image of one row."""
+        path = self.image_paths[row]
+        if path is None:
+            raise DataError(f"record {self.ids[row]!r} has no image")
+        return self.store.read(path)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a record, for looking at."""
+        import pandas as pd
+
+        columns = {
+            "id": self.ids,
+            "image_path": self.image_paths,
+            "text": self.texts,
+            "height": self.height,
+            "width": self.width,
+            "num_tokens": self.num_tokens,
+            "group": self.group,
+        }
+        if self.labels is not None:
+            columns["label"] = self.labels
+        if self.splits is not None:
+            columns["split"] = self.splits
+        return pd.DataFrame(columns)

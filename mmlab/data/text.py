@@ -1,0 +1,194 @@
+"""Tokenizers by name, and text lengths measured with them.
+
+`import mmlab.data.text` costs nothing; the first tokenizer imports transformers (0.6 s; 2 s, with torch, for tokenizers that
+need a class of their own, such as BERT's). Texts are measured in batches. Nothing here changes a text or cuts it off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmlab.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from mmlab.data.records import Records
+
+BUILTIN = "builtin"
+NUM_SPECIAL_TOKENS = 2  # [CLS] text [SEP]
+_SPECIAL = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+_GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # all they need is in tokenizer.json
+_MAX_ALPHABET = 1000  # distinct characters that get tokens of their own; rarer ones become [UNK]
+_WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
+_BATCH_SIZE = 8192  # texts per call into the tokenizer
+
+
+def estimate_num_tokens(text: str | None) -> int:
+    """Words and punctuation marks, plus `[CLS]` and `[SEP]`: an estimate that needs no tokenizer; zero for no text.
+
+    >>> estimate_num_tokens("Two dogs, one ball.")
+    8
+    """
+    return 0 if text is None else len(_WORD_OR_MARK.findall(text)) + NUM_SPECIAL_TOKENS
+
+
+def load_tokenizer(
+    name_or_path: str | Path = BUILTIN,
+    *,
+    records: Records | None = None,
+    vocab_size: int = 8192,
+    save_to: str | Path | None = None,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer by its Hugging Face name, from a local folder, or trained on the texts at hand.
+
+    Args:
+        name_or_path: `"builtin"` trains a WordPiece in BERT's manner on `records`; the same texts always give the same
+            tokenizer. Anything else goes to transformers; a name is downloaded once and cached.
+        records: texts for `"builtin"`.
+        vocab_size: upper limit of the `"builtin"` vocabulary, special tokens included.
+        save_to: a folder to save it in; `load_tokenizer(save_to)` gives it back.
+
+    Returns:
+        A tokenizer that has a pad token (its end token serves where it came with none).
+
+    Raises:
+        OptionError: `"builtin"` without texts, or a vocabulary too small for their characters.
+        DataError: a name or folder that holds no tokenizer, or that cannot be reached.
+    """
+    if name_or_path == BUILTIN:
+        texts = [text for text in records.texts if text is not None] if records is not None else []
+        if not texts:
+            raise OptionError(
+                "the builtin tokenizer is trained on the texts at hand: pass records=, with texts"
+            )
+        tokenizer = _train(texts, vocab_size)
+    else:
+        tokenizer = _load(str(name_or_path))
+    if tokenizer.pad_token is None:
+        stand_in = tokenizer.eos_token or tokenizer.unk_token
+        if stand_in is None:
+            raise DataError(
+                f"tokenizer {name_or_path} has no token that could pad: set its pad_token and save it again"
+            )
+        tokenizer.pad_token = stand_in
+    if save_to is not None:
+        tokenizer.save_pretrained(str(save_to))
+    return tokenizer
+
+
+def measure_tokens(
+    records: Records, tokenizer: PreTrainedTokenizerFast, max_tokens: int | None = None
+) -> Records:
+    """The same records with `num_tokens` as this tokenizer counts, special tokens included; zero without a text.
+
+    Args:
+        max_tokens: the length at which the tokenizer will truncate.
+    """
+    rows = [row for row, text in enumerate(records.texts) if text is not None]
+    num_tokens = np.zeros(len(records), dtype=np.int32)
+    for start in range(0, len(rows), _BATCH_SIZE):
+        part = rows[start : start + _BATCH_SIZE]
+        encoded = tokenizer(
+            [records.texts[row] for row in part],
+            truncation=max_tokens is not None,
+            max_length=max_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        num_tokens[part] = [len(ids) for ids in encoded["input_ids"]]
+    return records.with_num_tokens(num_tokens)
+
+
+def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a WordPiece whose vocabulary depends on the texts only.
+
+    The trainer numbers the characters in the order of a randomly seeded hash table, and breaks ties between merges by
+    those numbers. Naming every character as a special token in a fixed order fixes the numbers; a second tokenizer
+    then takes over the vocabulary without them being special.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalizer.normalize_str(text))
+    by_count = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
+    alphabet = sorted(by_count[:_MAX_ALPHABET])
+    first = [*_SPECIAL.values(), *alphabet, *(f"##{char}" for char in alphabet)]
+    if vocab_size < len(first):
+        raise OptionError(
+            f"vocab_size {vocab_size} cannot hold the texts' characters: give at least {len(first)}"
+        )
+
+    draft = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
+    draft.normalizer = normalizer
+    draft.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    draft.train_from_iterator(texts, trainer)
+
+    vocab = draft.get_vocab()
+    final = Tokenizer(models.WordPiece(vocab, unk_token=_SPECIAL["unk_token"]))
+    final.normalizer = normalizer
+    final.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    final.decoder = decoders.WordPiece()
+    cls, sep = _SPECIAL["cls_token"], _SPECIAL["sep_token"]
+    final.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(cls, vocab[cls]), (sep, vocab[sep])],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=final, model_max_length=512, **_SPECIAL)
+
+
+def _load(name: str) -> PreTrainedTokenizerFast:
+    folder = Path(name).expanduser()
+    is_local = folder.exists()
+    if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise DataError(f"no tokenizer at {name}: the folder does not exist")
+    try:
+        return _loader(folder).from_pretrained(str(folder) if is_local else name, local_files_only=True)
+    except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
+        if is_local:
+            raise DataError(f"{name} holds no tokenizer that transformers can load: {error}") from error
+    try:
+        return _loader(folder).from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"tokenizer {name!r} is not in the local cache and cannot be downloaded: {str(error).splitlines()[0]} "
+            f"Download it where there is a network (hf download {name}) and pass the folder, or use 'builtin', which "
+            "is trained on your texts and needs none."
+        ) from error
+
+
+def _loader(folder: Path) -> Any:
+    """The class to load with: transformers' registry of models, which imports torch, only for those that need it."""
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and json.loads(config.read_text("utf-8")).get("tokenizer_class") in _GENERIC_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer

@@ -1,0 +1,15 @@
+"""The notebook's face: `Lab` configures, starts, watches and keeps a comparison; panels draw runs while they are written."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "lab": ["Lab"],
+        "live_panel": ["LivePanel"],
+        "memory_panel": ["MemoryPanel"],
+        "plan_panel": ["PlanExplorer"],
+    },
+)

@@ -1,0 +1,140 @@
+"""`mmlab app [NOTEBOOK]`: a notebook as a page of its own, without its code, served by voila on this machine only.
+
+The page is bound to the loopback address and needs the token in its address, because whoever can open it runs code as
+you. Each visitor gets a kernel of their own. Needs the extra `app` (voila), which nothing else in mmlab does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mmlab.errors import DataError, OptionError, RunError
+
+DEFAULT_NOTEBOOK = "05_live_dashboard.ipynb"
+START_S = 60.0  # within which the page must answer
+_HOST = "127.0.0.1"
+
+
+class App:
+    """A notebook that is being served. A context manager: leaving it ends the server and its kernels.
+
+    Args:
+        notebook: to serve; the live dashboard of this project unless given.
+        port: 0 takes a free one.
+
+    Raises:
+        DataError: the notebook is not there.
+        OptionError: voila is not installed, or the port is taken.
+        RunError: the page did not come up.
+    """
+
+    def __init__(self, notebook: str | Path | None = None, *, port: int = 0) -> None:
+        path = find_notebook(notebook)
+        if importlib.util.find_spec("voila") is None:
+            raise OptionError(
+                "`mmlab app` needs voila, which is not installed here: pip install 'mmlab[app]' (or pip install voila)"
+            )
+        token = secrets.token_urlsafe(24)
+        port = port or _free_port()
+        self.url = f"http://{_HOST}:{port}/?token={token}"
+        self._files = ExitStack()
+        settings = Path(self._files.enter_context(TemporaryDirectory(prefix="mmlab-app-")))
+        # in a file that only this user can read: a command line can be read by everybody
+        chosen = {"token": token, "ip": _HOST, "port": port, "port_retries": 0, "open_browser": False}
+        (settings / "voila.json").write_text(json.dumps({"Voila": chosen}))
+        self._log = self._files.enter_context((settings / "log.txt").open("w+"))
+        paths = [str(settings), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "voila", str(path)],
+            cwd=path.parent,
+            env={**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # an interrupt is for us: we end the server, and it ends its kernels
+        )
+        try:
+            self._wait_until(lambda: _answers(_HOST, port))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self) -> None:
+        """Until the server ends, or an interrupt."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self._server.wait()
+
+    def close(self) -> None:
+        """End the server and its kernels."""
+        if self._server.poll() is None:
+            self._server.send_signal(signal.SIGTERM)
+            try:
+                self._server.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+        self._files.close()
+
+    def __enter__(self) -> App:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + START_S
+        while not ready():
+            if self._server.poll() is not None:
+                self._log.seek(0)
+                said = self._log.read().strip().splitlines() or ["it said nothing"]
+                raise RunError(f"voila ended before it served anything: {said[-1]}")
+            if time.monotonic() > deadline_s:
+                raise RunError(f"voila did not answer at {self.url} within {START_S:.0f} s")
+            time.sleep(0.1)
+
+
+def find_notebook(notebook: str | Path | None) -> Path:
+    """The notebook to serve: the one given, or the live dashboard beside or below this folder, or in the checkout.
+
+    Raises:
+        DataError: it is not there.
+    """
+    if notebook is not None:
+        if not Path(notebook).is_file():
+            raise DataError(f"{notebook}: no such notebook")
+        return Path(notebook).resolve()
+    for folder in (Path("notebooks"), Path(), Path(__file__).parents[2] / "notebooks"):
+        if (folder / DEFAULT_NOTEBOOK).is_file():
+            return (folder / DEFAULT_NOTEBOOK).resolve()
+    raise DataError(f"found no {DEFAULT_NOTEBOOK} here or in notebooks/; name a notebook: mmlab app NOTEBOOK")
+
+
+def _free_port() -> int:
+    with socket.create_server((_HOST, 0)) as server:
+        return server.getsockname()[1]
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether a server is there; one that asks for the token is."""
+    try:
+        urllib.request.urlopen(f"http://{host}:{port}/voila/static/", timeout=2).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

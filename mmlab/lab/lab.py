@@ -1,0 +1,455 @@
+"""`Lab`: choose how to train, start it, watch it, steer it, keep what it found; from widgets or from code.
+
+A lab is a configuration and at most one run of it in a folder. The run is a comparison of schedulers in a process of
+its own: `start()` returns at once, the kernel stays free, and whatever happens in the run is read from its files. So
+the same lab can be opened again after a restart of the kernel, or from another process, while it runs or later.
+
+Costs: a look at the state reads what is new in the runs' files, a few tenths of a millisecond, at most ten times a
+second. Loads neither torch nor widgets until the panel is asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
+from math import nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
+from mmlab.comparison.charts import to_png
+from mmlab.comparison.overview import SHOWN_SCHEDULERS
+from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.runs.control import send
+from mmlab.runs.followed import Progress, Runs, draw_runs, progress_of, status_of, table_of
+from mmlab.schedule.schedulers import scheduler_type
+from mmlab.types import parse_image_policy
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from mmlab.lab.lab_panel import LabPanel
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+OPTIONS = ("limit", "tokenizer", "lr", "device", "seed", "num_workers")  # passed on to `mmlab.compare`
+ENDED = ("done", "stopped", "failed")
+LOOK_S = 0.1  # between two looks at the runs' files
+
+
+class Lab:
+    """A comparison of batch schedulers that is configured, started, watched and steered from a notebook.
+
+    Every method may be called from any thread, and none but `wait` and `wait_for` waits.
+
+    >>> lab = Lab("data/sample", schedulers=("random", "budget"), epochs=2, image="aspect:64")
+    >>> lab.state
+    'idle'
+    >>> lab.configure(epochs=0)
+    Traceback (most recent call last):
+        ...
+    mmlab.errors.OptionError: epochs must be a whole number, at least 1; found 0
+    >>> print(lab.code())
+    from mmlab import Lab
+    <BLANKLINE>
+    lab = Lab(
+        'data/sample',
+        schedulers=('random', 'budget'),
+        epochs=2,
+        image='aspect:64',
+    )
+    lab.start()
+    comparison = lab.wait()
+
+    Args:
+        data: anything that `mmlab.read_records` takes, or records.
+        schedulers: names from `mmlab.SCHEDULERS`, or configured schedulers by name.
+        budget: padded tokens that a batch may cost; `batch_size` mean samples unless given.
+        batch_size: samples a batch, for schedulers with a fixed size.
+        precision: fp32, tf32, bf16 or fp16.
+        epochs: turns of every scheduler.
+        model: a preset's name.
+        image: image policy in short form, such as `aspect:128`.
+        out: folder of the results; what an earlier run left there is moved to `previous-N` when a new one starts.
+        detached: the run goes on when this process ends (the kernel is restarted); `Lab.open` finds it again.
+        options: further ones of `mmlab.compare`: limit, tokenizer, lr, device, seed, num_workers.
+
+    Raises:
+        OptionError: an option that cannot work.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        schedulers: Any = SHOWN_SCHEDULERS,
+        budget: float | None = None,
+        batch_size: int = 32,
+        precision: str = "fp32",
+        epochs: int = 3,
+        model: str = "tiny",
+        image: str = "aspect:128",
+        out: str | Path = "runs/lab",
+        detached: bool = False,
+        **options: Any,
+    ) -> None:
+        self.data, self.folder, self.detached = data, Path(out), detached
+        self.options: dict[str, Any] = {}
+        self.configure(
+            schedulers=schedulers,
+            budget=budget,
+            batch_size=batch_size,
+            precision=precision,
+            epochs=epochs,
+            model=model,
+            image=image,
+            **options,
+        )
+        self._lock = threading.RLock()
+        self._run: BackgroundRun | None = None
+        self._opened = False  # what is in the folder is of this lab, though it has not started it
+        self._runs = Runs(self.folder / "runs")
+        self._looked_s, self._progress = 0.0, Progress(nan, nan)
+        self._panel: LabPanel | None = None
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Lab:
+        """The lab of a run that is going on or has ended, started by whichever process.
+
+        Raises:
+            DataError: no comparison was started there.
+        """
+        run = find_run(folder)
+        if run is None and not (Path(folder) / "runs").is_dir():
+            raise DataError(
+                f"no comparison in {folder}: expected the folder that was given as out= to Lab or compare"
+            )
+        job = _job_of(Path(folder)) if run is None else run.job
+        lab = cls(job["data"], out=folder)
+        known = {key: value for key, value in job["options"].items() if key in (*_DEFAULTS, *OPTIONS)}
+        # as they were: configured schedulers are known by name only, and cannot be checked
+        lab.options |= {**known, "schedulers": tuple(job["schedulers"])}
+        lab._run, lab._opened = run, True
+        return lab
+
+    def configure(self, **changes: Any) -> None:
+        """Change options of the next run; one that is going on keeps those that it was started with.
+
+        Raises:
+            OptionError: an option that cannot work; nothing is changed then.
+        """
+        self.options = {**self.options, **_checked(changes)}
+
+    def start(self) -> Lab:
+        """Start a run and return at once; does nothing where one with the same options is going on already.
+
+        Raises:
+            OptionError: something that cannot be sent to another process, or a run with other options is going on in
+                the same folder.
+        """
+        with self._lock:
+            if self._run is not None and self._run.state == "running":
+                return self
+            other = find_run(self.folder)
+            if other is not None and other.state == "running":
+                if other.job != self._job():
+                    raise OptionError(
+                        f"a run with other options is going on in {self.folder}: stop it first "
+                        f"(Lab.open({str(self.folder)!r}).stop()), or give another folder, out=..."
+                    )
+                self._run = other
+                return self
+            if self.data is None:
+                raise OptionError(
+                    "the data of this run were not given as a path, so only the process that has them can start it "
+                    "again; make a new Lab with them"
+                )
+            self._runs, self._progress = Runs(self.folder / "runs"), Progress(nan, nan)
+            options = {key: value for key, value in self.options.items() if key != "schedulers"}
+            self._run = start_compare(
+                self.data, self.options["schedulers"], out=self.folder, detached=self.detached, **options
+            )
+        return self
+
+    def pause(self) -> None:
+        """Hold the run after the step in hand."""
+        self._tell("pause")
+
+    def resume(self) -> None:
+        """Let a paused run go on."""
+        self._tell("resume")
+
+    def stop(self) -> None:
+        """End the run after the step in hand; the epochs that every scheduler finished are kept."""
+        if self._run is not None:
+            self._run.ask_to_stop()
+        else:
+            self._tell("stop")
+
+    def wait(self) -> Comparison:
+        """Wait for the end and return what was found. An interrupt of the waiting cell stops the run cleanly.
+
+        Raises:
+            DataError, OptionError: what was given cannot be used.
+            RunError: nothing was started, the run failed, or it was stopped before every scheduler had finished an
+                epoch.
+        """
+        run = self._run
+        if run is not None:
+            return run.wait()
+        if self.state == "idle":
+            raise RunError("nothing is running; press Start or call start() first")
+        while self.state in ("running", "paused"):  # started without a Lab, by whichever process
+            time.sleep(1.0)
+        return load_comparison(self.folder)
+
+    def wait_for(self, *states: str, timeout_s: float = 60.0) -> str:
+        """Wait until the lab is in one of these states, or its run has ended; returns the state.
+
+        Raises:
+            RunError: it takes longer than `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while (state := self.state) not in (*states, *ENDED):
+            if time.monotonic() > deadline_s:
+                raise RunError(f"still {state} after {timeout_s:g} s, waited for {' or '.join(states)}")
+            time.sleep(LOOK_S)
+        return state
+
+    @property
+    def state(self) -> str:
+        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped` or `failed`."""
+        run = self._run
+        self._look()
+        if run is None:
+            return self._state_on_disk() if self._opened else "idle"
+        found = run.state
+        if found != "running":
+            return found
+        if run.asked_to_stop:
+            return "stopping"
+        return "paused" if any(state.status == "paused" for state in self._states().values()) else "running"
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """Share of the run that is done, and seconds left by what the plans still cost; NaN where not known yet."""
+        self._look()
+        return self._progress.done_ratio, self._progress.left_s
+
+    @property
+    def error(self) -> str | None:
+        """Traceback of what ended the run, if anything did."""
+        if self._run is not None:
+            return self._run.error
+        ends = [state.latest("end") for state in self._states().values()]
+        return next((end["traceback"] for end in ends if end.get("traceback")), None)
+
+    def figure(self) -> Figure:
+        """A figure of the finished comparison, or of its runs as far as they are."""
+        found = self._comparison()
+        return draw_runs(self._fresh()) if found is None else found.figure()
+
+    def table(self) -> pd.DataFrame:
+        """A row a scheduler, as far as its run is: `mmlab.runs.followed.figures_of`.
+
+        Raises:
+            RunError: no run has begun.
+        """
+        states = self._fresh()
+        if not states:
+            raise RunError("no run has begun; press Start or call start() first")
+        return table_of(states)
+
+    def code(self) -> str:
+        """The configuration as a program that starts it and waits."""
+        data = self.data if isinstance(self.data, str) else None
+        if isinstance(self.data, Path):
+            data = str(self.data)
+        defaults = {**_DEFAULTS, "out": "runs/lab", "detached": False}
+        chosen = {**self.options, "out": str(self.folder), "detached": self.detached}
+        lines = [f"    {key}={value!r}," for key, value in chosen.items() if value != defaults.get(key)]
+        imports = ["from mmlab import Lab"]
+        if isinstance(self.options["schedulers"], Mapping):
+            planners = list(self.options["schedulers"].values())
+            parts = [*planners, *(part for planner in planners for part in vars(planner).values())]
+            kinds = {type(part) for part in parts if is_dataclass(part)}
+            imports += sorted(f"from {kind.__module__} import {kind.__name__}" for kind in kinds)
+        first = "    records,  # read_records(...)" if data is None else f"    {data!r},"
+        body = ["lab = Lab(", first, *lines, ")", "lab.start()", "comparison = lab.wait()"]
+        return "\n".join([*imports, "", *body])
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write every step of every run so far as a table; returns the path.
+
+        Raises:
+            DataError: no run has written anything.
+        """
+        from mmlab.runs.events import read_runs
+
+        events = read_runs(self.folder / "runs")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        events[events["kind"] == "step"].dropna(axis="columns", how="all").to_csv(path, index=False)
+        return path
+
+    def report(self, path: str | Path) -> Path:
+        """Write one self-contained page: what was found, or what the runs show so far; returns the path.
+
+        Raises:
+            RunError: no run has begun.
+        """
+        found = self._comparison()
+        page = self._page() if found is None else found.html()
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page)
+        return path
+
+    def panel(self) -> LabPanel:
+        """Widgets for the configuration above a live view of the runs; the same ones each time."""
+        from mmlab.lab.lab_panel import LabPanel
+
+        if self._panel is None:
+            self._panel = LabPanel(self, PRECISIONS)
+        return self._panel
+
+    def __repr__(self) -> str:
+        return f"Lab({self.data!r}, out={str(self.folder)!r}): {self.state}"
+
+    def _tell(self, command: str) -> None:
+        if self.state in ("running", "paused", "stopping"):
+            send(self.folder, command)
+
+    def _job(self) -> dict[str, Any]:
+        """What `BackgroundRun.job` would say of a run of this configuration."""
+        options = {key: value for key, value in self.options.items() if key != "schedulers"}
+        return job_of(self.data, self.options["schedulers"], options)
+
+    def _look(self) -> None:
+        """Read what is new, unless that was done a moment ago."""
+        with self._lock:
+            if time.monotonic() - self._looked_s < LOOK_S:
+                return
+            self._looked_s = time.monotonic()
+            if self._runs.refresh():
+                states = list(self._runs.states.values())
+                if len(states) >= len(self.options["schedulers"]):
+                    self._progress = progress_of(states)
+
+    def _states(self) -> dict[str, Any]:
+        with self._lock:
+            return dict(self._runs.states)
+
+    def _fresh(self) -> dict[str, Any]:
+        """The runs, with all that they have written."""
+        with self._lock:
+            self._runs.refresh()
+            return dict(self._runs.states)
+
+    def _state_on_disk(self) -> str:
+        """Of a comparison that was not started by a Lab, from its files."""
+        found = [status_of(state) for state in self._states().values()]
+        if not found:
+            return "idle"
+        for status in ("paused", "running", "failed", "killed", "stopped"):
+            if status in found:
+                return {"killed": "failed"}.get(status, status)
+        return "done"
+
+    def _comparison(self) -> Comparison | None:
+        """The finished comparison; None while it is not there."""
+        if self.state in ("done", "stopped"):
+            with suppress(DataError):
+                return load_comparison(self.folder)
+        return None
+
+    def _page(self) -> str:
+        from jinja2 import Template
+
+        return Template(_PAGE, autoescape=True).render(
+            title=str(self.data),
+            state=self.state,
+            table=self.table().to_html(border=0),
+            picture=base64.b64encode(to_png(self.figure())).decode(),
+            error=self.error,
+            code=self.code(),
+        )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "schedulers": SHOWN_SCHEDULERS,
+    "budget": None,
+    "batch_size": 32,
+    "precision": "fp32",
+    "epochs": 3,
+    "model": "tiny",
+    "image": "aspect:128",
+}
+
+
+def _checked(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as they will be used.
+
+    Raises:
+        OptionError: one that cannot work.
+    """
+    known = (*_DEFAULTS, *OPTIONS)
+    for name in changes:
+        if name not in known:
+            raise unknown_name("option of Lab", name, known)
+    found = dict(changes)
+    for name in ("epochs", "batch_size"):
+        if name in found and (type(found[name]) is not int or found[name] < 1):
+            raise OptionError(
+                f"{name.replace('_', ' ')} must be a whole number, at least 1; found {found[name]!r}"
+            )
+    budget = found.get("budget")
+    if budget is not None and not (isinstance(budget, int | float) and budget > 0):
+        raise OptionError(f"budget must be a number of padded tokens above 0, or None; found {budget!r}")
+    if found.get("precision", "fp32") not in PRECISIONS:
+        raise unknown_name("precision", found["precision"], PRECISIONS)
+    if "image" in found:
+        parse_image_policy(found["image"])
+    if "schedulers" in found and not isinstance(found["schedulers"], Mapping):
+        names = found["schedulers"] = tuple(found["schedulers"])
+        for name in names:
+            scheduler_type(name)
+        if not names:
+            raise OptionError("no schedulers to compare; choose at least one")
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise OptionError(f"scheduler {sorted(twice)[0]!r} is named twice; name each once")
+    return found
+
+
+def _job_of(folder: Path) -> dict[str, Any]:
+    """What a comparison that was not started by a Lab was asked for, from the first events of its runs."""
+    runs = Runs(folder / "runs")
+    runs.refresh()
+    starts = [state.latest("start") for state in runs.states.values()]
+    config: dict[str, Any] = next((start["config"] for start in starts if "config" in start), {})
+    options = {key: config[key] for key in (*_DEFAULTS, *OPTIONS) if key in config}
+    return {"data": config.get("data"), "schedulers": tuple(runs.states), "options": options}
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>mmlab: {{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
+body { color: #222; background: #fff }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
+img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+</style>
+<h1>Batch schedulers side by side, so far</h1>
+<p>{{ title }} · {{ state }}</p>
+{{ table | safe }}
+<img alt="Loss, batch cost, throughput and memory of each run" src="data:image/png;base64,{{ picture }}">
+{% if error %}<details open><summary>Error</summary><pre>{{ error }}</pre></details>{% endif %}
+<details><summary>Configuration</summary><pre>{{ code }}</pre></details>
+</html>
+"""

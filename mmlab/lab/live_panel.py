@@ -1,0 +1,373 @@
+"""The live panel: runs drawn while they are written, on one time axis, and steered, in a notebook.
+
+One small widget. A daemon thread follows the runs' event files and sends new rows as binary float32; the browser keeps
+every row, draws, smooths, zooms and exports. The page answers each message once it is drawn; without an answer the
+thread sends once a second, so neither a slow page nor a closed one holds anything up.
+
+Costs: under 1 ms of the thread's CPU time an update, `hz` updates a second in the long run; nothing while no page shows
+the panel. docs/live_panel.md has the measured figures. Opening a run needs no torch.
+Does not: train, nor write anything to disk. Exports are made by the browser.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from mmlab.errors import OptionError
+from mmlab.runs.feed import TRACKS, Controller, RunFeed, glance, run_folders
+
+STATIC = Path(__file__).parent / "static"
+MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
+WINDOW = 20  # messages that may wait for the page's answer; it answers every tenth, and one that says `more`
+SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
+BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
+FACTS_S = 0.1  # between looks at what is not in the files, such as the controller's state
+POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
+REGULAR = 0.95  # of the shortest time between the last steps: no look before that
+ACTIONS = ("start", "pause", "resume", "stop")
+
+
+class LivePanel(anywidget.AnyWidget):
+    """Watch runs, and steer one: display it as the last line of a cell.
+
+    >>> panel = LivePanel("runs/there_need_be_nothing_yet")
+    >>> panel.summary()
+    'LivePanel: waiting for the first event of runs/there_need_be_nothing_yet'
+    >>> panel.close()
+
+    Args:
+        source: what to follow: a run's folder, a folder of runs (a comparison, or its `runs`), or several of those.
+            None follows the controller's folder.
+        controller: what the buttons call (`mmlab.runs.feed.Controller`); without one the panel only watches.
+        hz: updates a second at most; more than the screen shows is no use.
+        title: heading; the folder's name by default.
+
+    Raises:
+        OptionError: neither a source nor a controller, or `hz` not above 0.
+    """
+
+    _esm = STATIC / "live_panel.js"
+    _css = STATIC / "live_panel.css"
+    uid = traitlets.Unicode().tag(sync=True)
+    title = traitlets.Unicode().tag(sync=True)
+    steers = traitlets.Bool().tag(sync=True)
+    tracks = traitlets.Dict().tag(sync=True)  # columns of each track, in the order in which they are sent
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path] | None = None,
+        controller: Controller | None = None,
+        *,
+        hz: float = 10.0,
+        title: str | None = None,
+    ) -> None:
+        if source is None and controller is None:
+            raise OptionError("nothing to follow: give a source (folders of runs), a controller, or both")
+        if not hz > 0:
+            raise OptionError(f"hz: expected updates a second above 0, found {hz}")
+        self.controller = controller
+        self._source = source
+        super().__init__(
+            uid=uuid.uuid4().hex,
+            title=_name(source, controller) if title is None else title,
+            steers=controller is not None,
+            tracks={track: list(keys) for track, keys in TRACKS.items()},
+        )
+        self._pump = _Pump(source, controller, self.send, interval_s=1 / hz)
+        self.on_msg(self._receive)
+
+    def summary(self) -> str:
+        """One line on how things stand, for where no page can show the panel."""
+        source = self._source if self._source is not None else getattr(self.controller, "folder", None)
+        runs = [f"{folder.name} {glance(folder)}" for folder in run_folders(source)]
+        if not runs:
+            return f"LivePanel: waiting for the first event of {self.title}"
+        state = "" if self.controller is None else f"{self.controller.state}; "
+        return f"LivePanel: {state}{', '.join(runs)}"
+
+    def clear(self) -> None:
+        """Show the present runs no more; their files stay. A run that is written anew appears again."""
+        self._pump.clear(None)
+
+    def close(self) -> None:
+        """End the thread and remove the panel from the page."""
+        if hasattr(self, "_pump"):
+            self._pump.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        try:
+            return self.summary()
+        except Exception as error:  # a repr is asked for by consoles and tracebacks: it must not fail
+            return f"LivePanel: {error!r}"
+
+    def _receive(self, _widget: object, content: Mapping[str, Any], _buffers: object) -> None:
+        """What the page sends; called on the kernel's main thread or on another one."""
+        self._pump.receive(content)
+
+
+class _Pump:
+    """The thread between the files and the page: reads, paces, sends.
+
+    Only this thread sends and touches the feed; `receive`, from any thread, leaves word under a lock.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path] | None,
+        controller: Controller | None,
+        send: Callable[[dict[str, Any], list[bytes]], object],
+        *,
+        interval_s: float,
+    ) -> None:
+        self._feed = RunFeed(source)
+        self._follows_controller = source is None
+        self._controller, self._send, self._interval_s = controller, send, interval_s
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        # under the lock
+        self._shown = self._closed = self._urgent = False
+        self._seen_s = 0.0  # when the page last gave a sign of life
+        self._acked = 0
+        self._rewind: list[dict[str, int]] = []  # what pages say they have
+        self._to_clear: list[str | None] = []
+        self._errors: list[dict[str, str]] = []
+        self._handler_cpu_s = 0.0
+        # the thread's own
+        self._sent: dict[str, int] = {}  # rows of each series that were sent
+        self._said: dict[str, Any] = {}  # facts as they were last sent
+        self._answers: dict[str, Any] = {}  # the controller's last ones
+        self._seq = 0
+        self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = 0.0
+        self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the clock of who writes
+        self._stepped_s = -inf  # when the last step was written, and when it was read
+        self._stepped_at_s = 0.0
+        self._fresh = False  # rows were read
+        self._more = False  # rows are left over that did not fit into the last message
+        self._cost = _Cost()
+
+    def receive(self, content: Mapping[str, Any]) -> None:
+        """Take a message from the page; what goes wrong is shown there."""
+        started_s = time.thread_time()
+        try:
+            self._act(content)
+        except Exception as error:  # nobody sees what a callback raises: the panel shows it
+            self._report("callback", error)
+        with self._wake:
+            self._handler_cpu_s += time.thread_time() - started_s
+            self._wake.notify()
+
+    def clear(self, run_id: str | None) -> None:
+        """Forget a run, or all."""
+        with self._wake:
+            self._to_clear.append(run_id)
+            self._urgent = True
+            self._wake.notify()
+
+    def close(self) -> None:
+        """End the thread; nothing is sent once this returns."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _act(self, content: Mapping[str, Any]) -> None:
+        kind = content.get("kind")
+        with self._wake:
+            self._seen_s = time.monotonic()
+            if kind == "ack":
+                self._acked = max(self._acked, int(content["seq"]))
+                return
+            self._urgent = True
+            if kind == "ready":
+                self._rewind.append({str(key): int(rows) for key, rows in content["have"].items()})
+                self._shown = True
+                self._acked = self._seq  # what an earlier page did not answer, nobody will
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._run, name="mmlab-live-panel", daemon=True)
+                    self._thread.start()
+                return
+            if kind == "hidden":
+                self._shown = False
+                return
+        if kind == "clear":
+            self.clear(content.get("run"))
+        elif kind == "action" and content.get("name") in ACTIONS and self._controller is not None:
+            getattr(self._controller, content["name"])()
+        else:
+            raise OptionError(f"the panel's page sent a message that means nothing here: {content!r}")
+
+    def _report(self, where: str, error: Exception) -> None:
+        with self._wake:
+            shown = {
+                "where": where,
+                "text": f"{type(error).__name__}: {error}"[:500],
+                "traceback": "".join(traceback.format_exception(error))[-8000:],
+            }
+            if shown not in self._errors:
+                self._errors = [*self._errors[-9:], shown]
+                self._urgent = True
+
+    def _run(self) -> None:
+        wait_s: float | None = 0.0
+        while True:
+            with self._wake:
+                if not self._urgent and not self._closed and wait_s != 0:
+                    self._wake.wait(wait_s)
+                if self._closed:
+                    return
+            try:
+                wait_s = self._turn()
+            except Exception as error:  # a thread has nobody to raise to: the panel shows it
+                self._report("panel", error)
+                wait_s = 1.0
+                with self._wake:
+                    self._urgent = False
+
+    def _turn(self) -> float | None:
+        """Read and perhaps send; returns how long to wait, None for until word comes."""
+        now_s = time.monotonic()
+        self._cost.begin(now_s)
+        with self._wake:
+            urgent, self._urgent = self._urgent, False
+            rewind, self._rewind = self._rewind, []
+            cleared, self._to_clear = self._to_clear, []
+            if not self._shown:
+                return None
+        for have in rewind:
+            self._said = {}
+            self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}
+        for run_id in cleared:
+            self._feed.clear(run_id)
+        if self._follows_controller and (folder := self._asked("folder")) != self._feed.source:
+            self._feed.follow(folder)
+        if self._feed.poll():
+            self._news_s, self._fresh = now_s, True
+            if (stepped_s := self._feed.stepped_s) != self._stepped_s:
+                self._gaps_s.append(abs(stepped_s - self._stepped_s))
+                self._stepped_s, self._stepped_at_s = stepped_s, now_s
+        with self._wake:
+            silent = self._acked < self._seq and now_s - max(self._sent_s, self._seen_s) > SILENCE_S
+            may_send = silent or self._seq - self._acked < WINDOW
+        due = self._more or (self._fresh and now_s >= self._due_s) or now_s - self._looked_s >= FACTS_S
+        if urgent or (may_send and due):
+            self._update(now_s, urgent)
+        self._cost.end(self._handler_cpu_s)
+        quiet_s = now_s - self._news_s
+        poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
+        if self._more:
+            return 0.001 if may_send else poll_s  # an answer wakes
+        ended_s = time.monotonic()
+        early_s = self._stepped_at_s + REGULAR * min(self._gaps_s, default=0.0) - ended_s
+        return max(poll_s, min(early_s, FACTS_S), self._due_s - ended_s)
+
+    def _update(self, now_s: float, urgent: bool) -> None:
+        """Send what is new, if it is time to."""
+        self._looked_s = now_s
+        message = self._news()
+        rows = []
+        if urgent or self._more or now_s >= self._due_s:
+            rows = list(self._feed.rows(self._sent, MAX_NUMBERS))
+            self._fresh = False
+            self._more = sum(part.columns.size for part in rows) > MAX_NUMBERS // 2
+        if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
+            return
+        # One message an interval in the long run; one may come early, so that the messages fall in step with the run.
+        self._paid_s = min(max(self._paid_s, now_s) + self._interval_s, now_s + 2 * self._interval_s)
+        self._due_s = max(self._paid_s - self._interval_s, now_s + 0.5 * self._interval_s)
+        self._sent_s = now_s
+        self._seq += 1
+        message |= {
+            "kind": "update",
+            "seq": self._seq,
+            "more": self._more,
+            "rows": [[part.series, part.start, part.columns.shape[1]] for part in rows],
+            "progress": self._progress(),
+            "last_s": max(
+                (run.last_s for run in self._feed.runs.values() if isfinite(run.last_s)), default=None
+            ),
+            "cost": self._cost.update(),
+        }
+        self._send(message, [b"".join(part.columns.tobytes() for part in rows)])
+        for part in rows:
+            self._sent[part.series] = part.start + part.columns.shape[1]
+
+    def _asked(self, name: str) -> Any:
+        """The controller's answer; the last good one where it raises, and the panel shows what."""
+        try:
+            self._answers[name] = getattr(self._controller, name)
+        except Exception as error:  # somebody else's code, and no reason to stop drawing
+            self._report("panel", error)
+        return self._answers.get(name)
+
+    def _progress(self) -> list[float | None]:
+        found = self._feed.progress() if self._controller is None else self._asked("progress")
+        return [value if value is not None and isfinite(value) else None for value in found or (None, None)]
+
+    def _news(self) -> dict[str, Any]:
+        """Facts that are not as they were last sent."""
+        runs = self._feed.runs.values()
+        state = self._feed.status() if self._controller is None else self._asked("state")
+        failure = None if self._controller is None else self._asked("error")
+        with self._wake:
+            errors = [*self._feed.errors, *self._errors]
+        if failure:
+            text = failure.strip().rsplit("\n", 1)[-1]
+            errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
+        facts = {
+            "runs": [run.facts() for run in runs],
+            "notes": [note for run in runs for note in run.notes],
+            "errors": errors,
+            "state": state,
+        }
+        changed = {key: value for key, value in facts.items() if self._said.get(key) != value}
+        self._said = facts
+        return changed
+
+
+class _Cost:
+    """What the thread costs: CPU time an update, and share of a core over the last seconds."""
+
+    def __init__(self) -> None:
+        self._cpu_s = self._since_s = self._handler_s = 0.0
+        self._began_s = self._mark_s = 0.0
+        self._updates = 0
+        self._shown: list[float | None] = [None, None]
+
+    def begin(self, now_s: float) -> None:
+        """Before a turn."""
+        self._began_s = time.thread_time()
+        if not self._since_s:
+            self._since_s = now_s
+
+    def end(self, handler_cpu_s: float) -> None:
+        """After a turn; `handler_cpu_s` is what the page's answers have cost so far."""
+        self._cpu_s += time.thread_time() - self._began_s
+        now_s = time.monotonic()
+        if now_s - self._since_s >= 2.0:
+            cpu_s = self._cpu_s + handler_cpu_s - self._handler_s
+            self._shown = [1000 * cpu_s / max(1, self._updates), cpu_s / (now_s - self._since_s)]
+            self._cpu_s, self._updates, self._handler_s, self._since_s = 0.0, 0, handler_cpu_s, now_s
+
+    def update(self) -> list[float | None]:
+        """Count one; milliseconds an update, share of a core."""
+        self._updates += 1
+        return self._shown
+
+
+def _name(source: Any, controller: Controller | None) -> str:
+    if source is None:
+        return str(getattr(controller, "folder", "run"))
+    return str(source) if isinstance(source, str | Path) else ", ".join(str(item) for item in source)

@@ -1,0 +1,122 @@
+"""A panel for notebooks: how large do the batches become on a device with so much memory?
+
+Sliders around `plan_memory`; it can be used without a front-end. Each answer plans at most 16,384 samples, drawn by
+image, in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from mmlab.comparison.charts import PALETTE, to_png
+from mmlab.errors import OptionError
+from mmlab.lab.panels import WIDE, Panel
+from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
+from mmlab.machine import GIB
+from mmlab.pricing.memory_report import PlannedMemory, plan_memory
+
+if TYPE_CHECKING:
+    from mmlab.pricing.memory import MemoryModel
+    from mmlab.types import SampleSizes
+
+_GREY = "#808080"
+_INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_ON_ANY_PAGE: Any = {"figure.facecolor": "none", "axes.facecolor": "none", **dict.fromkeys(_INK, _GREY)}
+
+
+class MemoryPanel(Panel):
+    """Memory, precision and checkpointing beside the batches that they allow and the bytes that those need.
+
+    Args:
+        sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
+        models: fitted memory models by (precision, checkpointing).
+        memory_gb: GiB for a step's tensors: least, most, and at the beginning.
+
+    Raises:
+        OptionError: no model.
+    """
+
+    def __init__(
+        self,
+        sizes: SampleSizes,
+        models: Mapping[tuple[str, bool], MemoryModel],
+        *,
+        memory_gb: tuple[float, float, float] = (2, 80, 16),
+    ) -> None:
+        if not models:
+            raise OptionError("no memory models to explore; give at least one, by (precision, checkpointing)")
+        self._sizes, self._models = some_images(sizes, MAX_EXPLORED), dict(models)
+        least, most, first = memory_gb
+        self.memory = widgets.FloatLogSlider(
+            value=first,
+            min=float(np.log10(least)),
+            max=float(np.log10(most)),
+            step=0.02,
+            description="memory, GiB",
+            readout_format=".3g",
+            continuous_update=False,
+            style=WIDE,
+            layout=widgets.Layout(width="26rem"),
+        )
+        self.precision = widgets.Dropdown(
+            options=sorted({name for name, _ in models}), description="precision", style=WIDE
+        )
+        self.checkpointing = widgets.Checkbox(value=False, description="checkpointing", style=WIDE)
+        self.summary = widgets.HTML()
+        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        controls = (self.memory, self.precision, self.checkpointing)
+        super().__init__([widgets.HBox([widgets.VBox(controls), self.summary])], [self.picture])
+        for control in controls:
+            control.observe(self.showing(self._update), "value")
+        self._update()
+
+    def planned(self) -> PlannedMemory:
+        """The epoch at the sliders' values.
+
+        Raises:
+            OptionError: no model was fitted for this precision and checkpointing.
+        """
+        asked = (self.precision.value, self.checkpointing.value)
+        if asked not in self._models:
+            raise OptionError(f"no memory model for {asked}; fitted: {', '.join(map(str, self._models))}")
+        return plan_memory(self._models[asked], self._sizes, round(self.memory.value * GIB))
+
+    def _update(self) -> None:
+        planned = self.planned()
+        figures = planned.figures()
+        if planned.plan is None:
+            needed_gib = planned.sample_bytes.max() / GIB
+            self.summary.value = f"<b>Does not fit:</b> one sample needs {needed_gib:.2f} GiB."
+        else:
+            self.summary.value = "<br>".join(
+                [
+                    f"<b>{figures['mean_batch_size']:.0f} samples a batch</b> on average",
+                    f"{figures['num_batches']} batches",
+                    f"{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}",
+                    f"a fixed batch size would have to be {figures['fixed_batch_size']}",
+                ]
+            )
+        with rc_context(_ON_ANY_PAGE):  # for a light one or a dark one
+            self.picture.value = to_png(memory_figure(planned), dpi=80)
+
+
+def memory_figure(planned: PlannedMemory) -> Figure:
+    """Every planned batch: its samples, and its predicted bytes below the limit."""
+    figure = Figure(figsize=(11, 2.8), layout="constrained")
+    counts, needed = figure.subplots(1, 2)
+    limit_gib = planned.limit_bytes / GIB
+    if planned.plan is not None:
+        columns = planned.plan.shape_columns
+        dots = counts.scatter(columns[:, 2] * columns[:, 3] / 1e3, columns[:, 0], c=columns[:, 1], s=8)
+        figure.colorbar(dots, label="tokens")
+        needed.plot(planned.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
+    needed.axhline(limit_gib, color=_GREY, lw=1, ls="--")
+    counts.set(title="batches by image size", xlabel="thousand pixels", ylabel="samples", ylim=(0, None))
+    needed.set(title="predicted peak (-- limit)", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib))
+    return figure

@@ -1,0 +1,112 @@
+"""A panel for notebooks: what would each scheduler's batches waste? Sliders around `preview`, without training.
+
+It can be used without a front-end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ipywidgets as widgets
+import numpy as np
+
+from mmlab.comparison.overview import SHOWN_SCHEDULERS
+from mmlab.lab.panels import WIDE, Panel
+from mmlab.schedule.preview import preview
+from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
+
+if TYPE_CHECKING:
+    from mmlab.types import SampleSizes
+
+MAX_EXPLORED = 16_384  # samples that a slider's answer is worked out from; more would take too long
+_LONG = {"width": "26rem"}
+_PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
+
+
+class PlanExplorer(Panel):
+    """Sliders beside a table: what would each scheduler's batches waste on these samples?
+
+    Answers at once also for a large data set, because it plans 16,384 samples of it, drawn by image; the table says so.
+    `preview` plans them all.
+
+    Args:
+        sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
+        schedulers: names to begin with.
+    """
+
+    def __init__(self, sizes: SampleSizes, schedulers: Sequence[str] = SHOWN_SCHEDULERS) -> None:
+        self._num_samples, self._sizes = len(sizes), some_images(sizes, MAX_EXPLORED)
+        self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
+        self.schedulers = _choose_schedulers(schedulers, without=("memory",))
+        self.samples = _slider("budget, samples", 32, 4, 256)
+        self.window = widgets.SelectionSlider(
+            options=[2**power for power in range(8, 15)],
+            value=2**14,
+            description="budget's window",
+            continuous_update=False,
+            style=WIDE,
+            layout=_LONG,
+        )
+        self.text_step = _slider("bucket, tokens", 8, 1, 64)
+        self.classes = _slider("bucket, aspects", 4, 1, 16)
+        self.ranks = _slider("ranks", 1, 1, 16)
+        self.table = widgets.HTML()
+        sliders = [self.samples, self.window, self.text_step, self.classes, self.ranks]
+        super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)])], [self.table])
+        for control in (self.schedulers, *sliders):
+            control.observe(self.showing(self._update), "value")
+        self._update()
+
+    def _update(self) -> None:
+        found = preview(
+            self._sizes,
+            self.schedulers.value,
+            budget=self.samples.value * self._mean_cost,
+            ranks=self.ranks.value,
+            window=self.window.value,
+            text_step=self.text_step.value,
+            classes_per_octave=self.classes.value,
+        )
+        table = found.table[["num_batches", *_PER_CENT, "peak_over_budget", "randomness"]]
+        shares = table.columns[1:-2]
+        style = table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", shares)
+        style = style.format_index(lambda name: str(name).replace("_", " "), axis="columns")
+        style = style.bar(shares, vmin=0, vmax=0.5, color="#E69F0080", width=80)
+        style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
+        style = style.set_table_styles(
+            [{"selector": "th", "props": "text-align: left; vertical-align: bottom; line-height: 1.2"}]
+        )
+        head = f"Budget {found.budget:.0f} padded tokens a batch."
+        if len(self._sizes) < self._num_samples:
+            head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
+        self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
+
+
+def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widgets.SelectMultiple:
+    offered = [name for name in SCHEDULERS if name not in without]
+    return widgets.SelectMultiple(
+        options=offered,
+        value=tuple(names),
+        rows=len(offered),
+        description="schedulers",
+        style=WIDE,
+    )
+
+
+def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
+    """A slider that reports its value when it is let go."""
+    return widgets.IntSlider(
+        value, low, high, description=name, continuous_update=False, style=WIDE, layout=_LONG
+    )
+
+
+def some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:
+    """All samples of as many randomly drawn images as make about so many samples."""
+    if len(sizes) <= num_samples:
+        return sizes
+    group = np.where(sizes.group < 0, -1 - np.arange(len(sizes)), sizes.group)  # unknown: an image of its own
+    images, counts = np.unique(group, return_counts=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    drawn = images[order[np.cumsum(counts[order]) <= num_samples]]
+    return sizes.take(np.flatnonzero(np.isin(group, drawn)))

@@ -1,0 +1,205 @@
+"""`AdaptiveDataLoader`: difficult samples count for more, by being drawn more often or by a weight on their loss.
+
+A sample's difficulty is 0.3 x image complexity + 0.7 x text length, as in article C, each divided by its mean over the
+data, so that the coefficients are the shares they claim to be and the mean difficulty is 1. What that changes is
+reported (`report()`), and can be corrected for: drawn in proportion to difficulty but weighted by its inverse, the
+expected loss and gradient are those of the data as they are.
+
+The first use on a data set decodes every image once at low resolution (`mmlab.data.complexity`: 1 to 2 ms of a core each);
+later ones read a sidecar file. Difficulty is a guess from the outside: it does not follow the loss (for whole
+modalities `mmlab.schedule.ratio.RatioController` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmlab.data.complexity import image_complexity
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.errors import OptionError, unknown_name
+from mmlab.loading.loader import PlannedLoader
+from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.classic import Random
+from mmlab.schedule.weighted import Weighted
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MODES = ("sampling", "loss")
+
+
+class AdaptiveDataLoader(PlannedLoader):
+    """Iterates over batches in which difficult samples count for more.
+
+    In `mode="sampling"` samples are drawn in proportion to their difficulty (`mmlab.schedule.Weighted`): some come more
+    than once in an epoch, some not at all. With `correct=True` each batch carries `weights` that make up for it:
+    1 / (N p) where p is a sample's share of the draws. In `mode="loss"` each sample comes once, and `weights` are the
+    difficulties. The objectives of `mmlab.training.losses` multiply each sample's loss by its weight; in a contrastive loss a
+    sample is also a negative of the others, and as such it is not weighted.
+
+    Args:
+        dataset: what to load.
+        batch_size: samples a batch, in random batches, 32 if neither this nor a scheduler is given.
+        mode: "sampling" or "loss".
+        image_coefficient, text_coefficient: parts of image complexity and text length in the difficulty. A sample
+            without image (or text) gets the mean in its place.
+        uniform_share: part of the weight that all samples have alike; at 0.1 no correction exceeds 10.
+        correct: with sampling, weigh so that the expected loss is that of the data.
+        num_samples: drawn an epoch, as many as there are unless given; sampling only.
+        scheduler: forms the batches, instead of `batch_size`.
+        seed: of the draw and the order.
+        progress: show a bar while images are measured, if stderr is a terminal.
+        options: of `PlannedLoader`.
+
+    Raises:
+        OptionError: an unknown mode, a coefficient out of range, or options that exclude each other.
+        DataError: an image cannot be decoded.
+
+    Source: article C, where the weights, (0.3 x complexity + 0.7 x length) / 100, were computed and never used.
+    """
+
+    def __init__(
+        self,
+        dataset: MultimodalDataset,
+        batch_size: int | None = None,
+        *,
+        mode: str = "sampling",
+        image_coefficient: float = 0.3,
+        text_coefficient: float = 0.7,
+        uniform_share: float = 0.1,
+        correct: bool = False,
+        num_samples: int | None = None,
+        scheduler: BatchScheduler | None = None,
+        seed: int = 0,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        if mode not in MODES:
+            raise unknown_name("mode", mode, MODES)
+        if batch_size is not None and scheduler is not None:
+            raise OptionError(
+                "give batch_size or a scheduler, not both: the scheduler sets the size of its batches"
+            )
+        if mode == "loss" and (correct or num_samples is not None):
+            raise OptionError(
+                "correct and num_samples belong to mode='sampling'; mode='loss' has each sample once"
+            )
+        if not 0 < uniform_share <= 1:
+            raise OptionError(f"uniform_share must be above 0 and at most 1, found {uniform_share}")
+        self.mode = mode
+        self.image_complexity = image_complexity(dataset.records, progress=progress)  # (N,) bits
+        self.difficulty = uniform_share + (1 - uniform_share) * difficulty(
+            self.image_complexity, dataset.records.num_tokens, image_coefficient, text_coefficient
+        )  # (N,) mean 1
+        inner = scheduler or Random(batch_size=batch_size or 32, seed=seed)
+        if mode == "loss":
+            self.weights = self.difficulty
+        else:
+            if correct:
+                self.weights = 1 / self.difficulty
+            inner = Weighted(
+                weights=self.difficulty,
+                num_samples=num_samples,
+                inner=inner,
+                seed=seed,
+                world_size=inner.world_size,
+            )
+        super().__init__(dataset, inner, **options)
+
+    def report(self) -> AdaptiveReport:
+        """What the weights do in this epoch."""
+        times = np.bincount(self.plan.columns.order, minlength=len(self.dataset))
+        counted = times * (1.0 if self.weights is None else self.weights)
+        num_tokens = self.dataset.records.num_tokens.astype(np.float64)
+        has_image, has_text = ~np.isnan(self.image_complexity), num_tokens > 0
+        return AdaptiveReport(
+            mode=self.mode,
+            num_samples=len(times),
+            num_drawn=int(times.sum()),
+            coverage=float((times > 0).mean()),
+            max_times_drawn=int(times.max()),
+            effective_ratio=float(counted.sum() ** 2 / (counted**2).sum() / len(times)),
+            min_difficulty=float(self.difficulty.min()),
+            max_difficulty=float(self.difficulty.max()),
+            mean_complexity=_mean(self.image_complexity, has_image),
+            counted_complexity=_mean(self.image_complexity, has_image, counted),
+            mean_num_tokens=_mean(num_tokens, has_text),
+            counted_num_tokens=_mean(num_tokens, has_text, counted),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveReport:
+    """The effect of the weights on one epoch. "Counted" means: times drawn x loss weight."""
+
+    mode: str
+    num_samples: int  # in the data set
+    num_drawn: int
+    coverage: float  # share of the samples that were drawn
+    max_times_drawn: int
+    effective_ratio: (
+        float  # (sum of counts)^2 / sum of squared counts / num_samples; 1 when all count alike (Kish)
+    )
+    min_difficulty: float  # in units of the mean
+    max_difficulty: float
+    mean_complexity: float  # bits, over the data
+    counted_complexity: float  # bits, as the epoch counts the samples
+    mean_num_tokens: float  # over the data
+    counted_num_tokens: float  # as the epoch counts the samples
+
+    def as_dict(self) -> dict[str, Any]:
+        """Name -> figure."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{name:19} {value:.4g}" if isinstance(value, float) else f"{name:19} {value}"
+            for name, value in self.as_dict().items()
+        )
+
+
+def difficulty(
+    complexity: NDArray[np.float64],
+    num_tokens: NDArray[np.integer],
+    image_coefficient: float = 0.3,
+    text_coefficient: float = 0.7,
+) -> NDArray[np.float64]:
+    """Difficulty of each sample in units of the mean.
+
+    >>> difficulty(np.array([2.0, 4.0, np.nan]), np.array([10, 30, 20])).round(2).tolist()
+    [0.55, 1.45, 1.0]
+
+    Args:
+        complexity: (N,) bits, NaN without an image.
+        num_tokens: (N,) zero without a text.
+        image_coefficient, text_coefficient: their parts; only the proportion matters.
+
+    Returns:
+        (N,) with a mean of one.
+    """
+    if min(image_coefficient, text_coefficient) < 0 or not 0 < image_coefficient + text_coefficient < np.inf:
+        raise OptionError(
+            "image_coefficient and text_coefficient must not be negative or both zero, "
+            f"found {image_coefficient} and {text_coefficient}"
+        )
+    image = _relative(complexity, ~np.isnan(complexity))
+    text = _relative(num_tokens, np.asarray(num_tokens) > 0)
+    return (image_coefficient * image + text_coefficient * text) / (image_coefficient + text_coefficient)
+
+
+def _relative(values: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Values in units of their mean; one where they are absent, or all zero."""
+    mean = values[present].mean() if present.any() else 0.0
+    return np.where(present & (mean > 0), np.nan_to_num(values) / (mean or 1.0), 1.0)
+
+
+def _mean(
+    values: NDArray[np.float64], present: NDArray[np.bool_], counted: NDArray[np.floating] | None = None
+) -> float:
+    """Mean where present; NaN where none is, or none counts."""
+    weights = np.ones(len(values)) if counted is None else counted
+    total = weights[present].sum()
+    return float((values[present] * weights[present]).sum() / total) if total else float("nan")

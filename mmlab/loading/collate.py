@@ -1,0 +1,76 @@
+"""Collation: samples of different sizes become one padded batch.
+
+Copies at most once, with numpy, in the calling thread alone: torch would share out each copy over as many threads as
+there are cores, which are busy decoding. Images that were read into the batch's memory stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mmlab.data.dataset import Sample
+from mmlab.types import PATCH, Batch
+
+
+def collate(
+    samples: Sequence[Sample], *, pad_token_id: int = 0, pixels: NDArray[np.uint8] | None = None
+) -> Batch:
+    """Pad samples to the largest height, width and text among them.
+
+    Images sit in the top left corner; padding is zero in `pixel_values`, `pad_token_id` in `input_ids` and
+    False in the masks. A batch without any image (or text) still gets one fully masked patch (or token), so
+    that no tensor is empty.
+
+    Args:
+        pixels: (B, 3, H, W) memory for `pixel_values`, taken where that is its shape; images may lie in it already.
+
+    Returns:
+        Batch of B samples, `pixel_values` (B, 3, H, W) uint8, `input_ids` (B, T) int64.
+    """
+    images = [None if sample["image"] is None else sample["image"].numpy() for sample in samples]
+    height = max((image.shape[1] for image in images if image is not None), default=PATCH)
+    width = max((image.shape[2] for image in images if image is not None), default=PATCH)
+    if pixels is None or pixels.shape != (len(samples), 3, height, width):
+        pixels = np.empty((len(samples), 3, height, width), np.uint8)
+    pixel_mask = np.ones((len(samples), height, width), bool)
+    for image, place, mask in zip(images, pixels, pixel_mask, strict=True):
+        _place(image, place, mask)
+    input_ids, attention_mask = _padded([sample["input_ids"].numpy() for sample in samples], pad_token_id)
+    labels = [sample["label"] for sample in samples]
+    return Batch(
+        pixel_values=torch.from_numpy(pixels),
+        pixel_mask=torch.from_numpy(pixel_mask),
+        input_ids=torch.from_numpy(input_ids),
+        attention_mask=torch.from_numpy(attention_mask),
+        labels=None if None in labels else torch.tensor(labels),
+        record_ids=[sample["id"] for sample in samples],
+        groups=torch.tensor([sample["group"] for sample in samples]),
+    )
+
+
+def _place(image: NDArray[np.uint8] | None, place: NDArray[np.uint8], mask: NDArray[np.bool_]) -> None:
+    """Put an image into its place (3, H, W) of a batch, unless it lies there, and mask what is padding."""
+    if image is None:
+        place[:], mask[:] = 0, False
+        return
+    height, width = image.shape[1:]
+    is_as_large = image.shape == place.shape
+    lies_there = is_as_large and image.strides == place.strides and np.may_share_memory(image, place)
+    if not lies_there:
+        place[:, :height, :width] = image
+    if not is_as_large:
+        for padding in (np.s_[..., height:, :], np.s_[..., :height, width:]):
+            place[padding], mask[padding] = 0, False
+
+
+def _padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Rows of different length as (B, T), at least one column, and where they have something."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(max(1, lengths.max())) < lengths[:, None]
+    padded = np.full(mask.shape, padding, np.int64)
+    padded[mask] = np.concatenate(rows)
+    return padded, mask

@@ -1,0 +1,364 @@
+"""The loader: a plan decides which samples form a batch, an engine reads, decodes and pads them ahead of training.
+
+Here dataset and schedule meet. Order comes from the plan alone and each sample from (seed, epoch, record id): batches
+do not depend on the engine, the number of workers or where an epoch was resumed, bit for bit. `mmlab.loading` has the
+stages; the loader adds what belongs to an epoch: position, bad samples and reports.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.loading.collate import collate
+from mmlab.loading.copying import Copier
+from mmlab.loading.processes import TorchEngine
+from mmlab.loading.stages import StageReport
+from mmlab.loading.threads import ThreadEngine
+from mmlab.loading.tuning import Tuner, Tuning, choose_engine
+from mmlab.loading.work import ON_BAD_SAMPLE, Augmentation, BadSample, Done, Job, Recipe, Setting
+from mmlab.machine import num_usable_cores, total_memory_bytes
+from mmlab.runs.events import RunEvent
+from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.plan import BatchPlan
+from mmlab.types import Batch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.loading.cache.store import SampleCache
+
+__all__ = ["PlannedLoader", "collate", "default_num_workers"]
+
+ENGINES = ("auto", "threads", "torch")
+_REPORT_S = 1.0  # between two reports of the stages
+
+
+def default_num_workers() -> int:
+    """Workers to start when none are asked for: one a core that this process may use, at most 8."""
+    return min(8, num_usable_cores())
+
+
+class PlannedLoader:
+    """Iterates over the batches of one epoch's plan; `set_epoch` plans the next.
+
+    Args:
+        dataset: what to load.
+        scheduler: plans each epoch from `dataset.sizes`. The plan is read only as far ahead as `prefetch`, so a
+            scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may plan the rest of the epoch anew.
+        engine: `threads` in this process, `torch` for a DataLoader with worker processes, `auto` chooses.
+        num_workers: threads or processes that decode; 0 decodes in the caller's thread; None takes
+            `default_num_workers()`; `auto` starts from that and searches while training waits (see `tuning`).
+        prefetch: batches prepared ahead; None takes two a worker; `auto` searches as well.
+        pin_memory: page-locked batches for fast copies to a GPU; None pins when one is there.
+        device: copy batches there ahead of training; None leaves them in host memory.
+        cache: keeps what is decoded for later epochs and runs; becomes `dataset.cache`.
+        augment: changes decoded images at random, by (the scheduler's seed, epoch, record id). Crops of
+            `mmlab.Augment` are cut from the stored image and resized once; with a cache, the same part of the cached
+            image, which is faster and not as sharp.
+        on_bad_sample: what to do when an image cannot be read in mid-run: `raise` a DataError, `skip` the sample, or
+            `replace` it by one of like size that fits into the planned batch. Each is a `bad_sample` event.
+        max_bad_samples: more of them in an epoch end it with a RunError.
+        max_ram_gb: limit on the memory of batches under way, in GiB; a quarter of the machine's unless given.
+        emit: takes each `RunEvent` (`stage`, `bad_sample`, `warning`), for example `RunLog(folder).emit`. Without it,
+            bad samples and dead workers are Python warnings.
+
+    Raises:
+        OptionError: an unknown engine or policy, or a number out of range.
+    """
+
+    weights: NDArray[np.float64] | None = None  # (N,) of each sample's loss; batches carry them where given
+
+    def __init__(
+        self,
+        dataset: MultimodalDataset,
+        scheduler: BatchScheduler,
+        *,
+        engine: str = "auto",
+        num_workers: int | Literal["auto"] | None = None,
+        prefetch: int | Literal["auto"] | None = None,
+        pin_memory: bool | None = None,
+        device: torch.device | str | None = None,
+        cache: SampleCache | None = None,
+        augment: Augmentation | None = None,
+        on_bad_sample: str = "raise",
+        max_bad_samples: int = 100,
+        max_ram_gb: float | None = None,
+        emit: Callable[[RunEvent], object] | None = None,
+    ) -> None:
+        if engine not in ENGINES:
+            raise unknown_name("engine", engine, ENGINES)
+        if on_bad_sample not in ON_BAD_SAMPLE:
+            raise unknown_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
+        workers = num_workers if isinstance(num_workers, int) else default_num_workers()
+        ahead = prefetch if isinstance(prefetch, int) else max(1, 2 * workers)
+        for name, value, least in (("num_workers", workers, 0), ("prefetch", ahead, 1)):
+            if value < least:
+                raise OptionError(f"{name} must be at least {least}, found {value}")
+        if pin_memory and not torch.cuda.is_available():
+            warnings.warn("pin_memory=True has no effect: no GPU is available", stacklevel=2)
+        if cache is not None:
+            dataset.cache = cache
+        self.dataset, self.scheduler = dataset, scheduler
+        self.epoch = 0
+        self._closed = False
+        self.max_bad_samples = max_bad_samples
+        self.bad_samples: list[BadSample] = []  # of the last iteration, as far as delivered
+        self._num_bad = 0  # of the epoch, those before a resume included
+        self._max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)
+        self._emit = emit
+        self._recipe = Recipe(
+            dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0), on_bad_sample=on_bad_sample
+        )
+        self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
+        self._start = Setting(workers, ahead)
+        asked = {"num_workers": num_workers, "prefetch": prefetch}
+        self._tuned = [name for name, value in asked.items() if value == "auto"]
+        self._tuner: Tuner | None = None
+        self._asked_engine, self._engine_reason = engine, engine
+        self._engine = self._make_engine(engine)
+        self._plan: BatchPlan | Iterable[list[int]] = scheduler.plan(self._recipe.sizes, epoch=0)
+        self._num_done = 0  # batches of the epoch that were delivered, or had nothing to deliver
+        self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator, at the same place
+        self._plan_states: dict[int, Mapping[str, Any]] = {}  # after each batch drawn and not delivered
+        self._resume_from: Mapping[str, Any] | None = None
+        self._num_before = 0  # batches of the epoch that were planned for another number of ranks
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches of the current epoch; after a resume on another number of ranks, those that are left of it."""
+        return self._plan  # type: ignore[return-value]
+
+    @plan.setter
+    def plan(self, plan: BatchPlan | Iterable[list[int]]) -> None:
+        self._plan, self._num_done, self._num_bad = plan, 0, 0
+        self._plan_state = self._resume_from = None
+        self._num_before = 0
+
+    @property
+    def start_batch(self) -> int:
+        """How many batches of the epoch the next iteration leaves out, because a loaded state says they are done."""
+        return self._resume_from["num_batches"] if self._resume_from is not None else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Plan the given epoch; takes effect at the next iteration."""
+        if epoch != self.epoch:
+            self.epoch, self.plan = epoch, self.scheduler.plan(self._recipe.sizes, epoch=epoch)
+
+    def observe(self, values: Mapping[str, Any]) -> None:
+        """Tell the scheduler what a step measured, if it wants to know; it may plan the rest of the epoch anew."""
+        if hasattr(self.scheduler, "observe"):
+            self.scheduler.observe(values)
+
+    def __len__(self) -> int:
+        return self._num_before + len(self.plan)
+
+    @property
+    def whole_epoch(self) -> int:
+        """Batches of a whole epoch on as many ranks as there are now."""
+        if not self._num_before:
+            return len(self)
+        return len(self.scheduler.plan(self._recipe.sizes, epoch=self.epoch))
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._check_open()
+        return self._deliver()
+
+    def __enter__(self) -> PlannedLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers and threads at once; a loader that is closed delivers nothing more. May be called again.
+
+        Workers otherwise stay for the next epoch, and end with the loader.
+        """
+        self._closed = True
+        self._engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError(
+                "this loader is closed; make a new one, and give it this one's state_dict() to go on"
+            )
+
+    def _deliver(self) -> Iterator[Batch]:
+        jobs = self._jobs()
+        self._prepare_engine()
+        engine, tuner = self._engine, self._tuner
+        try:
+            with closing(engine.run(jobs)) as outcomes:
+                while True:
+                    self._check_open()
+                    started = perf_counter()
+                    done = next(outcomes, None)
+                    if done is None:
+                        break
+                    wait_s = perf_counter() - started
+                    engine.meter.deliver(len(done.job.rows), wait_s, done.num_hits)
+                    self._take_bad_samples(done)
+                    self._num_done = done.job.number + 1
+                    self._plan_state = self._plan_states.pop(done.job.number, None)
+                    self._report_stages(min_s=_REPORT_S)
+                    if tuner is not None and (setting := tuner.observe(len(done.job.rows), wait_s)):
+                        engine.resize(setting)
+                    if done.batch is not None:
+                        yield self._finish(done.batch, done.rows)
+                self._report_stages(min_s=0)
+        except GeneratorExit:  # let go of half-way; workers may stay for another epoch
+            raise
+        except BaseException:
+            engine.close()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands, behind the last batch delivered; a few integers, for `load_state_dict`."""
+        state: dict[str, Any] = {
+            "epoch": self.epoch,
+            "num_batches": self._num_done,
+            "num_bad_samples": self._num_bad,
+        }
+        if self._plan_state is not None:
+            state["plan"] = self._plan_state
+        if hasattr(self.scheduler, "state_dict"):
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin with the very batch that would have come; nothing is decoded again.
+
+        The engine and the number of workers may be others than before, and so may the number of ranks: the samples
+        that are left of the epoch are then cut anew, and `len` is what was done by this rank's count and what is left.
+
+        Raises:
+            DataError: the state is of other data, another seed or other scheduler options (at the next iteration, if
+                the number of ranks is the same); or of a plan that followed memory use, where this one does not.
+        """
+        if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
+            raise DataError(
+                "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
+                "number of ranks, or plan without following from the start"
+            )
+        if "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
+        self.epoch, place = state["epoch"], state.get("plan")
+        taken = [world_size for world_size, count in (place or {}).get("taken", ()) if count]
+        if "scheduler" in state or taken in ([], [getattr(self.scheduler, "world_size", 1)]):
+            self.plan = self.scheduler.plan(self._recipe.sizes, epoch=self.epoch)
+        else:
+            self.plan = self.scheduler.resume(self._recipe.sizes, place or {})
+            self._num_before = state["num_batches"]
+        self._num_done, self._num_bad = state["num_batches"], state["num_bad_samples"]
+        self._plan_state, self._resume_from = place, state
+
+    def stage_report(self) -> StageReport:
+        """How busy each stage was in the current or last epoch, and which one is short."""
+        return self._engine.meter.report()
+
+    @property
+    def tuning(self) -> Tuning:
+        """The settings that were tried for `auto`, and the engine in use."""
+        return Tuning([] if self._tuner is None else self._tuner.trials, self._engine_reason)
+
+    def _make_engine(self, name: str) -> ThreadEngine | TorchEngine:
+        options: dict[str, Any] = {
+            **self._start._asdict(),
+            "copier": self._copier,
+            "max_bytes": self._max_bytes,
+        }
+        if name == "torch" and self._start.num_workers:
+            return TorchEngine(self._recipe, **options, warn=partial(_warn, self._emit))
+        return ThreadEngine(self._recipe, **options)
+
+    def _prepare_engine(self) -> None:
+        """Before an epoch: choose the engine if that was left open, and begin to measure."""
+        if self._asked_engine == "auto":
+            self._asked_engine, self._engine_reason = choose_engine(self._recipe, self._start.num_workers)
+            if self._asked_engine == "torch":
+                self._engine = self._make_engine("torch")
+        setting = Setting(self._engine.num_workers, self._engine.prefetch)
+        if self._tuner is not None:
+            self._tuner.begin_epoch(self._num_batches())
+        elif self._tuned and setting.num_workers:
+            ram_bytes, max_bytes = self._engine.ram_bytes, self._max_bytes
+            self._tuner = Tuner(setting, self._tuned, ram_bytes=ram_bytes, max_bytes=max_bytes)
+            self._tuner.begin_epoch(self._num_batches())
+
+    def _num_batches(self) -> int | None:
+        """Of the whole epoch; None where the plan does not say."""
+        return len(self._plan) if isinstance(self._plan, Sized) else None
+
+    def _jobs(self) -> Iterator[Job]:
+        """The batches that are left of the epoch, drawn from the plan one by one."""
+        state, self._resume_from = self._resume_from or {}, None
+        first = self._num_done = state.get("num_batches", self._num_before)
+        self._num_bad = state.get("num_bad_samples", 0)
+        self.bad_samples = []
+        num_left_out = first - self._num_before
+        if "plan" in state and not self._num_before:
+            batches: Any = iter(self.plan)
+            batches.load_state_dict(state["plan"])
+        else:
+            batches = iter(self.plan.skip(num_left_out) if num_left_out > 0 else self.plan)
+        self._plan_state, self._plan_states = state.get("plan"), {}
+        return self._drawn(batches, first, self.epoch)
+
+    def _drawn(self, batches: Any, number: int, epoch: int) -> Iterator[Job]:
+        keeps_state = hasattr(batches, "state_dict")
+        for rows in batches:
+            if keeps_state:
+                self._plan_states[number] = batches.state_dict()
+            yield Job(number, epoch, list(rows))
+            number += 1
+
+    def _finish(self, batch: Batch, rows: list[int]) -> Batch:
+        self._copier.arrive(batch)
+        if self.weights is not None:
+            weights = torch.from_numpy(self.weights[rows]).float()
+            batch.weights = weights.to(batch.pixel_values.device)
+        return batch
+
+    def _take_bad_samples(self, done: Done) -> None:
+        for bad in done.bad_samples:
+            self.bad_samples.append(bad)
+            self._num_bad += 1
+            if self._emit is not None:
+                self._emit(RunEvent.now("bad_sample", -1, asdict(bad)))
+            if bad.policy == "raise":
+                raise DataError(bad.message)
+            if self._emit is None:
+                fate = f"replaced by {bad.replaced_by!r}" if bad.replaced_by else "left out"
+                warnings.warn(f"{bad.message} ({fate})", RuntimeWarning, stacklevel=3)
+            if self._num_bad > self.max_bad_samples:
+                raise RunError(
+                    f"{self._num_bad} samples of epoch {self.epoch} could not be read, and max_bad_samples "
+                    f"is {self.max_bad_samples}; the last: {bad.message}"
+                )
+
+    def _report_stages(self, min_s: float) -> None:
+        if self._emit is not None and (report := self._engine.meter.since_last(min_s=min_s)) is not None:
+            cache = self.dataset.cache
+            for row in report.rows:
+                if row["stage"] == "read" and cache is not None:
+                    cache_bytes = cache.stats().cache_bytes
+                    row |= {"cache_hit_ratio": report.cache_hit_ratio, "cache_bytes": cache_bytes}
+                self._emit(RunEvent.now("stage", -1, row))
+
+
+def _warn(emit: Callable[[RunEvent], object] | None, message: str) -> None:
+    if emit is None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    else:
+        emit(RunEvent.now("warning", -1, {"message": message, "source": "loader"}))

@@ -1,0 +1,186 @@
+"""How fast this machine reads, decodes, tokenises and pads: short measurements, each over in seconds.
+
+Reading is timed by the clock, work by the processor time of this process, so that other programs disturb it little.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+
+from mmlab.data.decode import decode_image
+from mmlab.errors import DataError
+from mmlab.types import ImagePolicy, Square
+
+MIB = 2**20
+_READ_BYTES = 256 * MIB
+_SCRATCH_BYTES = 64 * MIB
+_BLOCK_BYTES = MIB
+_PIECE_BYTES = 2**17  # about a photograph
+_READ_S = 2.0
+_WORK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRates:
+    """The same files read twice in order, and twice in pieces as large as a photograph, at random places."""
+
+    what: str
+    num_files: int
+    num_bytes: int
+    cold_s: float | None  # with the system's cache dropped; None where that cannot be asked for
+    warm_s: float  # from the cache
+    random_bytes: int
+    random_cold_s: float | None
+    random_warm_s: float
+
+    @property
+    def really_cold(self) -> bool:
+        """The first reading was slower: the cache could be dropped, and the disk is not itself in memory."""
+        return self.cold_s is not None and self.cold_s > 1.25 * self.warm_s
+
+
+def read_rates(where: Path | Sequence[Path] | None) -> ReadRates:
+    """Read a file, or a folder's first files, or these, or a scratch file in the working folder.
+
+    Reads at most 256 MiB in each way and drops what it reads from the system's cache. A small file stands for its
+    folder. Takes eight seconds at most.
+
+    Raises:
+        DataError: no readable file with anything in it.
+    """
+    if where is None:
+        with tempfile.NamedTemporaryFile(dir=".", prefix=".mmlab-doctor-") as scratch:
+            for _ in range(_SCRATCH_BYTES // _BLOCK_BYTES):
+                scratch.write(os.urandom(_BLOCK_BYTES))
+            scratch.flush()
+            os.fsync(scratch.fileno())
+            return _read_all_ways([Path(scratch.name)], "a scratch file in the working folder")
+    if not isinstance(where, Path):
+        return _read_all_ways(where, f"{where[0]} and others" if len(where) > 1 else str(where[0]))
+    whole = where.is_dir() or where.stat().st_size >= _SCRATCH_BYTES
+    source = where if whole else where.resolve().parent
+    files = [source] if source.is_file() else _some_files(source)
+    if not files:
+        raise DataError(f"{where}: no readable file with anything in it; give a folder that holds data")
+    return _read_all_ways(files, str(source))
+
+
+def work_rate(work: Callable[[], object], num_items: int) -> float:
+    """Items a second that one core's worth of processor time gets through, when a call of `work` does `num_items`."""
+    work()
+    num_calls, started = 0, time.process_time()
+    while (elapsed_s := time.process_time() - started) < _WORK_S:
+        work()
+        num_calls += 1
+    return num_items * num_calls / elapsed_s
+
+
+def decode_rate(
+    images: Sequence[bytes] | None = None, policy: ImagePolicy | None = None
+) -> tuple[float, float]:
+    """Images a second that one core decodes and resizes as the loader does.
+
+    Args:
+        images: encoded; unless given a JPEG of 640 x 480.
+        policy: size to decode to, `square(224)` unless given.
+
+    Returns:
+        Images/s a core, and the mean size of an encoded image in bytes.
+    """
+    images = [_sample_jpeg()] if images is None else images
+    size = Square(224) if policy is None else policy
+    rate = work_rate(lambda: [decode_image(encoded, size) for encoded in images], len(images))
+    return rate, sum(map(len, images)) / len(images)
+
+
+def _sample_jpeg() -> bytes:
+    import numpy as np
+    from PIL import Image
+
+    grain = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    photo = Image.fromarray(grain).resize((640, 480), Image.Resampling.BICUBIC)
+    encoded = io.BytesIO()
+    photo.save(encoded, "JPEG", quality=90)
+    return encoded.getvalue()
+
+
+def _read_all_ways(files: Sequence[Path], what: str) -> ReadRates:
+    pieces = [(path, 0, path.stat().st_size) for path in files]
+    num_files, num_bytes, cold_s, warm_s = _read_twice(pieces)
+    _, random_bytes, random_cold_s, random_warm_s = _read_twice(_at_random(pieces[:num_files]))
+    return ReadRates(
+        what=what,
+        num_files=num_files,
+        num_bytes=num_bytes,
+        cold_s=cold_s,
+        warm_s=warm_s,
+        random_bytes=random_bytes,
+        random_cold_s=random_cold_s,
+        random_warm_s=random_warm_s,
+    )
+
+
+_Piece = tuple[Path, int, int]  # of a file: start and length in bytes
+
+
+def _at_random(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Small pieces of these, each at most once, in random order, as many as may be read."""
+    ends = list(accumulate(-(-length // _PIECE_BYTES) for _, _, length in pieces))
+    numbers = random.Random(0).sample(range(ends[-1]), min(ends[-1], _READ_BYTES // _PIECE_BYTES))
+    small = []
+    for number in numbers:
+        place = bisect_right(ends, number)
+        path, _, length = pieces[place]
+        start = (number - (ends[place - 1] if place else 0)) * _PIECE_BYTES
+        small.append((path, start, min(_PIECE_BYTES, length - start)))
+    return small
+
+
+def _read_twice(pieces: Sequence[_Piece]) -> tuple[int, int, float | None, float]:
+    """Read pieces cold, if that can be had, and warm; returns pieces, bytes and both times in seconds."""
+    cold_s = None
+    if hasattr(os, "posix_fadvise"):
+        for path in dict.fromkeys(path for path, _, _ in pieces):
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        num_pieces, _, cold_s = _read(pieces)
+        pieces = pieces[:num_pieces]
+    else:
+        _read(pieces)
+    num_pieces, num_bytes, warm_s = _read(pieces)
+    return num_pieces, num_bytes, cold_s, warm_s
+
+
+def _read(pieces: Sequence[_Piece]) -> tuple[int, int, float]:
+    """Read pieces until there are none, or enough was read; returns pieces, bytes and seconds."""
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    num_pieces = num_bytes = 0
+    started = time.perf_counter()
+    for path, start, length in pieces:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            end_bytes = min(num_bytes + length, _READ_BYTES)
+            while num_bytes < end_bytes and (
+                size := file.readinto(buffer[: min(_BLOCK_BYTES, end_bytes - num_bytes)])
+            ):
+                num_bytes += size
+        num_pieces += 1
+        if num_bytes >= _READ_BYTES or time.perf_counter() - started > _READ_S:
+            break
+    return num_pieces, num_bytes, time.perf_counter() - started
+
+
+def _some_files(folder: Path) -> list[Path]:
+    """The first thousand readable files below a folder that are not empty, in the order of the system's listing."""
+    paths = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    readable = (path for path in paths if path.is_file() and path.stat().st_size and os.access(path, os.R_OK))
+    return list(islice(readable, 1000))

@@ -1,0 +1,168 @@
+"""How busy each stage of the pipeline is, and which one is short.
+
+A stage's threads either work or wait; work is timed per sample, waiting is the rest. Costs about a microsecond a
+sample and stage. Time that a thread is kept off the processor by other programs counts as work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+_REMEDIES = {
+    "read": "a faster disk, or more workers to read at the same time",
+    "decode": "more cores and workers, images stored smaller, or a cache",
+    "collate": "smaller batches, or images of like size together (less padding)",
+    "copy": "pinned memory, or fewer pixels",
+}
+_NO_WAIT_RATIO = 0.01  # a trainer that waits less does not wait
+_COLUMNS = ("stage", "num_threads", "items_per_s", "busy_ratio", "wait_ratio", "queue_depth")
+
+
+class StageMeter:
+    """Sums up what the stages do; safe to call from any thread.
+
+    Args:
+        num_threads: of each stage, in order.
+        shared: the same workers do all stages, one after the other.
+    """
+
+    def __init__(self, num_threads: Mapping[str, int], *, shared: bool) -> None:
+        self.num_threads, self.shared = dict(num_threads), shared
+        self._lock = threading.Lock()
+        self._sums: defaultdict[str, float] = defaultdict(
+            float
+        )  # "read finished" and so on; times in seconds
+        self._sums["until"] = time.perf_counter()  # of the last delivery
+        self._first = self._last = self._sums.copy()
+
+    def add(self, stage: str, num_samples: int, busy_s: float) -> None:
+        """A stage has finished samples."""
+        with self._lock:
+            self._sums[f"{stage} finished"] += num_samples
+            self._sums[f"{stage} busy"] += busy_s
+
+    def deliver(self, num_samples: int, wait_s: float, num_hits: int = 0) -> None:
+        """The trainer has got a batch, after waiting; the cache had `num_hits` of its samples."""
+        with self._lock:
+            sums = self._sums
+            for stage, following in pairwise([*self.num_threads, "train"]):
+                sums[f"{stage} depth"] += sums[f"{stage} finished"] - sums[f"{following} finished"]
+            sums["train finished"] += num_samples
+            sums["deliveries"] += 1
+            sums["hits"] += num_hits
+            sums["wait"] += wait_s
+            sums["until"] = time.perf_counter()
+
+    def report(self) -> StageReport:
+        """From when the meter was made until the last delivery."""
+        return self._compare(self._copy(), self._first)
+
+    def since_last(self, *, min_s: float = 0.0) -> StageReport | None:
+        """Since the last call that gave a report; None before `min_s` have passed, or without a batch since."""
+        sums, last = self._copy(), self._last
+        if sums["until"] - last["until"] < min_s or sums["deliveries"] == last["deliveries"]:
+            return None
+        self._last = sums
+        return self._compare(sums, last)
+
+    def _copy(self) -> defaultdict[str, float]:
+        with self._lock:
+            return self._sums.copy()
+
+    def _compare(self, sums: defaultdict[str, float], before: defaultdict[str, float]) -> StageReport:
+        change = defaultdict(float, {key: value - before[key] for key, value in sums.items()})
+        duration_s = max(1e-9, change["until"])
+        num_samples, num_deliveries = max(1, change["train finished"]), max(1, change["deliveries"])
+        busy = {
+            stage: min(1.0, change[f"{stage} busy"] / (duration_s * num_threads))
+            for stage, num_threads in self.num_threads.items()
+        }
+        rows: list[dict[str, Any]] = [
+            {
+                "stage": stage,
+                "num_threads": num_threads,
+                "items_per_s": change[f"{stage} finished"] / duration_s,
+                "busy_ratio": busy[stage],
+                "wait_ratio": max(0.0, 1 - (sum(busy.values()) if self.shared else busy[stage])),
+                "queue_depth": None if self.shared else change[f"{stage} depth"] / num_deliveries,
+            }
+            for stage, num_threads in self.num_threads.items()
+        ]
+        wait_ratio = min(1.0, change["wait"] / duration_s)
+        trains = {
+            "stage": "train",
+            "num_threads": 1,
+            "items_per_s": change["train finished"] / duration_s,
+            "busy_ratio": 1 - wait_ratio,
+            "wait_ratio": wait_ratio,
+            "queue_depth": None,
+        }
+        return StageReport([*rows, trains], change["hits"] / num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One row a stage, in order, the training that takes the batches last; keys as in `mmlab.runs.events.EVENT_KEYS`."""
+
+    rows: list[dict[str, Any]]
+    cache_hit_ratio: float  # share of the samples that the cache had
+
+    @property
+    def wait_ratio(self) -> float:
+        """Share of the time that training waited for data."""
+        return self.rows[-1]["wait_ratio"]
+
+    @property
+    def short_stage(self) -> str | None:
+        """The busiest stage, if training waits."""
+        if self.wait_ratio <= _NO_WAIT_RATIO:
+            return None
+        return max(self.rows[:-1], key=lambda row: row["busy_ratio"])["stage"]
+
+    @property
+    def sentence(self) -> str:
+        """Which stage is short, and what would help."""
+        short = next((row for row in self.rows if row["stage"] == self.short_stage), None)
+        if short is None:
+            return f"No stage is short: training waited for data {self.wait_ratio:.1%} of the time."
+        return (
+            f"{short['stage']} is short: training waited {self.wait_ratio:.0%} of the time, while its "
+            f"{short['num_threads']} workers were busy {short['busy_ratio']:.0%} of theirs; "
+            f"{_REMEDIES[short['stage']]} would help."
+        )
+
+    def __str__(self) -> str:
+        return f"{as_text(_COLUMNS, self.rows)}\n{self.sentence}"
+
+    def _repr_html_(self) -> str:
+        return f"{as_html(_COLUMNS, self.rows)}<p>{escape(self.sentence)}</p>"
+
+
+def as_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table in plain text."""
+    lines = [columns, *([_shown(row[name]) for name in columns] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
+
+
+def as_html(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The same in HTML."""
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(_shown(row[name]))}</td>" for name in columns) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,249 @@
+"""How a run's memory use changes the size of its batches: by a memory model that is corrected, or by halving.
+
+A policy takes the values of each step and says what it wants now; what the ranks agree on comes back to it, and it
+settles on a value. Plain numbers, no planning, no tensors; a step costs a few microseconds.
+
+`Predictive` keeps a factor on the predicted bytes. It rises at once to what a peak shows and falls slowly; never below
+1, because a model that predicts too much is safe. An out-of-memory only says that more than the limit was needed: the
+value then goes down by a guess, which the next measured batch replaces. `Halving` is article A's rule.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mmlab.machine import GIB, available_memory_bytes, process_rss_bytes, total_memory_bytes
+from mmlab.schedule.cost import dearest_sample
+from mmlab.types import BatchShape
+
+if TYPE_CHECKING:
+    from mmlab.types import CostModel, SampleSizes
+
+TOLERANCE = 0.01  # a peak above the corrected prediction by less than this changes nothing
+DECAY = 0.002  # share of the way to a lower peak that the correction falls in a step
+MAX_CORRECTION = 2.0
+CAUTION = 1.2  # factor on predictions after an out-of-memory, until a batch has been measured
+MARGIN_STEP, MAX_MARGIN = 0.02, 0.2  # added to the margin by an out-of-memory
+HYSTERESIS, PATIENCE = 0.01, 20  # the value rises by more than this only, wanted for so many steps
+MAX_CHANGE = 0.25  # most that one decision changes the value
+RAM_RESERVE = (
+    0.05  # share of the system's memory below which batches shrink; above twice that they grow again
+)
+RAM_STEP, LEAST_FOR_RAM = 0.8, 0.25
+HALVE_ABOVE, DOUBLE_BELOW, LARGEST_BATCH = 0.8, 0.3, 64  # of article A
+
+Values = Mapping[str, Any]
+
+
+class MemoryPolicy(Protocol):
+    """Turns step values into the value that planners get. Deterministic but for what it reads of the system."""
+
+    value: float
+
+    def bind(self, sizes: SampleSizes) -> None: ...
+
+    def observe(self, values: Values) -> tuple[float, str]: ...  # what is wanted now, and why
+
+    def next_epoch(self) -> tuple[float, str]: ...  # the same at the start of a later epoch
+
+    def settle(self, agreed: float) -> float: ...  # the new value, alike on ranks that agreed
+
+    def figures(self) -> dict[str, float]: ...  # for the event of a decision
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
+
+
+class Predictive:
+    """A budget in predicted bytes: limit x (1 - margin) / correction.
+
+    Args:
+        cost: the planner's memory model.
+        limit_bytes: what training may use.
+        margin_ratio: share of the limit that is kept free to begin with.
+        free_ram: share of the system's memory that is available.
+    """
+
+    def __init__(
+        self, cost: CostModel, limit_bytes: float, margin_ratio: float, free_ram: Callable[[], float]
+    ) -> None:
+        self.cost, self.limit_bytes, self._free_ram = cost, limit_bytes, free_ram
+        self.margin_ratio = margin_ratio
+        self.measured = 1.0  # factor on predictions, from peaks
+        self.caution = 1.0  # and what is added to it by guess
+        self.ram_factor = 1.0
+        self._num_above = 0  # steps in a row in which a higher value was wanted
+        self._num_since_lower = PATIENCE  # steps
+        self._num_unwatched = 0  # steps since the system's memory was read: it follows batches with a delay
+        self._floor = 0.0
+        self.value = self._wanted()
+
+    @property
+    def correction(self) -> float:
+        """Factor on predicted bytes."""
+        return self.measured * self.caution
+
+    def bind(self, sizes: SampleSizes) -> None:
+        """No budget may be below the dearest sample's price, or it could not be planned."""
+        self._floor = dearest_sample(self.cost, sizes, enough=0)[1]
+
+    def observe(self, values: Values) -> tuple[float, str]:
+        predicted = values.get("predicted_bytes") or self._predicted(values)
+        reason = "steps used less than was planned for"
+        if values.get("num_out_of_memory"):
+            reason = self._failed(predicted)
+        elif (peak := _peak(values)) is not None:
+            reason = self._measure(predicted, peak) or reason
+        reason = self._watch_ram() or reason
+        return self._wanted(), reason
+
+    def next_epoch(self) -> tuple[float, str]:
+        return self.value, ""
+
+    def settle(self, agreed: float) -> float:
+        self._num_since_lower += 1
+        if agreed < self.value:
+            self._num_above = self._num_since_lower = 0
+            return max(agreed, (1 - MAX_CHANGE) * self.value)
+        self._num_above = self._num_above + 1 if agreed > self.value * (1 + HYSTERESIS) else 0
+        # what was lowered just now was perhaps a guess: what a batch then shows need not wait
+        if self._num_above < (1 if self._num_since_lower <= PATIENCE else PATIENCE):
+            return self.value
+        self._num_above, self._num_since_lower = 0, PATIENCE
+        return min(agreed, (1 + MAX_CHANGE) * self.value)
+
+    def figures(self) -> dict[str, float]:
+        return {"margin_ratio": self.margin_ratio, "correction_factor": self.correction}
+
+    def state_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in _PREDICTIVE_STATE}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        for name in _PREDICTIVE_STATE:
+            setattr(self, name, state[name])
+
+    def _wanted(self) -> float:
+        wanted = self.limit_bytes * (1 - self.margin_ratio) / self.correction * self.ram_factor
+        return max(wanted, self._floor)
+
+    def _predicted(self, values: Values) -> float:
+        """For a trainer without a memory model; exact where a step has one batch."""
+        batch_size = -(-values["num_samples"] // values["num_batches"])
+        return self.cost(BatchShape(batch_size, values["num_tokens"], values["height"], values["width"]))
+
+    def _failed(self, predicted: float) -> str:
+        self.measured = min(MAX_CORRECTION, max(self.measured, self.limit_bytes / predicted))
+        text = f"ran out of memory on a batch predicted at {predicted / GIB:.4g} GiB"
+        if predicted > self.value:
+            return f"{text}, which was planned before the budget was lowered"
+        self.caution = min(CAUTION * self.caution, MAX_CORRECTION)
+        self.margin_ratio = min(MAX_MARGIN, self.margin_ratio + MARGIN_STEP)
+        return text
+
+    def _measure(self, predicted: float, peak: float) -> str:
+        # a constant error weighs little in a full batch: in a small one it must not count as a factor
+        shown = 1 + (peak - predicted) / max(predicted, self.value / 2)
+        is_full = predicted >= self.value / 2
+        if is_full:
+            self.caution = 1.0
+        if shown > self.measured * (1 + TOLERANCE):
+            self.measured = min(MAX_CORRECTION, shown)
+            return f"a peak of {peak / GIB:.4g} GiB where {predicted / GIB:.4g} GiB was predicted"
+        if is_full and shown < self.measured:
+            self.measured += DECAY * (max(1.0, shown) - self.measured)
+        return ""
+
+    def _watch_ram(self) -> str:
+        self._num_unwatched = (self._num_unwatched + 1) % PATIENCE
+        if self._num_unwatched:
+            return ""
+        free_ratio = self._free_ram()
+        if free_ratio < RAM_RESERVE and self.ram_factor > LEAST_FOR_RAM:
+            self.ram_factor = max(LEAST_FOR_RAM, RAM_STEP * self.ram_factor)
+            rss_gib = process_rss_bytes() / GIB
+            return f"{free_ratio:.1%} of the system's memory is left, this process has {rss_gib:.3g} GiB"
+        if free_ratio > 2 * RAM_RESERVE and self.ram_factor < 1:
+            self.ram_factor = min(1.0, self.ram_factor / RAM_STEP)
+            return f"{free_ratio:.1%} of the system's memory is left again"
+        return ""
+
+
+_PREDICTIVE_STATE = (
+    "value", "margin_ratio", "measured", "caution", "ram_factor", "_num_above", "_num_since_lower",
+    "_num_unwatched",
+)  # fmt: skip
+
+
+class Halving:
+    """A batch size: halved above 80 % of the limit, doubled (up to 64) below 30 %, at the end of each epoch.
+
+    And halved at once when memory ran out, where the article's run would have ended.
+    """
+
+    def __init__(self, limit_bytes: float, batch_size: int = 1) -> None:
+        self.limit_bytes, self.value = limit_bytes, float(batch_size)
+        self._peak_bytes = 0.0  # since the last decision; 0 where no step has told
+        self._num_steps = 0  # of the epoch
+
+    def adjust(self, current: int) -> int:
+        """The article's rule."""
+        used_bytes = self._used_bytes()
+        if used_bytes > HALVE_ABOVE * self.limit_bytes:
+            return max(1, current // 2)
+        if used_bytes < DOUBLE_BELOW * self.limit_bytes:
+            return max(current, min(LARGEST_BATCH, 2 * current))
+        return current
+
+    def bind(self, sizes: SampleSizes) -> None:
+        """Nothing depends on the data."""
+
+    def observe(self, values: Values) -> tuple[float, str]:
+        self._num_steps += 1
+        self._peak_bytes = max(self._peak_bytes, _peak(values) or 0)
+        if values.get("num_out_of_memory") and values["num_samples"] <= self.value * values["num_batches"]:
+            self._peak_bytes = 0.0
+            return max(1, self.value // 2), "ran out of memory"
+        return self.value, "ran out of memory on a batch from before the last decision"
+
+    def next_epoch(self) -> tuple[float, str]:
+        if not self._num_steps:
+            return self.value, ""
+        share = self._used_bytes() / self.limit_bytes
+        wanted = self.adjust(int(self.value))
+        self._peak_bytes, self._num_steps = 0.0, 0
+        return float(wanted), f"{share:.0%} of the limit was used"
+
+    def settle(self, agreed: float) -> float:
+        return agreed
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in _HALVING_STATE}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        for name in _HALVING_STATE:
+            setattr(self, name, state[name])
+
+    def _used_bytes(self) -> float:
+        """The peak of the steps where they told one; else what system and device hold now, as the article reads."""
+        if self._peak_bytes:
+            return self._peak_bytes
+        used_bytes = total_memory_bytes() - available_memory_bytes()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            used_bytes = max(used_bytes, torch.cuda.max_memory_allocated())
+        return used_bytes
+
+
+_HALVING_STATE = ("value", "_peak_bytes", "_num_steps")
+
+
+def _peak(values: Values) -> float | None:
+    """A step's peak where tensors were counted; a process's resident memory is no peak of the step."""
+    counted = values.get("memory_source") in ("torch allocator", "live tensors")
+    return values.get("peak_bytes") if counted else None

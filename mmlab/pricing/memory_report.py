@@ -1,0 +1,303 @@
+"""What a data set's batches need on a device of a given size, before any training: `mmlab memory`.
+
+The model's memory is fitted without a device (`mmlab.pricing`), for the training asked for and for its alternatives:
+the other precision, and activation checkpointing the other way round. For each, an epoch is planned that fills the
+memory. Costs three fits (half a minute each for the base preset) and three plans; no image is decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmlab.comparison.charts import PALETTE, save_figure
+from mmlab.data.readers import read_records
+from mmlab.data.text import load_tokenizer, measure_tokens
+from mmlab.errors import DataError
+from mmlab.machine import GIB, MemoryLimit, memory_limit
+from mmlab.pricing.empty import empty_model
+from mmlab.pricing.fit import fit_memory
+from mmlab.schedule.cost import batch_costs, max_batch_size
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.types import parse_image_policy
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    from mmlab.pricing.memory import MemoryModel
+    from mmlab.types import SampleSizes
+
+_SHOWN = 8  # rows of a table of shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory:
+    """An epoch under a memory model and a limit."""
+
+    memory: MemoryModel
+    sizes: SampleSizes
+    limit_bytes: int  # of the device
+    target_bytes: float  # of those, what a batch is planned for
+    plan: BatchPlan | None  # None where a sample alone needs more than the limit
+
+    @property
+    def sample_bytes(self) -> NDArray[np.float64]:
+        """(N,) what a step on each sample alone would need."""
+        return batch_costs(self.memory, self.sizes.alone)
+
+    @property
+    def batch_bytes(self) -> NDArray[np.float64]:
+        """(M,) what each planned batch needs; empty without a plan."""
+        return np.empty(0) if self.plan is None else batch_costs(self.memory, self.plan.shape_columns)
+
+    def figures(self) -> dict[str, float | None]:
+        """The figures of the epoch; those of the plan are None where there is none."""
+        batches, alone = self.batch_bytes, self.sample_bytes
+        text, height, width = (
+            int(side.max()) for side in (self.sizes.num_tokens, self.sizes.height, self.sizes.width)
+        )
+        planned = self.plan is not None
+        return {
+            "num_batches": len(batches) if planned else None,
+            "mean_batch_size": len(self.sizes) / len(batches) if planned else None,
+            "mean_use_ratio": float(batches.mean() / self.limit_bytes) if planned else None,
+            "max_use_ratio": float(batches.max() / self.limit_bytes) if planned else None,
+            "combined_waste": self.plan.report().combined_waste if self.plan else None,
+            "fixed_batch_size": max_batch_size(self.memory, text, height, width, self.target_bytes),
+            "dearest_sample_bytes": float(alone.max()),
+            "num_too_large": int((alone > self.target_bytes).sum()),
+        }
+
+
+def plan_memory(memory: MemoryModel, sizes: SampleSizes, limit_bytes: int, *, seed: int = 0) -> PlannedMemory:
+    """Plan an epoch by the scheduler `memory`."""
+    scheduler = make_scheduler("memory", cost=memory, budget=limit_bytes, seed=seed)
+    target_bytes = scheduler.target_ratio * limit_bytes  # type: ignore[attr-defined]
+    fits = batch_costs(memory, sizes.alone).max() <= target_bytes
+    return PlannedMemory(
+        memory=memory,
+        sizes=sizes,
+        limit_bytes=limit_bytes,
+        target_bytes=target_bytes,
+        plan=scheduler.plan(sizes) if fits else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """What `memory_report` found; printing it gives its tables."""
+
+    source: str
+    model: str
+    limit: MemoryLimit
+    plans: dict[str, PlannedMemory]  # the training asked for, then its alternatives, by what they are
+
+    @property
+    def planned(self) -> PlannedMemory:
+        """Of the training asked for."""
+        return next(iter(self.plans.values()))
+
+    @property
+    def memory(self) -> MemoryModel:
+        """The fitted model of the training asked for."""
+        return self.planned.memory
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The epoch's figures, a row for each way to train."""
+        import pandas as pd
+
+        return pd.DataFrame.from_dict(
+            {name: plan.figures() for name, plan in self.plans.items()}, orient="index"
+        )
+
+    @property
+    def largest_shapes(self) -> pd.DataFrame:
+        """The distinct shapes of single samples that need most, with the most of them that a batch may have."""
+        shapes, counts = np.unique(self.planned.sizes.alone, axis=0, return_counts=True)
+        dearest = np.argsort(-batch_costs(self.memory, shapes), kind="stable")[:_SHOWN]
+        return self._shapes(shapes[dearest], counts[dearest])
+
+    @property
+    def common_shapes(self) -> pd.DataFrame:
+        """The commonest image sizes, each with its longest text and the most such samples that a batch may have."""
+        sizes = self.planned.sizes
+        images, image, counts = np.unique(
+            np.stack([sizes.height, sizes.width], axis=1), axis=0, return_inverse=True, return_counts=True
+        )
+        longest = np.zeros(len(images), dtype=np.int64)
+        np.maximum.at(longest, image, sizes.num_tokens)
+        common = np.argsort(-counts, kind="stable")[:_SHOWN]
+        shapes = np.column_stack([np.ones(len(common), dtype=np.int64), longest[common], images[common]])
+        return self._shapes(shapes, counts[common])
+
+    def _shapes(self, shapes: NDArray[np.int64], counts: NDArray[np.int64]) -> pd.DataFrame:
+        import pandas as pd
+
+        table = pd.DataFrame(shapes[:, 1:], columns=["num_tokens", "height", "width"])
+        table["num_samples"] = counts
+        table["alone_bytes"] = batch_costs(self.memory, shapes).round().astype(np.int64)
+        table["best_batch_size"] = [
+            max_batch_size(self.memory, text, height, width, self.planned.target_bytes)
+            for _, text, height, width in shapes.tolist()
+        ]
+        return table
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `mmlab memory --json` prints."""
+        edges = np.linspace(0, self.planned.limit_bytes, 21)
+        return {
+            "source": self.source,
+            "model": self.model,
+            "fingerprint": self.memory.fingerprint,
+            "num_samples": len(self.planned.sizes),
+            "conditions": dict(self.memory.conditions),
+            "limit": {
+                "device": self.limit.device,
+                "total_bytes": self.limit.total_bytes,
+                "others_bytes": self.limit.others_bytes,
+                "context_bytes": self.limit.context_bytes,
+                "usable_bytes": self.limit.usable_bytes,
+            },
+            "held_out": dict(self.memory.held_out),
+            "plans": {name: plan.figures() for name, plan in self.plans.items()},
+            "histogram": {
+                "edges_bytes": edges.tolist(),
+                "samples": np.histogram(self.planned.sample_bytes, edges)[0].tolist(),
+                "batches": np.histogram(self.planned.batch_bytes, edges)[0].tolist(),
+            },
+            "largest_shapes": self.largest_shapes.to_dict(orient="records"),
+            "common_shapes": self.common_shapes.to_dict(orient="records"),
+        }
+
+    def figure(self) -> Figure:
+        """Three panels: bytes of single samples, of planned batches, and samples a batch each way to train."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(12, 3.2), layout="constrained")
+        samples, batches, ways = figure.subplots(1, 3)
+        limit_gib = self.planned.limit_bytes / GIB
+        for axes, found, colour, what in (
+            (samples, self.planned.sample_bytes, PALETTE[0], "a step on one sample"),
+            (batches, self.planned.batch_bytes, PALETTE[2], "a planned batch"),
+        ):
+            axes.hist(found / GIB, bins=np.linspace(0, limit_gib, 41), color=colour)
+            axes.axvline(limit_gib, color="black", lw=1, ls="--")
+            axes.set(title=f"{what} (-- limit)", xlabel="GiB", ylabel="count", xlim=(0, 1.05 * limit_gib))
+        table = self.table.iloc[::-1]
+        ways.barh(table.index, table["mean_batch_size"].astype(float).fillna(0), color=PALETTE[0])
+        ways.set(title="samples a batch", xlabel="mean")
+        return figure
+
+    def save_figure(self, path: str | Path) -> None:
+        """Write the figure; the file's suffix chooses the format.
+
+        Raises:
+            OptionError: a suffix that matplotlib cannot write.
+        """
+        save_figure(self.figure(), path)
+
+    def __str__(self) -> str:
+        held_out = self.memory.held_out
+        head = [
+            f"{self.model} on {self.source}, {len(self.planned.sizes)} samples",
+            str(self.limit),
+            f"prediction against simulation on {held_out['num_shapes']} larger shapes: 95 % within "
+            f"{held_out['p95_ratio']:.2%}, at most {held_out['worst_under_ratio']:.2%} too little",
+        ]
+        if self.planned.plan is None:
+            head.append(f"{self.planned.figures()['num_too_large']} samples do not fit alone: no plan")
+        return "\n".join(
+            [
+                *head,
+                "\nan epoch that fills the memory, and what would change it:",
+                _shown(self.table).to_string(),
+                "\nlargest samples:",
+                _shown(self.largest_shapes).to_string(index=False),
+                "\ncommonest image sizes, each with its longest text:",
+                _shown(self.common_shapes).to_string(index=False),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            _shown(table).to_html(border=0) for table in (self.table, self.largest_shapes, self.common_shapes)
+        )
+
+
+def memory_report(
+    model: str,
+    data: str | Path,
+    *,
+    memory_gb: float | None = None,
+    device: str = "cuda",
+    precision: str = "fp32",
+    checkpointing: bool = False,
+    accumulating: bool = False,
+    optimizer: str = "adamw",
+    image: str = "aspect:224",
+    tokenizer: str = "builtin",
+    limit: int | None = None,
+    progress: bool = True,
+) -> MemoryReport:
+    """Price a data set's batches for a model, and plan an epoch that fills the memory.
+
+    Args:
+        model: a preset's name (`mmlab.model.PRESETS`), or the path or name of a transformers model, of which only the
+            configuration is read.
+        data: anything that `read_records` takes.
+        memory_gb: GiB to plan for; None asks the device, see `memory_limit`.
+        device: "cuda" or "cpu": whose kernels and allocator are priced.
+        precision, checkpointing, accumulating, optimizer: the training asked for, see `StepTracer`.
+        image: image policy in short form, see `parse_image_policy`.
+        tokenizer: see `load_tokenizer`.
+        limit: use only the first samples.
+
+    Raises:
+        DataError: no records.
+        OptionError: no such model, a model that cannot be priced, or an impossible limit.
+    """
+    memory_bytes = memory_limit(device, memory_gb=memory_gb)
+    records = read_records(data, limit=limit)
+    if not len(records):
+        raise DataError(f"{data} has no records to price")
+    tokens = load_tokenizer(tokenizer, records=records)
+    sizes = measure_tokens(records, tokens).sizes(parse_image_policy(image))
+    network = empty_model(model, vocab_size=len(tokens), tokenizer=tokens)
+    ways = [(precision, checkpointing), ("fp32" if precision != "fp32" else "bf16", checkpointing)]
+    ways.append((precision, not checkpointing))
+    plans = {}
+    for number, (name, checkpoints) in enumerate(ways):
+        memory = fit_memory(
+            network,
+            precision=name,
+            checkpointing=checkpoints,
+            accumulating=accumulating,
+            optimizer=optimizer,
+            device=device.partition(":")[0],
+            num_held_out=0 if number else 6,
+            progress=progress,
+        )
+        title = name + (", checkpointing" if checkpoints else "")
+        plans[title] = plan_memory(memory, sizes, memory_bytes.usable_bytes)
+    return MemoryReport(source=records.source or str(data), model=model, limit=memory_bytes, plans=plans)
+
+
+def _shown(table: pd.DataFrame) -> pd.DataFrame:
+    """Bytes in GiB and shares in per cent, rounded."""
+    shown = {}
+    for name in table.columns:
+        column = table[name]
+        if name.endswith("_bytes"):
+            shown[name.removesuffix("_bytes") + " GiB"] = (column / GIB).round(2)
+        elif name.endswith(("_ratio", "_waste")):
+            shown[name.removesuffix("_ratio") + " %"] = (100 * column.astype(float)).round(1)
+        else:
+            shown[name] = column.round(1) if column.dtype == float else column
+    return type(table)(shown).rename(columns=lambda name: name.replace("_", " "))

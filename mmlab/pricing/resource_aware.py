@@ -1,0 +1,271 @@
+"""`ResourceAwareScheduler`: batches that follow the memory that the run was seen to use.
+
+It stands between a planner and a loader. Each step's values come in through `observe`; where a policy
+(`mmlab.pricing.memory_policies`) settles on another budget or batch size, the samples that nobody has been given yet are
+planned anew (`mmlab.schedule.live`), and a `decision` event says why. With a good memory model nothing ever happens.
+Costs some tens of microseconds a step, and a plan of the rest at a decision. Does not catch an out-of-memory: the
+trainer does, and reports it in its step's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.machine import GIB, available_memory_bytes, total_memory_bytes
+from mmlab.pricing.memory_policies import Halving, MemoryPolicy, Predictive
+from mmlab.runs.events import RunEvent
+from mmlab.schedule.base import sizes_of
+from mmlab.schedule.live import LivePlan
+
+if TYPE_CHECKING:
+    from mmlab.data.records import Records
+    from mmlab.schedule.base import BatchScheduler
+    from mmlab.schedule.plan import BatchPlan
+    from mmlab.types import Record, SampleSizes
+
+POLICIES = ("predictive", "halving")
+
+
+def free_ram_ratio() -> float:
+    """Share of this machine's (or container's) memory that is available."""
+    return available_memory_bytes() / total_memory_bytes()
+
+
+class ResourceAwareScheduler:
+    """Plans epochs, and plans what is left of one again when memory use asks for it.
+
+    >>> ResourceAwareScheduler(max_memory_gb=2**20).adjust_batch_size(8)  # far below 30 % of a pebibyte
+    16
+
+    A `PlannedLoader` takes it in place of a scheduler. For a plain torch `DataLoader`, call `plan(sizes)` and give the
+    object itself as `batch_sampler`; then `set_epoch` before each epoch, and `observe` after each step.
+
+    Args:
+        max_memory_gb: GiB that training may use; None takes the planner's budget.
+        planner: for policy `predictive` a scheduler with a budget in bytes (`memory`), for `halving` one with a
+            `batch_size`.
+        policy: "predictive" corrects the planner's memory model; "halving" is the article's rule.
+        rank: of this process, among the planner's `world_size`.
+        emit: takes each decision as a `RunEvent`.
+        agree: gives the largest of the ranks' numbers, for example by an all-reduce; called once a step, and once more
+            at a decision, so every rank must observe every step.
+        free_ram: share of the system's memory that is available.
+
+    Raises:
+        OptionError: an unknown policy, a planner that does not suit it, no limit, or several ranks without `agree`.
+
+    Source: article A, which reads the memory that is allocated between two steps. Here peaks count where the steps'
+        values have them.
+    """
+
+    def __init__(
+        self,
+        max_memory_gb: float | None = None,
+        *,
+        planner: BatchScheduler | None = None,
+        policy: str = "predictive",
+        rank: int = 0,
+        emit: Callable[[RunEvent], object] | None = None,
+        agree: Callable[[float], float] | None = None,
+        free_ram: Callable[[], float] = free_ram_ratio,
+    ) -> None:
+        if policy not in POLICIES:
+            raise unknown_name("policy", policy, POLICIES)
+        limit_bytes = getattr(planner, "budget", None) if max_memory_gb is None else max_memory_gb * GIB
+        if limit_bytes is None or not limit_bytes > 0:
+            raise OptionError(f"no memory limit; give max_memory_gb above 0, found {max_memory_gb}")
+        if planner is not None and planner.world_size > 1 and agree is None:
+            raise OptionError(
+                f"{planner.world_size} ranks would decide apart; give agree=, a function to their largest number"
+            )
+        self.planner, self.limit_bytes, self.rank = planner, float(limit_bytes), rank
+        self.seed = 0 if planner is None else planner.seed
+        self.num_steps = 0  # observed
+        self._emit = emit or (lambda event: None)
+        self._agree = agree or float
+        self._policy_name = policy
+        self._policy = _policy_for(policy, planner, self.limit_bytes, free_ram)
+        self._epoch = 0
+        self._sizes: SampleSizes | None = None
+        self._live: LivePlan | None = None
+
+    @property
+    def value(self) -> float:
+        """The budget in predicted bytes, or the batch size, that the next plan gets."""
+        return self._policy.value
+
+    def adjust_batch_size(self, current: int) -> int:
+        """The article's rule, whatever the policy: half above 80 % of the limit, twice (up to 64) below 30 %.
+
+        What counts is the highest peak since the last decision under policy `halving`; else the memory that the whole
+        system has in use, or the device's peak where CUDA is in use and that is more.
+        """
+        rule = self._policy if isinstance(self._policy, Halving) else Halving(self.limit_bytes)
+        return rule.adjust(current)
+
+    def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> LivePlan:
+        """This rank's share of the epoch that is now read; asked for again, the same with all that was decided in it.
+
+        Raises:
+            OptionError: no planner, or a sample that no batch may hold.
+        """
+        sizes = sizes_of(samples)
+        if self._sizes is None or not _are_equal(sizes, self._sizes):
+            self._sizes, self._live = sizes, None
+            self._policy.bind(sizes)
+        elif epoch != self._epoch:
+            wanted, reason = self._policy.next_epoch()
+            self._settle(self._agree_least(wanted), reason, replan=False)
+        if self._live is None or epoch != self._epoch:
+            self._epoch = epoch
+            self._live = self._make_live([(0, self.value)])
+        return self._mine()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Plan another epoch of the same samples."""
+        self.plan(self._bound(), epoch=epoch)
+
+    def observe(self, values: Mapping[str, Any]) -> None:
+        """Take the values of a `step` event; the rest of the epoch may be planned anew.
+
+        Args:
+            values: `num_out_of_memory`, `peak_bytes` with its `memory_source`, `predicted_bytes` (or the batch's
+                `num_samples`, `num_batches`, `num_tokens`, `height` and `width`).
+        """
+        self.num_steps += 1
+        wanted, reason = self._policy.observe(values)
+        if wanted > (agreed := self._agree_least(wanted)):
+            reason = "another rank needs it"
+        if not self._settle(agreed, reason, replan=True) and values.get("num_out_of_memory"):
+            self._tell("hold", reason, self.value, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All decisions of this epoch, and what they came from: plain numbers. Where the reader stands is not in it."""
+        return {
+            "policy": self._policy_name,
+            "num_samples": len(self._bound()),
+            "planner": repr(self._planner_of(1)),
+            "epoch": self._epoch,
+            "history": [list(pair) for pair in self._live.history] if self._live else [],
+            "num_steps": self.num_steps,
+            **{f"policy_{name}": number for name, number in self._policy.state_dict().items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`: `plan` gives the same batches again; `skip` those that were trained on.
+
+        Call `plan` with the samples first.
+
+        Raises:
+            DataError: the state is of other samples, another planner or another policy.
+        """
+        expected = {
+            "policy": self._policy_name,
+            "num_samples": len(self._bound()),
+            "planner": repr(self._planner_of(1)),
+        }
+        for name, value in expected.items():
+            if state[name] != value:
+                raise DataError(
+                    f"cannot resume: the state was saved with {name} {state[name]}, here it is {value}"
+                )
+        self._epoch, self.num_steps = state["epoch"], state["num_steps"]
+        self._policy.load_state_dict({name.removeprefix("policy_"): number for name, number in state.items()})
+        self._live = self._make_live([(first, value) for first, value in state["history"]])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._mine())
+
+    def __len__(self) -> int:
+        return len(self._mine())
+
+    def _mine(self) -> LivePlan:
+        self._bound()
+        assert self._live is not None
+        assert self.planner is not None
+        return self._live.shard(self.rank, self.planner.world_size)
+
+    def _bound(self) -> SampleSizes:
+        if self._sizes is None:
+            raise OptionError("nothing to plan yet; call plan(sizes) first")
+        return self._sizes
+
+    def _make_live(self, history: Sequence[tuple[int, float]]) -> LivePlan:
+        epoch = self._epoch
+
+        def plan_rest(sizes: SampleSizes, value: float) -> BatchPlan:
+            return self._planner_of(value).plan(sizes, epoch=epoch)
+
+        return LivePlan(plan_rest, self._bound(), history)
+
+    def _planner_of(self, value: float) -> BatchScheduler:
+        if self.planner is None:
+            raise OptionError("no planner; give planner=, for example make_scheduler('memory', ...)")
+        if self._policy_name == "halving":
+            return replace(self.planner, batch_size=int(value))  # type: ignore[call-arg]
+        options = {
+            "budget": value,
+            **({"target_ratio": 1.0} if hasattr(self.planner, "target_ratio") else {}),
+        }
+        return replace(self.planner, **options)  # type: ignore[arg-type]
+
+    def _agree_least(self, number: float) -> float:
+        return -self._agree(-number)
+
+    def _settle(self, agreed: float, reason: str, *, replan: bool) -> bool:
+        """Take over what the policy makes of the ranks' verdict; whether that changed anything."""
+        old, new = self.value, self._policy.settle(agreed)
+        if new == old:
+            return False
+        self._policy.value = new
+        num_replanned = 0
+        if replan and self._live is not None:
+            try:
+                num_replanned = self._live.replan(new, agree=self._agree)
+            except OptionError as error:  # few samples, many ranks: the next epoch can be planned so
+                reason = f"{reason}; the rest of this epoch stays as it is: {error}"
+        self._tell("lower" if new < old else "raise", reason, old, num_replanned)
+        return True
+
+    def _tell(self, action: str, reason: str, old: float, num_replanned: int) -> None:
+        values = {
+            "action": action,
+            "reason": reason,
+            "limit_bytes": round(self.limit_bytes),
+            "old_value": old,
+            "new_value": self.value,
+            "num_replanned": num_replanned,
+            **self._policy.figures(),
+        }
+        self._emit(RunEvent.now("decision", self.num_steps, values, self.rank))
+
+
+def _are_equal(one: SampleSizes, other: SampleSizes) -> bool:
+    columns = ((getattr(one, name), getattr(other, name)) for name in one.__slots__)
+    return one is other or all(np.array_equal(*pair) for pair in columns)
+
+
+def _policy_for(
+    name: str, planner: BatchScheduler | None, limit_bytes: float, free_ram: Callable[[], float]
+) -> MemoryPolicy:
+    if name == "halving" or planner is None:
+        batch_size = getattr(planner, "batch_size", None)
+        if planner is not None and batch_size is None:
+            raise OptionError(
+                f"policy 'halving' needs a planner with a batch_size, found {type(planner).__name__}; "
+                "use 'random' or another with batches of fixed size"
+            )
+        return Halving(limit_bytes, batch_size or 1)
+    cost = getattr(planner, "cost", None)
+    if cost is None or cost.unit != "bytes":
+        found = f"{type(planner).__name__}{'' if cost is None else f' with a cost in {cost.unit}'}"
+        raise OptionError(
+            f"policy 'predictive' needs a planner with a cost model in bytes, found {found}; "
+            "use make_scheduler('memory', cost=<memory model>, budget=<bytes>)"
+        )
+    return Predictive(cost, limit_bytes, 1 - getattr(planner, "target_ratio", 0.97), free_ram)

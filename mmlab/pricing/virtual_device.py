@@ -1,0 +1,57 @@
+"""A device with little memory, for tests and benchmarks on a CPU: real tensors, counted, with a limit.
+
+`VirtualDevice` runs a step for real and raises torch's own `OutOfMemoryError` at the operation that would cross the
+limit, as a GPU's allocator does, or at any operation chosen beforehand. Every path through out-of-memory can so be
+driven without a GPU. What it does not have: fragmentation, and scratch memory inside an operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmlab.runs.meters import LiveBytes
+
+_LIKE_CUDA = "CUDA out of memory. (virtual device)"  # other libraries look for the first words
+
+
+class VirtualDevice(LiveBytes):
+    """Counts live bytes and runs out of memory.
+
+    >>> with VirtualDevice(limit_bytes=900) as device:
+    ...     a = torch.zeros(200)
+    ...     b = torch.zeros(200)
+    Traceback (most recent call last):
+    torch.OutOfMemoryError: CUDA out of memory. (virtual device) aten.zeros.default needs 800 bytes, 800 of 900 are used
+
+    Args:
+        limit_bytes: memory there is; None is without limit.
+        fail_at: number of the operation, counted from 0 over the device's life, that is not executed but fails, once.
+
+    Attributes:
+        num_operations: seen so far.
+        num_failures: how often it ran out of memory.
+    """
+
+    def __init__(self, *, limit_bytes: int | None = None, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.limit_bytes, self.fail_at = limit_bytes, fail_at
+        self.num_operations = self.num_failures = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number, self.num_operations = self.num_operations, self.num_operations + 1
+        if number == self.fail_at:
+            self.num_failures += 1
+            raise torch.OutOfMemoryError(f"{_LIKE_CUDA} {func} was chosen to fail")
+        before_bytes, peak_bytes = self.current_bytes, self.peak_bytes
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.limit_bytes is not None and self.current_bytes > max(self.limit_bytes, before_bytes):
+            added_bytes = self.current_bytes - before_bytes
+            del out
+            self.peak_bytes = peak_bytes  # it never was in use
+            self.num_failures += 1
+            raise torch.OutOfMemoryError(
+                f"{_LIKE_CUDA} {func} needs {added_bytes} bytes, {before_bytes} of {self.limit_bytes} are used"
+            )
+        return out

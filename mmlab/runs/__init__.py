@@ -1,0 +1,18 @@
+"""What a run wrote, followed and steered: the event file is the only boundary between a run and its views.
+
+A run appends `RunEvent`s to its file; monitors, panels and the terminal read it; one small control file goes the other
+way (pause, resume, stop).
+"""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "events": ["RunEvent", "RunLog", "read_events", "read_runs"],
+        "meters": ["DeviceMeter", "LiveBytes", "read_device"],
+        "monitor": ["DeviceMonitor", "RunState"],
+    },
+)

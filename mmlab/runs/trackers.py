@@ -1,0 +1,118 @@
+"""Give a run to the tracker that people already look at: TensorBoard, Weights & Biases or MLflow.
+
+Fed from the event files after or during a run, so training knows nothing of trackers and a run can be given to another
+one later. Numbers of `step`, `epoch`, `eval` and `device` events become curves named `kind/key`, the start event's
+configuration the run's parameters. Steps that were done again after a resume appear once.
+
+Costs nothing in training. Does not: install a tracker, upload checkpoints, or follow a run that goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
+
+_CURVES = ("step", "epoch", "eval", "device")
+
+
+def export_run(run: str | Path, to: str, target: str | Path) -> int:
+    """Give one run to a tracker; returns the number of points.
+
+    Args:
+        run: the run's folder.
+        to: `tensorboard`, `wandb` or `mlflow`.
+        target: TensorBoard's folder, the Weights & Biases project, or MLflow's tracking address.
+
+    Raises:
+        DataError: no events in the folder.
+        OptionError: an unknown tracker, or one that is not installed.
+    """
+    if to not in TRACKERS:
+        raise unknown_name("tracker", to, TRACKERS)
+    folder = Path(run)
+    paths = sorted(folder.glob(EVENT_FILES))
+    if not paths:
+        raise DataError(f"{folder}: no {EVENT_FILES} in it; give the folder of a run")
+    events = [event for path in paths for event in current_events(read_events(path)[0])]
+    start = next((event for event in events if event.kind == "start"), None)
+    values = {} if start is None else start.values
+    points = list(_points(events, several_ranks=len(paths) > 1))
+    try:
+        TRACKERS[to](folder.resolve().name, str(target), values, points)
+    except ModuleNotFoundError as error:
+        raise OptionError(f"{to} is not installed ({error}); pip install {to}") from error
+    return len(points)
+
+
+def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
+    """One rank's events without those that a resume made void: later steps than it went on from.
+
+    >>> def event(kind, step): return RunEvent(kind, step, 0, 0.0, {})
+    >>> done = [event("step", 1), event("step", 2), event("start", 1), event("step", 2)]
+    >>> [(event.kind, event.step) for event in current_events(done)]
+    [('step', 1), ('start', 1), ('step', 2)]
+    """
+    kept: list[RunEvent] = []
+    for event in events:
+        if event.kind == "start":
+            kept = [old for old in kept if old.step <= event.step]
+        kept.append(event)
+    return kept
+
+
+Point = tuple[str, float, int, float]  # name, value, step, seconds since 1970
+
+
+def _points(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Point]:
+    step = 0
+    for event in sorted(events, key=lambda event: event.time_s):
+        step = (
+            event.step if event.step >= 0 else step
+        )  # the monitor does not know the step: the last one seen
+        if event.kind in _CURVES:
+            rank = f"rank{event.rank}/" if several_ranks else ""
+            for key, value in event.values.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    yield f"{rank}{event.kind}/{key}", float(value), step, event.time_s
+
+
+def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(Path(target) / name)) as writer:
+        writer.add_text("start", f"```json\n{json.dumps(start, indent=1)}\n```")
+        for curve, value, step, time_s in points:
+            writer.add_scalar(curve, value, step, walltime=time_s)
+
+
+def _to_wandb(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
+    wandb = import_module("wandb")
+    with wandb.init(project=target, name=name, config=start) as run:
+        run.define_metric("*", step_metric="run_step")  # its own steps must not go back
+        for curve, value, step, _ in points:
+            run.log({curve: value, "run_step": step})
+
+
+def _to_mlflow(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
+    mlflow = import_module("mlflow")
+    mlflow.set_tracking_uri(target)
+    with mlflow.start_run(run_name=name) as run:
+        mlflow.log_dict(start, "start.json")
+        make = mlflow.entities.Metric
+        metrics = [make(curve, value, int(1000 * time_s), step) for curve, value, step, time_s in points]
+        for first in range(0, len(metrics), 1000):  # as many as one call may carry
+            mlflow.MlflowClient().log_batch(run.info.run_id, metrics=metrics[first : first + 1000])
+
+
+TRACKERS: dict[str, Callable[[str, str, Mapping[str, Any], Sequence[Point]], None]] = {
+    "tensorboard": _to_tensorboard,
+    "wandb": _to_wandb,
+    "mlflow": _to_mlflow,
+}

@@ -1,0 +1,167 @@
+"""What a batch of a given padded shape costs: padded tokens, or any maximum of polynomials in its shape.
+
+A cost model is a pure function of a `BatchShape` that never falls when a dimension grows. Planners take any such
+callable; those with `as_polynomial()` are evaluated in compiled code, others once a shape. One call takes some
+microseconds. Nothing here measures:
+coefficients come from a fit made elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmlab.errors import OptionError
+from mmlab.types import PATCH, BatchShape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.types import CostModel, SampleSizes
+
+
+@dataclass(frozen=True, slots=True)
+class MaxPolynomial:
+    """The largest of K polynomials in batch size B, text tokens T and image patches P.
+
+    Row k costs the sum over m of `coefficients[k, m] * B**b * T**t * P**p` with `(b, t, p) = exponents[m]`. Activation
+    memory and step time have this form: every kernel's price is a polynomial, the peak is whichever rules.
+
+    >>> from mmlab.types import BatchShape
+    >>> attention = MaxPolynomial([[1.0, 2.0]], [(0, 0, 0), (1, 2, 0)], unit="bytes")
+    >>> attention(BatchShape(8, 10, 224, 224))
+    1601.0
+
+    Args:
+        coefficients: (K, M) numbers.
+        exponents: (M, 3) powers of B, T and P; that of B is at most 2, for a loss over every pair in the batch.
+        unit: what the number counts, for messages.
+        patch: side of a patch in pixels.
+
+    Raises:
+        OptionError: shapes that do not fit together, or a power of B above 2.
+    """
+
+    coefficients: NDArray[np.float64]
+    exponents: NDArray[np.int64]
+    unit: str = "padded tokens"
+    patch: int = PATCH
+    powers: list[tuple[int, int, int]] = field(
+        init=False, repr=False, compare=False
+    )  # `exponents`, quicker to walk
+
+    def __post_init__(self) -> None:
+        coefficients = np.atleast_2d(np.asarray(self.coefficients, dtype=np.float64))
+        exponents = np.asarray(self.exponents, dtype=np.int64)
+        if exponents.shape != (coefficients.shape[1], 3):
+            raise OptionError(
+                f"exponents must have shape ({coefficients.shape[1]}, 3), one (b, t, p) for each coefficient of a row, "
+                f"found {exponents.shape}"
+            )
+        if exponents.min() < 0 or exponents[:, 0].max() > 2:
+            raise OptionError("exponents must not be negative, and that of the batch size must be at most 2")
+        object.__setattr__(self, "coefficients", coefficients)
+        object.__setattr__(self, "exponents", exponents)
+        object.__setattr__(self, "powers", [tuple(row) for row in exponents.tolist()])
+
+    def __call__(self, shape: BatchShape) -> float:
+        count, text, height, width = shape
+        patches = -(-height // self.patch) * -(-width // self.patch)
+        terms = [float(count) ** b * float(text) ** t * float(patches) ** p for b, t, p in self.powers]
+        return float((self.coefficients @ terms).max())
+
+    def as_polynomial(self) -> MaxPolynomial:
+        """Itself."""
+        return self
+
+    def at(self, batch_size: Any, num_tokens: Any, num_patches: Any) -> Any:
+        """The cost at numbers or arrays that broadcast."""
+        point = [np.asarray(side, dtype=np.float64) for side in (batch_size, num_tokens, num_patches)]
+        count, text, patches = np.broadcast_arrays(*point)
+        terms = np.stack([count**b * text**t * patches**p for b, t, p in self.exponents], axis=-1)
+        return (terms @ self.coefficients.T).max(axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedTokens:
+    """Padded tokens of a batch, B * (T + ceil(H / patch) * ceil(W / patch)): text tokens and image patches count alike.
+
+    >>> from mmlab.types import BatchShape
+    >>> PaddedTokens()(BatchShape(8, 24, 224, 224))
+    1760.0
+    """
+
+    patch: int = PATCH
+
+    def __post_init__(self) -> None:
+        if self.patch < 1:
+            raise OptionError(f"patch must be at least 1 pixel, found {self.patch}")
+
+    @property
+    def unit(self) -> str:
+        """What the number counts."""
+        return "padded tokens"
+
+    def __call__(self, shape: BatchShape) -> float:
+        patches = -(-shape.height // self.patch) * -(-shape.width // self.patch)
+        return float(shape.batch_size * (shape.num_tokens + patches))
+
+    def as_polynomial(self) -> MaxPolynomial:
+        """The same cost as coefficients: B*T + B*P."""
+        return MaxPolynomial(np.ones((1, 2)), np.array([[1, 1, 0], [1, 0, 1]]), self.unit, self.patch)
+
+
+FREE = MaxPolynomial(np.zeros((1, 1)), np.zeros((1, 3), dtype=np.int64))  # where nothing is limited
+
+
+def polynomial_of(cost: CostModel) -> MaxPolynomial | None:
+    """The polynomial of a cost model that has one (see `as_polynomial`)."""
+    return cost.as_polynomial() if hasattr(cost, "as_polynomial") else None
+
+
+def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.float64]:
+    """The cost of many batches at once.
+
+    Args:
+        cost: any cost model; one with a polynomial takes a few array operations, another one call a shape.
+        shapes: (n, 4) batch size, tokens, height and width, as in `BatchShape`.
+
+    Returns:
+        (n,) costs.
+    """
+    polynomial = polynomial_of(cost)
+    if polynomial is None:
+        return np.array([cost(BatchShape(*map(int, shape))) for shape in shapes], dtype=np.float64)
+    count, text, height, width = shapes.T
+    return polynomial.at(count, text, -(-height // polynomial.patch) * -(-width // polynomial.patch))
+
+
+def dearest_sample(cost: CostModel, sizes: SampleSizes, *, enough: float) -> tuple[int, float]:
+    """Row and cost of the sample that costs most by itself; row -1 and a bound where all cost at most `enough`."""
+    if not len(sizes):
+        return -1, 0.0
+    columns = (sizes.num_tokens, sizes.height, sizes.width)
+    bound = cost(BatchShape(1, *(int(column.max()) for column in columns)))
+    if bound <= enough:
+        return -1, bound
+    kinds, rows = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
+    prices = batch_costs(cost, np.insert(kinds, 0, 1, axis=1).astype(np.int64))
+    dearest = int(np.argmax(prices))
+    return int(rows[dearest]), float(prices[dearest])
+
+
+def max_batch_size(cost: CostModel, num_tokens: int, height: int, width: int, budget: float) -> int:
+    """The most samples of one shape whose batch costs at most `budget`; 0 if one is too many.
+
+    >>> max_batch_size(PaddedTokens(), 20, 160, 160, budget=1000)
+    8
+    """
+    size = 0
+    step = 1 << 20
+    while step:
+        if cost(BatchShape(size + step, num_tokens, height, width)) <= budget:
+            size += step
+        step //= 2
+    return size

@@ -1,0 +1,21 @@
+"""The training step, and what it is made of: objectives as sums and counts, mixed precision, gradient accumulation over
+micro-batches of any size, evaluation, checkpoints.
+
+Devices share a step through a strategy that is handed in (`mmlab.parallel`); nothing here knows of ranks.
+"""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "alignment": ["describe_alignment"],
+        "checkpoint": ["Checkpoints"],
+        "fusion_trainer": ["FusionTrainer"],
+        "losses": ["MaskedLanguage"],
+        "precision": ["Precision"],
+        "weighting": ["WEIGHTINGS", "make_weighting"],
+    },
+)

@@ -1,0 +1,249 @@
+"""`Checkpoints`: the checkpoints of one run; when to save, what to keep, where to go on."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mmlab.errors import DataError, OptionError
+from mmlab.parallel.ranks import Ranks
+from mmlab.runs.events import RunEvent
+from mmlab.training.checkpoint.files import (
+    SAVING,
+    check,
+    is_shared_out,
+    read_manifest,
+    read_state,
+    sync,
+    write_state,
+)
+
+_NAMES = "[0-9]*-step-*"
+
+
+class Checkpoints:
+    """The checkpoints of one run: when to save, what to keep, where to go on.
+
+    Example: `checkpoints = Checkpoints("runs/one/checkpoints")`, then `checkpoints.restore(trainer, loader)` and
+    `trainer.fit(loader, num_epochs=3 - trainer.epoch, checkpoints=checkpoints)`.
+
+    Args:
+        folder: made if need be; a folder for each run.
+        keep_last: newest ones to keep.
+        keep_best: best ones to keep besides, of those saved after an evaluation.
+        best_key: key of `eval` events to judge by.
+        maximize: whether the largest is the best.
+        every_steps: save when the number of optimizer steps is a multiple of it.
+        every_minutes: save when so long has passed since the last one. `FusionTrainer.fit` also saves after every epoch
+            and when it is stopped.
+        emit: takes a `warning` event for each damaged checkpoint; without it that is a Python warning.
+
+    Raises:
+        OptionError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        best_key: str = "loss",
+        maximize: bool = False,
+        every_steps: int | None = None,
+        every_minutes: float | None = 10.0,
+        emit: Callable[[RunEvent], object] | None = None,
+    ) -> None:
+        if keep_last < 1:
+            raise OptionError(f"keep_last must be at least 1, found {keep_last}")
+        if keep_best < 0:
+            raise OptionError(f"keep_best must not be negative, found {keep_best}")
+        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
+            if value is not None and value <= 0:
+                raise OptionError(f"{name} must be above 0, found {value}; leave it out for none")
+        self.folder = Path(folder)
+        self.keep_last, self.keep_best, self.best_key, self.maximize = (
+            keep_last,
+            keep_best,
+            best_key,
+            maximize,
+        )
+        self.every_steps, self.every_minutes = every_steps, every_minutes
+        self._emit = emit
+        self._is_warned = False
+        self.start_interval()
+
+    @property
+    def paths(self) -> list[Path]:
+        """All checkpoints, oldest first; damaged ones too."""
+        return sorted(self.folder.glob(_NAMES), key=_number)
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint that an evaluation came with."""
+        return next(iter(self._ranked()), None)
+
+    def due(self, step: int) -> bool:
+        """Whether an interval, in steps or minutes, is over."""
+        by_steps = self.every_steps is not None and step % self.every_steps == 0
+        elapsed_s = time.monotonic() - self._saved_s
+        return by_steps or (self.every_minutes is not None and elapsed_s >= 60 * self.every_minutes)
+
+    def start_interval(self) -> None:
+        """Count `every_minutes` from now, as after a save; for ranks that leave saving to another."""
+        self._saved_s = time.monotonic()
+
+    def save(self, state: Mapping[str, Any], *, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write a checkpoint, then remove those that are no longer to be kept.
+
+        A collective where ranks share out the weights; else one process writes, and the others leave it to that.
+
+        Args:
+            state: `FusionTrainer.state_dict()`, with the loader's under `loader`.
+            values: what an evaluation found, to judge the best by.
+
+        Returns:
+            The values of a `checkpoint` event.
+
+        Raises:
+            OSError: the disk is full or read-only; no checkpoint was added and none removed.
+            RunError: the same, on all ranks of a collective; those that failed are named.
+            TypeError: progress or the loader's state hold more than numbers and texts.
+        """
+        started = time.perf_counter()
+        progress = state["progress"]
+        ranks = Ranks(alone=not is_shared_out(state))
+        path = ranks.first(lambda: self._begin(progress["step"]), SAVING)
+        unfinished = self._aside(path)
+        try:
+            num_bytes = write_state(unfinished, state, values or {}, ranks)
+            ranks.first(lambda: unfinished.rename(path), SAVING)
+        except BaseException:
+            if ranks.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        self.start_interval()
+        ranks.first(lambda: self._tidy(values or {}), SAVING)
+        return {
+            "path": path.relative_to(self.folder.parent).as_posix(),
+            "checkpoint_bytes": num_bytes,
+            "checkpoint_s": time.perf_counter() - started,
+            "epoch": progress["epoch"],
+        }
+
+    def _begin(self, step: int) -> Path:
+        """Where the next checkpoint will stand; the folder to write it in is there."""
+        number = 1 + max((_number(path) for path in self.paths), default=0)
+        path = self.folder / f"{number:06d}-step-{step}"
+        self._clear_away()
+        self._aside(path).mkdir(parents=True)
+        return path
+
+    def _tidy(self, values: Mapping[str, Any]) -> None:
+        """Bring the new name to the disk; then keep the newest and the best."""
+        sync(self.folder)
+        if values and self.best_key not in values and self.keep_best and not self._is_warned:
+            self._is_warned = True
+            known = ", ".join(sorted(key for key, value in values.items() if isinstance(value, float)))
+            self._warn(f"evaluations have no {self.best_key!r}, so no checkpoint is the best; known: {known}")
+        kept = {*self.paths[-self.keep_last :], *self._ranked()[: self.keep_best]}
+        for old in set(self.paths) - kept:
+            old.rename(self._aside(old))
+        self._clear_away()
+
+    def newest(self, ranks: Ranks | None = None) -> Path | None:
+        """The newest checkpoint that is whole; None where there is none at all.
+
+        Args:
+            ranks: share the reading, and come to one answer: then a collective.
+
+        Raises:
+            DataError: all are damaged.
+        """
+        ranks = ranks or Ranks(alone=True)
+        paths = ranks.first(lambda: self.paths, f"look for checkpoints in {self.folder}")
+        for path in reversed(paths):
+            try:
+                check(path, ranks)
+            except DataError as error:
+                self._warn(f"{error}; using the checkpoint before it")
+            else:
+                return path
+        if paths:
+            raise DataError(
+                f"{self.folder}: none of the {len(paths)} checkpoints is whole; start anew in another folder"
+            )
+        return None
+
+    def restore(self, trainer: Any, loader: Any = None) -> Path | None:
+        """Go on from the newest whole checkpoint: bitwise the same run, in the middle of an epoch too.
+
+        On several ranks a collective.
+
+        Args:
+            trainer: made with the options of the run.
+            loader: for training; one with a state of its own goes on with the next batch, any other is read from the
+                epoch's start and the batches that are done are left out.
+
+        Returns:
+            The checkpoint, or None where there is none.
+
+        Raises:
+            DataError: all are damaged, or the newest is of another model, other data or another scheduler.
+        """
+        path = self.newest(trainer.ranks)
+        if path is not None:
+            restore(trainer, loader, path)
+        return path
+
+    def _ranked(self) -> list[Path]:
+        """Checkpoints with an evaluation, best first."""
+        scores = {}
+        for path in self.paths:
+            with suppress(DataError):  # damaged: `newest` says so
+                score = read_manifest(path)[1].get(self.best_key, math.nan)
+                if not math.isnan(score):
+                    scores[path] = score
+        return sorted(scores, key=lambda path: scores[path], reverse=self.maximize)
+
+    def _warn(self, message: str) -> None:
+        if self._emit is None:
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        else:
+            self._emit(RunEvent.now("warning", -1, {"message": message, "source": "checkpoint"}))
+
+    def _aside(self, path: Path) -> Path:
+        return self.folder / f".unfinished-{path.name}"
+
+    def _clear_away(self) -> None:
+        """Remove what a killed process left half written or half removed."""
+        for path in self.folder.glob(".unfinished-*"):
+            shutil.rmtree(path)
+
+
+def restore(trainer: Any, loader: Any, path: Path) -> None:
+    """Put a whole checkpoint's state into a trainer and its loader; see `check`.
+
+    Raises:
+        DataError: it is of another model, other data or another scheduler.
+        OptionError: it is of other objectives, or of weights that follow other losses.
+    """
+    try:
+        state = read_state(path, like=trainer.model.state_dict())
+        trainer.load_state_dict(state)
+    except (DataError, OptionError):  # say what it is
+        raise
+    except (RuntimeError, ValueError) as error:  # torch's words for weights that do not match
+        raise DataError(f"{path} is of another model: {' '.join(str(error).split())}") from error
+    if "loader" in state and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(state["loader"])
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split("-")[0])

@@ -1,0 +1,47 @@
+"""Objectives: each gives a *sum* over samples and, before any forward pass, the *count* that the sum is to be
+divided by.
+
+Sums and counts, never means: a step over several micro-batches divides by the counts of all of them, so that its
+gradient does not depend on how the samples were cut. Add an objective with one entry in `OBJECTIVES` or by giving
+the trainer an object.
+
+base             `Objective`, and `LossTerms`, which divides the sums of a step
+contrastive      pairs against the other pairs of the batch; what the batch size does to that
+all_ranks        the same against the pairs of all ranks' batches
+masked_language  hidden tokens
+names            `OBJECTIVES`, `parse_objectives`, and a model's own loss
+
+Costs B x B similarities; matching runs the fusion on up to 3 B pairs; masked language modelling encodes the texts once
+more. Contrastive and matching need pairs; text-only samples are learnt from by masked language modelling alone, and
+image-only samples by none.
+"""
+
+from mmlab.training.losses.all_ranks import AllRanks, Interrupted, JoinedRows
+from mmlab.training.losses.base import LossTerms, Objective, pairs
+from mmlab.training.losses.contrastive import (
+    Contrastive,
+    Matching,
+    contrastive_losses,
+    negatives,
+    one_way_losses,
+)
+from mmlab.training.losses.masked_language import MaskedLanguage
+from mmlab.training.losses.names import OBJECTIVES, OwnLoss, parse_objectives
+
+__all__ = [
+    "OBJECTIVES",
+    "AllRanks",
+    "Contrastive",
+    "Interrupted",
+    "JoinedRows",
+    "LossTerms",
+    "MaskedLanguage",
+    "Matching",
+    "Objective",
+    "OwnLoss",
+    "contrastive_losses",
+    "negatives",
+    "one_way_losses",
+    "pairs",
+    "parse_objectives",
+]

@@ -1,0 +1,74 @@
+"""Masked language modelling: hidden tokens are told from the rest of their text and, through the fusion, the image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmlab.errors import OptionError
+from mmlab.model.fusion_model import FusionOutput
+from mmlab.model.masking import can_hide, draw_hidden, num_hidden
+from mmlab.training.losses.base import sample_weights
+from mmlab.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedLanguage:
+    """Masked language modelling: tell hidden tokens from the rest of the text and, through the fusion, from the image.
+
+    >>> MaskedLanguage(mask_id=4, special_ids=(0, 1, 2, 3, 4)).mask_ratio
+    0.15
+
+    A text-only sample is told from its text alone; an image-only sample adds nothing and is not counted. Each text
+    hides the same share of its tokens, so the count is known beforehand; which ones is drawn. All are replaced by the
+    mask token: the text encoder meets whole texts in its other pass, so none needs to be left as it was.
+
+    Args:
+        mask_id: the tokenizer's mask token.
+        special_ids: tokens that are never hidden; padding never is.
+        mask_ratio: share of the other tokens that is hidden, at least one.
+
+    Raises:
+        OptionError: no mask token, or a share outside (0, 1].
+
+    Source: Devlin et al. 2019 (arXiv:1810.04805); conditioned on the image as in Li et al. 2021 (arXiv:2107.07651).
+    """
+
+    mask_id: int | None = None
+    special_ids: tuple[int, ...] = ()
+    mask_ratio: float = 0.15
+
+    def __post_init__(self) -> None:
+        if self.mask_id is None:
+            raise OptionError(
+                "masked_language needs the tokenizer's mask token: "
+                'objectives={"masked_language": MaskedLanguage.of(tokenizer)}'
+            )
+        if not 0 < self.mask_ratio <= 1:
+            raise OptionError(f"mask_ratio must lie in (0, 1], found {self.mask_ratio}")
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, mask_ratio: float = 0.15) -> MaskedLanguage:
+        """With the mask token and the special tokens of a `transformers` tokenizer.
+
+        Raises:
+            OptionError: it has no mask token.
+        """
+        special_ids = tuple(sorted(tokenizer.all_special_ids))
+        return cls(mask_id=tokenizer.mask_token_id, special_ids=special_ids, mask_ratio=mask_ratio)
+
+    def count(self, batch: Batch) -> int:
+        """Tokens to hide."""
+        return int(num_hidden(can_hide(batch, self.special_ids), self.mask_ratio).sum())
+
+    def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
+        """Sum of the hidden tokens' cross-entropies, in nats."""
+        assert self.mask_id is not None
+        ids = batch.input_ids
+        positions, wanted, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio)
+        masked_ids, targets = torch.where(hidden, self.mask_id, ids), ids.gather(1, positions)
+        losses = output.token_losses(masked_ids, batch.attention_mask, positions, targets)
+        return (losses * wanted * sample_weights(batch)[:, None]).sum()

@@ -1,0 +1,91 @@
+"""Objectives by name, and the one of a model that computes its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmlab.errors import OptionError, unknown_name
+from mmlab.model.huggingface import LossModel
+from mmlab.training.losses.base import Objective, at_least_fp32
+from mmlab.training.losses.contrastive import Contrastive, Matching
+from mmlab.training.losses.masked_language import MaskedLanguage
+from mmlab.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLoss:
+    """The loss that a `LossModel` computes itself, turned back from its mean into a sum."""
+
+    model: LossModel
+
+    def count(self, batch: Batch) -> int:
+        """How many samples or label tokens the model's mean is over."""
+        return int(self.model.num_terms(batch))
+
+    def __call__(self, output: Any, batch: Batch) -> Tensor:
+        """Sum over them, in the model's own unit.
+
+        Raises:
+            OptionError: the batch weighs its samples, which a mean that is made inside the model cannot.
+        """
+        if batch.weights is not None:
+            raise OptionError(
+                "the batch has loss weights, but this model computes its own mean loss, in which all samples count "
+                "alike; weigh by sampling without correction instead"
+            )
+        return at_least_fp32(output.loss) * self.model.num_terms(batch)
+
+
+ALL_RANKS = "contrastive_all_ranks"  # the objective "contrastive", with its negatives from all ranks
+OBJECTIVES: dict[str, type] = {
+    "contrastive": Contrastive,
+    "matching": Matching,
+    "masked_language": MaskedLanguage,
+}
+
+
+def parse_objectives(
+    model: nn.Module, asked: Sequence[str] | Mapping[str, Objective], *, tokenizer: Any = None
+) -> dict[str, Objective]:
+    """Objectives by name: from names in `OBJECTIVES` or as given; a `LossModel` has its own and no other.
+
+    The name "contrastive_all_ranks" gives the objective "contrastive" with negatives from all ranks.
+
+    Args:
+        tokenizer: of the data; "masked_language" needs it.
+
+    Raises:
+        OptionError: an unknown name, or none, or negatives from all ranks where the model computes its own loss.
+    """
+    wants_all_ranks = ALL_RANKS in asked or (
+        isinstance(asked, Mapping) and any(getattr(goal, "all_ranks", False) for goal in asked.values())
+    )
+    if isinstance(model, LossModel):
+        if wants_all_ranks:
+            raise OptionError(
+                f"{type(model.module).__name__} computes its own loss, inside one rank's batch, so that negatives "
+                "cannot come from all ranks; leave all_ranks out, or train a FusionModel"
+            )
+        return {"own": OwnLoss(model)}
+    if not asked:
+        raise OptionError(f"no objective; known are {', '.join(OBJECTIVES)}")
+    if isinstance(asked, Mapping):
+        return dict(asked)
+    unknown = next((name for name in asked if name not in (*OBJECTIVES, ALL_RANKS)), None)
+    if unknown is not None:
+        raise unknown_name("objective", unknown, [*OBJECTIVES, ALL_RANKS])
+    if wants_all_ranks and "contrastive" in asked:
+        raise OptionError(f"contrastive and {ALL_RANKS} are one objective; ask for one of them")
+    return dict(_made(name, tokenizer) for name in asked)
+
+
+def _made(name: str, tokenizer: Any) -> tuple[str, Objective]:
+    if name == ALL_RANKS:
+        return "contrastive", Contrastive(all_ranks=True)
+    if name == "masked_language" and tokenizer is not None:
+        return name, MaskedLanguage.of(tokenizer)
+    return name, OBJECTIVES[name]()

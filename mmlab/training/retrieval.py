@@ -1,0 +1,138 @@
+"""How well embeddings of held-out pairs find each other: recall at k both ways, and a loss over candidate sets of a
+fixed size.
+
+None of these figures depends on how the samples were batched, so runs under different schedulers compare. Costs one
+similarity of every image with every text, in blocks of rows.
+
+Legend: N pairs, G distinct images, D embedding width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmlab.errors import DataError
+from mmlab.training.losses.base import pairs
+from mmlab.training.losses.contrastive import one_way_losses
+from mmlab.types import Batch
+
+_ROWS_PER_BLOCK = 1024
+
+
+class Embeddings(NamedTuple):
+    """Embeddings of the samples that have both modalities."""
+
+    image: Tensor  # (N, D) of length one
+    text: Tensor  # (N, D) of length one
+    groups: Tensor  # (N,) equal values share an image; -1 where unknown
+    record_ids: list[str]
+
+
+def of_pairs(batch: Batch, image_embedding: Tensor, text_embedding: Tensor) -> Embeddings:
+    """Keep the rows of a batch that are whole pairs."""
+    whole = pairs(batch)
+    groups = torch.full_like(whole, -1, dtype=torch.int64) if batch.groups is None else batch.groups
+    record_ids = [record_id for record_id, keep in zip(batch.record_ids, whole.tolist(), strict=True) if keep]
+    return Embeddings(image_embedding[whole], text_embedding[whole], groups[whole], record_ids)
+
+
+def joined(parts: Sequence[Embeddings]) -> Embeddings:
+    """All batches' embeddings, in order of their record ids; a row whose group is unknown shows an image of its own.
+
+    Raises:
+        DataError: there is not one pair.
+    """
+    record_ids = [record_id for part in parts for record_id in part.record_ids]
+    if not record_ids:
+        raise DataError("no held-out sample has both an image and a text, and retrieval needs pairs")
+    order = sorted(range(len(record_ids)), key=record_ids.__getitem__)
+    image, text, groups = (torch.cat([part[column] for part in parts])[order] for column in range(3))  # type: ignore[misc]
+    alone = -1 - torch.arange(len(groups), device=groups.device)
+    return Embeddings(image, text, torch.where(groups < 0, alone, groups), [record_ids[row] for row in order])
+
+
+def recalls(embeddings: Embeddings, *, at: tuple[int, ...] = (1, 5, 10)) -> dict[str, float]:
+    """Recall at k in both directions over all pairs, and what a random ranking would reach.
+
+    An image counts once however many captions it has: G images are ranked for each text, N texts for each image, and
+    any text of an image is a hit. A candidate that ties with the right one is ranked before it, so collapsed
+    embeddings score zero.
+
+    Args:
+        at: the k of recall at k.
+
+    Returns:
+        `image_to_text_r1`, `text_to_image_r1` and so on for each k, and `chance_r1`, 1 / G in both directions.
+    """
+    first, group_of_text = distinct_images(embeddings.groups)
+    num_images = len(first)
+    group_of_image = torch.arange(num_images, device=first.device)
+    images, texts = embeddings.image[first].float(), embeddings.text.float()  # (G, D), (N, D)
+    to_text = torch.cat(list(_ranks(images, group_of_image, texts, group_of_text)))
+    to_image = torch.cat(list(_ranks(texts, group_of_text, images, group_of_image)))
+    found = {"chance_r1": 1 / num_images}
+    for k in at:
+        found[f"image_to_text_r{k}"] = float((to_text < k).double().mean())
+        found[f"text_to_image_r{k}"] = float((to_image < k).double().mean())
+    return found
+
+
+def distinct_images(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Each image's first row, (G,), and the number of each row's image, (N,) in 0..G-1."""
+    _, number = groups.unique(return_inverse=True)
+    rows = torch.arange(len(groups), device=groups.device)
+    first = rows.new_full((int(number.max()) + 1,), len(groups)).scatter_reduce(0, number, rows, "amin")
+    return first, number
+
+
+def candidate_losses(
+    embeddings: Embeddings, logit_scale: Tensor, *, num_candidates: int = 32, seed: int = 0
+) -> dict[str, float]:
+    """Mean contrastive losses of each pair among `num_candidates` pairs drawn once from all of them.
+
+    The N pairs are shuffled by `seed` and cut into sets; the last set is filled up from the first, whose pairs are
+    not counted twice. Other captions of an image are not its negatives; the rest is scaled up to `num_candidates -
+    1`.
+
+    Returns:
+        nats: `image_to_text_loss`, in which an image chooses among texts, `text_to_image_loss`, and `loss`, the mean of
+        the two; ln(num_candidates) by chance. NaN with fewer than two images.
+    """
+    groups, scale = embeddings.groups, logit_scale.float()
+    size = min(num_candidates, len(groups))
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(groups.device)
+    total, count = torch.zeros(2, dtype=torch.float64), 0
+    for start in range(0, len(groups), size):
+        places = torch.arange(start, start + size, device=groups.device)
+        rows = order[places % len(groups)]
+        allowed = groups[rows][:, None] != groups[rows]
+        logits = (embeddings.image[rows] @ embeddings.text[rows].T).float() * scale
+        losses = torch.stack(
+            [one_way_losses(way, allowed, num_negatives=num_candidates - 1) for way in (logits, logits.T)]
+        )
+        counted = (places < len(groups)) & allowed.any(1)
+        total += losses[:, counted].double().sum(1).cpu()
+        count += int(counted.sum())
+    to_text, to_image = (total / count).tolist() if count else (math.nan, math.nan)
+    return {
+        "loss": (to_text + to_image) / 2,
+        "image_to_text_loss": to_text,
+        "text_to_image_loss": to_image,
+    }
+
+
+def _ranks(
+    queries: Tensor, query_groups: Tensor, candidates: Tensor, candidate_groups: Tensor
+) -> Iterator[Tensor]:
+    """For blocks of queries: how many wrong candidates stand at or above the best right one."""
+    for start in range(0, len(queries), _ROWS_PER_BLOCK):
+        rows = slice(start, start + _ROWS_PER_BLOCK)
+        similarity = queries[rows] @ candidates.T
+        right = query_groups[rows, None] == candidate_groups
+        best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
+        yield (~(similarity < best) & ~right).sum(1)  # a NaN never wins

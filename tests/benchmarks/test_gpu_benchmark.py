@@ -1,0 +1,206 @@
+"""`make gpu` refuses a machine without a GPU, and its cases work: here on the CPU, at toy sizes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("gpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Toy sizes gain nothing from threads, and lose much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def toy(gpu: ModuleType) -> Any:
+    return gpu.Bench(
+        device="cpu",
+        block_bytes=(64 * 2**20,),
+        matrix_side=256,
+        busy_s=0.3,
+        model="tiny",
+        batch_sizes=(4,),
+        image_side=32,
+        num_tokens=8,
+        num_repeats=2,
+        steps_per_repeat=1,
+        num_warmup_steps=1,
+        decode_images=4,
+        compare_images=20,
+        compare_model="tiny",
+        compare_image="aspect:32",
+        compare_epochs=1,
+        compare_batch_size=8,
+        num_workers=0,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_it_says_so_in_one_line(tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert (child.returncode, child.stdout, child.stderr.count("\n")) == (2, "", 1)
+    assert "torch sees no CUDA device" in child.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_readings_follow_a_block_of_known_size(toy: Any) -> None:
+    """In a process of its own: one that has freed much gives out a block without growing."""
+    code = (
+        "import json, pickle, sys, torch, gpu; torch.set_num_threads(1); "
+        "print(json.dumps(gpu.readings(pickle.load(sys.stdin.buffer))))"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])},
+        input=pickle.dumps(toy),
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    row, goals = json.loads(child.stdout)
+    (block,) = row["blocks"]
+    assert block["meter_bytes"] == pytest.approx(64 * 2**20, rel=0.2)
+    assert row["idle_utilization_ratio"] < row["busy_utilization_ratio"]
+    assert {goal["name"] for goal in goals} >= {
+        "meter sees a block of known size",
+        "busy device reads as busy",
+    }
+
+
+def test_precisions_keep_every_repetition(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.precisions(toy)
+    assert set(row["step_s"]) == {"fp32", "tf32", "bf16", "fp16", "bf16 again"}
+    assert all(len(times) == 2 and min(times) > 0 for times in row["step_s"].values())
+    assert row["flop_per_step"] > 1e6
+    assert row["loss"]["fp32"] == pytest.approx(row["loss"]["bf16"], rel=0.1)
+    assert goals[0]["measured"] == pytest.approx(row["median_step_s"]["fp32"] / row["median_step_s"]["bf16"])
+    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == (
+        "none",
+        "tf32",
+    )
+
+
+def test_live_bytes_are_counted_for_each_precision(gpu: ModuleType, toy: Any) -> None:
+    row, _ = gpu.live_bytes(toy)
+    assert [step["precision"] for step in row["steps"]] == ["fp32", "bf16"]
+    assert all(step["live_peak_bytes"] > 2**20 for step in row["steps"])
+
+
+def test_branches_on_streams_of_their_own_learn_the_same(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.branches(toy)
+    (found,) = row["sizes"]  # of 4 samples, the toy's batch size too
+    assert found["batch_size"] == 4
+    assert {name: len(times) for name, times in found["step_s"].items()} == {
+        "one stream": 2,
+        "two streams": 2,
+    }
+    assert found["first_losses"]["one stream"] == found["first_losses"]["two streams"]
+    assert goals[0]["measured"] == found["speedup"] > 0
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
+)
+def test_decoding_is_measured_and_compared(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.decode(toy)
+    assert {name: len(values) for name, values in row["images_per_s"].items()} == {
+        "device": 2,
+        "one core": 2,
+        "all cores": 2,
+    }
+    assert row["mean_difference"] < 2
+    assert goals[1]["met"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings(
+    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
+)
+def test_decoding_without_a_device_is_skipped_with_the_reason(gpu: ModuleType, toy: Any) -> None:
+    with pytest.raises(gpu.Skipped, match="torchvision decodes no JPEG on cuda: "):
+        gpu.decode(gpu.Bench(device="cuda", decode_images=1))
+
+
+def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.compare_schedulers(toy)
+    assert [arm["scheduler"] for arm in row["arms"]] == ["random", "sorted", "bucket", "budget"]
+    assert all(len(arm["epochs"]) == 1 for arm in row["arms"])
+    assert row["memory_sources"] == ["process RSS"]
+    assert goals[0]["name"] == "padding, budget over random"
+
+
+def test_cases_are_skipped_cut_off_or_failed_by_name_and_all_is_saved(
+    gpu: ModuleType, toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fine(bench: Any) -> Any:
+        return {"figure": [1.0, 2.0]}, [gpu.goal("a bound", "<= 3", 2.0, True)]
+
+    def endless(bench: Any) -> Any:
+        while True:
+            time.sleep(0.01)
+
+    def lacking(bench: Any) -> Any:
+        import no_such_module  # noqa: F401
+
+    def broken(bench: Any) -> Any:
+        raise ValueError("wrong")
+
+    cases = {
+        "fine": (fine, 0),
+        "lacking": (lacking, 0),
+        "broken": (broken, 0),
+        "endless": (endless, 0),
+        "late": (fine, 60),
+    }
+    monkeypatch.setattr(gpu, "CASES", {name: gpu.Case(*case) for name, case in cases.items()})
+    path = tmp_path / "new" / "gpu.json"
+    gpu.run_cases(
+        toy,
+        list(cases),
+        deadline=time.monotonic() + 0.5,
+        save=lambda rows, goals: gpu.write_results(path, rows, goals),
+    )
+    found = json.loads(path.read_text())
+    rows = {row["case"]: row for row in found["rows"]}
+    assert (rows["fine"]["status"], rows["fine"]["figure"]) == ("done", [1.0, 2.0])
+    assert (rows["lacking"]["status"], rows["lacking"]["reason"]) == (
+        "skipped",
+        "No module named 'no_such_module'",
+    )
+    assert (rows["broken"]["status"], rows["broken"]["reason"]) == ("failed", "ValueError('wrong')")
+    assert "in broken" in rows["broken"]["traceback"]
+    assert (rows["endless"]["status"], rows["endless"]["reason"]) == ("skipped", "cut off after 0 s")
+    assert rows["late"]["reason"].endswith("it needs 60")
+    assert found["goals"] == [
+        {"case": "fine", "name": "a bound", "goal": "<= 3", "measured": 2.0, "met": True}
+    ]
+    assert {"machine", "versions", "date"} < set(found)

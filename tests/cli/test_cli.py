@@ -1,0 +1,124 @@
+"""The command line: exit codes, one JSON document on stdout, one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmlab.cli.main import main
+
+
+def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mmlab", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+
+
+def test_help_lists_the_commands_at_once() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("compare", "plan", "data", "doctor"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["compare"], "--data"),
+        (["plan"], "--data --lengths"),
+        (["compare", "--data", "x", "--epochs", "two"], "invalid int value: 'two'"),
+        (["compare", "--data", "no/such/place"], "no/such/place"),
+        (["data", "inspect", "no/such/place"], "no/such/place"),
+        (["plan", "--lengths", "no/such.csv"], "no/such.csv"),
+    ],
+)
+def test_bad_usage_exits_with_2_and_one_line(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_compare_prints_one_json_document(scenes: Path, tmp_path: Path) -> None:
+    done = run(
+        *(
+            "compare",
+            "--data",
+            str(scenes),
+            "--schedulers",
+            "sorted,budget",
+            "--epochs",
+            "1",
+            "--limit",
+            "60",
+        ),
+        *("--batch-size", "8", "--image", "aspect:48", "--out", str(tmp_path / "out"), "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [arm["scheduler"] for arm in document["arms"]] == ["sorted", "budget"]
+    assert document == json.loads((tmp_path / "out" / "comparison.json").read_text())
+    for name in ("table.csv", "figure.png", "report.html"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+
+
+def test_plan_maps_each_scheduler_to_its_figures(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--data", str(scenes), "--schedulers", "random,budget", "--ranks", "2", "--json"]
+    assert main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["random", "budget"]
+    expected = "num_batches text_waste image_waste combined_waste peak_over_budget straggler randomness"
+    expected += " collision_ratio coverage num_duplicates plan_cpu_s"
+    assert set(expected.split()) == set(document["budget"])
+    assert document["budget"]["coverage"] == 1
+    assert document["budget"]["peak_over_budget"] <= 1
+    assert main(arguments[:-1]) == 0
+    assert "budget" in capsys.readouterr().out
+
+
+def test_plan_reads_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "lengths.csv"
+    rows = [f"{index % 7},{480},{320 + 16 * (index % 20)},{8 + index % 30}" for index in range(500)]
+    table.write_text("image_id,height,width,num_tokens\n" + "\n".join(rows) + "\n")
+    assert main(["plan", "--lengths", str(table), "--schedulers", "sorted,bucket", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["sorted", "bucket"]
+
+
+def test_make_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "made")
+    assert main(["data", "make", out, "--num-images", "6", "--max-side", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_images"] == 6
+    assert main(["data", "make", out, "--num-images", "6"]) == 2
+    assert "made" in capsys.readouterr().err
+    picture = tmp_path / "look.png"
+    assert main(["data", "inspect", out, "--plot", str(picture), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["num_images"] == 6
+    assert set(document["distributions"]) == {"height", "width", "aspect", "num_tokens"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["data", "inspect", out, "--plot", "look.xyz"]) == 2
+    assert "must end in one of" in capsys.readouterr().err
+
+
+def test_doctor_reports_and_judges(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"]
+
+
+def test_an_unforeseen_failure_exits_with_1(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert (
+        main(["compare", "--data", str(scenes), "--epochs", "1", "--out", str(tmp_path / "file" / "below")])
+        == 1
+    )
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("mmlab: failed: NotADirectoryError")

@@ -1,0 +1,204 @@
+"""A comparison is fair and says what it measured: same start, same samples, everything kept, errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmlab.comparison.background import start_compare
+from mmlab.comparison.experiment import compare
+from mmlab.comparison.preparation import hold_out, resolve_device
+from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.data.records import Records
+from mmlab.errors import DataError, OptionError
+from mmlab.runs.events import read_runs
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.types import BatchShape
+
+SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def comparison(records: Records, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    out = tmp_path_factory.mktemp("runs") / "first"
+    return compare(records, ("random", "budget"), out=out, **SMALL)
+
+
+def test_every_arm_sees_every_sample_once_an_epoch(comparison: Comparison) -> None:
+    steps = comparison.steps
+    seen = steps.groupby(["run", "epoch"])["num_samples"].sum()
+    assert set(seen.index.get_level_values("run")) == {"random", "budget"}
+    assert (seen == comparison.config["num_train"]).all()
+    assert len(seen) == 2 * SMALL["epochs"]
+
+
+def test_the_plan_was_right_and_the_budget_held(comparison: Comparison) -> None:
+    by_name = {arm.scheduler: arm for arm in comparison.arms}
+    for arm in comparison.arms:
+        assert arm.shape_mismatches == 0
+        assert arm.combined_waste == pytest.approx(arm.planned_combined_waste, abs=1e-9)
+        assert len(arm.epochs) == SMALL["epochs"]
+        assert 0 <= arm.data_wait_ratio < 1
+    assert by_name["budget"].batches_over_budget == 0
+    assert by_name["budget"].peak_over_budget <= 1
+    assert by_name["random"].peak_over_budget > 1
+    assert by_name["budget"].combined_waste < by_name["random"].combined_waste
+    assert by_name["budget"].peak_bytes < by_name["random"].peak_bytes
+
+
+class Bytes:
+    """A cost model in bytes."""
+
+    unit = "bytes"
+
+    def __call__(self, shape: BatchShape) -> float:
+        return 1000.0 * shape.batch_size * (shape.num_tokens + shape.height * shape.width / 256)
+
+
+def test_predicted_bytes_and_their_limit_stand_beside_every_arms_steps(
+    records: Records, tmp_path: Path
+) -> None:
+    planners = {
+        "random": make_scheduler("random", batch_size=8),
+        "memory": make_scheduler("memory", cost=Bytes(), budget=200_000),
+    }
+    steps = compare(records, planners, out=tmp_path, **{**SMALL, "epochs": 1}).steps
+    assert (steps["limit_bytes"] == 200_000).all()
+    shapes = steps[["num_samples", "num_tokens", "height", "width"]].astype(int)
+    assert steps["predicted_bytes"].tolist() == [int(Bytes()(BatchShape(*row))) for row in shapes.values]
+    within = steps["predicted_bytes"] <= steps["limit_bytes"]
+    assert within[steps["run"] == "memory"].all()
+
+
+def test_arms_start_from_the_same_weights(records: Records, tmp_path: Path) -> None:
+    planners = {"one": make_scheduler("random", batch_size=8), "two": make_scheduler("random", batch_size=8)}
+    twins = compare(records, planners, out=tmp_path / "twins", **{**SMALL, "epochs": 1})
+    losses = twins.steps.pivot(index="step", columns="run", values="loss")
+    np.testing.assert_array_equal(losses["one"], losses["two"])
+    assert twins.arms[0].final_loss == twins.arms[1].final_loss
+
+
+def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> None:
+    assert comparison.folder is not None
+    again = load_comparison(comparison.folder)
+    assert again.as_dict() == comparison.as_dict()
+    saved = json.loads((comparison.folder / "comparison.json").read_text())
+    needed = "scheduler num_samples num_batches samples_per_s step_s data_wait_ratio text_waste image_waste"
+    needed += " combined_waste peak_bytes peak_source final_loss"
+    for arm in saved["arms"]:
+        assert set(needed.split()) <= set(arm)
+    assert (comparison.folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    page = (comparison.folder / "report.html").read_text()
+    assert "data:image/png;base64" in page
+    assert "http" not in page.split("<details>")[0].replace("http-equiv", "")
+    assert "random" in (comparison.folder / "table.csv").read_text()
+    assert "combined waste" in comparison._repr_html_()
+
+
+def test_each_run_has_a_start_device_readings_and_an_end(comparison: Comparison) -> None:
+    assert comparison.folder is not None
+    events = read_runs(comparison.folder / "runs")
+    for _, run in events.groupby("run"):
+        kinds = run["kind"].tolist()
+        assert kinds[0] == "start"
+        assert kinds[-1] == "end"
+        assert kinds.count("start") == kinds.count("end") == 1
+        assert "device" in kinds
+
+
+def test_an_earlier_comparison_is_moved_aside(records: Records, tmp_path: Path) -> None:
+    options = {**SMALL, "epochs": 1}
+    compare(records, ("random",), out=tmp_path, **options)
+    first = (tmp_path / "comparison.json").read_text()
+    compare(records, ("sorted",), out=tmp_path, **options)
+    assert (tmp_path / "previous-1" / "comparison.json").read_text() == first
+    assert [arm.scheduler for arm in load_comparison(tmp_path).arms] == ["sorted"]
+
+
+def test_held_out_images_are_never_trained_on(records: Records) -> None:
+    train, held_out = hold_out(records)
+    assert len(train) + len(held_out) == len(records)
+    assert not set(train.group.tolist()) & set(held_out.group.tolist())
+    assert set(held_out.splits or ()) == {"val"}
+    unmarked = records.select(range(len(records)))
+    train, held_out = unmarked.split("train").hold_out(0.2)
+    assert not set(train.group.tolist()) & set(held_out.group.tolist())
+
+
+def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
+    train, held_out = records.split("train"), records.split("val")
+    with pytest.raises(DataError, match="found 0 image to train on"):
+        hold_out(held_out)
+    some = [*np.unique(train.group)[:4], held_out.group[0]]
+    with pytest.raises(DataError, match="found 1 image to hold out in 15 pairs, at least 2 are needed"):
+        hold_out(records.select(np.flatnonzero(np.isin(records.group, some))))
+    _, two = hold_out(train.select(np.flatnonzero(np.isin(train.group, some))))
+    assert len(np.unique(two.group)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, found 0"),
+        ({"batch_size": 0}, "batch size must be at least 1, found 0"),
+        ({"seed": -3}, "seed must not be negative, found -3"),
+        ({"limit": 1}, "limit must be at least 2 pairs"),
+        ({"budget": 3}, "budget"),
+        ({"image": "round:3"}, "image policy 'round:3'"),
+        ({"device": "cuda:77"}, "device 'cuda:77' cannot be used here"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"model": "gigantic"}, "gigantic"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(records: Records, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        compare(records, ("random", "budget"), **{**SMALL, **options})
+
+
+def test_schedulers_must_be_known_and_named_once(records: Records) -> None:
+    with pytest.raises(OptionError, match="unknown scheduler 'rndom'; did you mean 'random'"):
+        compare(records, ("rndom",), **SMALL)
+    with pytest.raises(OptionError, match="'random' is named twice"):
+        compare(records, ("random", "random"), **SMALL)
+    with pytest.raises(OptionError, match="cannot be packed: image_encoder ResNet"):
+        compare(records, ("packed",), **{**SMALL, "model": "resnet18"})
+    with pytest.raises(OptionError, match="no schedulers"):
+        compare(records, (), **SMALL)
+
+
+def test_auto_device_is_usable() -> None:
+    assert resolve_device("auto") in ("cpu", "cuda")
+    assert resolve_device("cpu") == "cpu"
+    for name in ("meta", "cuda:99", "abacus"):
+        with pytest.raises(OptionError, match=f"device '{name}' cannot be used here"):
+            resolve_device(name)
+
+
+def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:
+    run = start_compare(tmp_path / "nowhere", out=tmp_path / "out")
+    with pytest.raises(DataError, match="nowhere"):
+        run.wait()
+    assert run.state == "failed"
+    assert run.error is not None
+    assert "Traceback" in run.error
+    assert "nowhere" in run.log
+
+
+def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no comparison in"):
+        load_comparison(tmp_path)
+    (tmp_path / "comparison.json").write_text('{"arms": [{}]}')
+    with pytest.raises(DataError, match="not a comparison"):
+        load_comparison(tmp_path)
+
+
+def test_packed_plans_train_without_padding_within_their_budget(records):
+    comparison = compare(records, ("budget", "packed"), **SMALL)
+    padded, packed = comparison.arms
+    assert packed.combined_waste == 0 < padded.combined_waste
+    assert packed.num_samples == padded.num_samples
+    assert packed.batches_over_budget == packed.shape_mismatches == 0
+    assert packed.final_loss == pytest.approx(padded.final_loss, rel=0.5)

@@ -1,0 +1,189 @@
+"""Ranks started from a program: results and errors come back, and the caller is left as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import distributed
+
+from mmlab.cli.cache import cache_info
+from mmlab.comparison.config import load_config
+from mmlab.comparison.launch import run_on_ranks, train_on
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.runs.events import read_events
+from mmlab.training.checkpoint.files import read_checkpoint
+from mmlab.training.checkpoint.keeping import Checkpoints
+from tests.configs import TINY_MODEL
+from tests.processes import command_line
+
+CONFIG = (
+    """
+name = "pair"
+[data]
+path = "{scenes}"
+image = "aspect:32"
+cache = "{cache}"
+num_workers = 0
+"""
+    + TINY_MODEL
+    + """[scheduler]
+name = "random"
+batch_size = 4
+[trainer]
+num_epochs = 1
+device = "cpu"
+"""
+)
+
+# What a kernel is to its cell: a process that has no file of its own, and raises on an interrupt.
+CALLER = """
+import signal, sys
+from mmlab.config import load_config
+from mmlab.launch import train_on
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored
+changes = ["trainer.num_epochs=10000", "data.engine=torch", "data.num_workers=1"]
+try:
+    train_on(load_config(sys.argv[1], changes), num_processes=2, runs=sys.argv[2])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def summed(number: int) -> tuple[int, float]:
+    """What a rank adds, and what all of them have."""
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    total = torch.tensor(float(number + rank))
+    distributed.all_reduce(total)
+    distributed.destroy_process_group()
+    print(f"rank {rank} was here")
+    return rank, total.item()
+
+
+def fails_on(rank: int, how: str) -> None:
+    """One rank fails, the others wait for ever."""
+    if int(os.environ["RANK"]) == rank:
+        if how == "killed":
+            print("my last words", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise DataError("row 7 has no image") if how == "data" else KeyError("seven")
+    time.sleep(600)
+
+
+def test_ranks_form_a_group_and_return_what_they_found(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    environment = dict(os.environ)
+    assert run_on_ranks(summed, 10, log_dir=tmp_path) == [(0, 21.0), (1, 21.0)]
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert {**os.environ, "OMP_WAIT_POLICY": ""} == {**environment, "OMP_WAIT_POLICY": ""}
+    assert [path.read_text() for path in sorted(tmp_path.glob("*/*/*/stdout.log"))] == [
+        "rank 0 was here\n",
+        "rank 1 was here\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("data", DataError, r"rank 1 failed: DataError: row 7 has no image\n\nTraceback(.|\n)*in fails_on"),
+        ("killed", RunError, r"rank 1 ended without a word: Signal 9 \(SIGKILL\)(.|\n)*my last words"),
+    ],
+)
+def test_what_a_rank_suffers_is_raised_here(how: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        run_on_ranks(fails_on, 1, how)
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="put it into a module and import it"):
+        run_on_ranks(lambda: None)
+    with pytest.raises(OptionError, match="cannot send these arguments to other processes"):
+        run_on_ranks(summed, (number for number in range(3)))
+    with pytest.raises(OptionError, match="num_processes must be at least 1, found 0"):
+        run_on_ranks(summed, 1, num_processes=0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="this process is a rank already"):
+        run_on_ranks(summed, 1)
+
+
+def test_a_script_that_would_start_ranks_in_its_ranks_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nfrom mmlab import run_on_ranks\nrun_on_ranks(os.getpid, num_processes=1)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "OptionError: a rank imports the script that started it" in done.stderr
+    assert "RunError: rank 0 ended" in done.stderr.partition("OptionError")[2]
+
+
+def test_two_ranks_fill_the_cache_and_train(scenes: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pair.toml"
+    path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
+    result = train_on(load_config(path), num_processes=2, runs=tmp_path / "runs")
+    assert result.status == "done"
+    assert cache_info(tmp_path / "cache").num_images == 24
+    both = []
+    for rank in range(2):
+        events, _ = read_events(tmp_path / "runs" / "pair" / f"events-rank{rank}.jsonl")
+        both.append([event.values["loss"] for event in events if event.kind == "step"])
+    assert len(both[0]) == result.num_steps > 0
+    assert both[0] == both[1]
+
+
+def interrupted(
+    arguments: list[Path],
+    is_ready: Callable[[list[psutil.Process]], bool],
+    send: Callable[[int, int], None] = os.kill,
+) -> list[psutil.Process]:
+    """The processes below a caller that was interrupted when it was ready; it has said so, and they have ended."""
+    command = [sys.executable, "-c", CALLER, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as caller:
+        try:
+            while not is_ready(processes := psutil.Process(caller.pid).children(recursive=True)):
+                assert caller.poll() is None
+            send(caller.pid, signal.SIGINT)
+            said, _ = caller.communicate(timeout=60)
+        finally:
+            caller.kill()  # the ranks then end too
+    assert (said, caller.returncode) == ("interrupted\n", 0)
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    return processes
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["the caller alone", "its group, as Jupyter does"])
+def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
+    send: Callable[[int, int], None], scenes: Path, tmp_path: Path
+) -> None:
+    path, runs = tmp_path / "pair.toml", tmp_path / "runs"
+    path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
+    files = [runs / "pair" / f"events-rank{rank}.jsonl" for rank in range(2)]
+
+    def all_step(processes: list[psutil.Process]) -> bool:
+        time.sleep(0.05)
+        return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
+
+    assert len(interrupted([path, runs], all_step, send)) >= 4  # ranks and their workers
+    saved = read_checkpoint(Checkpoints(runs / "pair" / "checkpoints").paths[-1])
+    for file in files:
+        step, end = [event for event in read_events(file)[0] if event.kind in ("step", "end")][-2:]
+        assert (step.kind, end.kind, end.values["status"]) == ("step", "end", "stopped")
+        assert step.step == end.step == saved["progress"]["step"]
+
+
+def test_an_interrupt_while_ranks_are_started_leaves_none(scenes: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pair.toml"
+    path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
+
+    def one_is_there(processes: list[psutil.Process]) -> bool:
+        return any("spawn_main" in command_line(process) for process in processes)
+
+    interrupted([path, tmp_path / "runs"], one_is_there)

@@ -1,0 +1,303 @@
+"""A run from a file: killed, stopped and resumed it ends the same; what is wrong in the file is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tqdm.auto import tqdm
+
+from mmlab.cli.cache import cache_info
+from mmlab.comparison.config import load_config
+from mmlab.comparison.train import train
+from mmlab.errors import DataError, OptionError
+from mmlab.runs.events import read_events
+from mmlab.runs.trackers import current_events, export_run
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.training.checkpoint.files import read_checkpoint
+from mmlab.training.checkpoint.keeping import Checkpoints
+from tests.configs import TINY_MODEL
+
+CONFIG = (
+    """
+name = "{name}"
+[data]
+path = "{scenes}"
+image = "aspect:32"
+num_workers = 2
+"""
+    + TINY_MODEL
+    + """dropout = 0.2
+[scheduler]
+name = "random"
+batch_size = 3
+[trainer]
+num_epochs = 3
+lr = 1e-3
+objectives = ["contrastive", "matching"]
+precision = "fp16"
+device = "cpu"
+[checkpoint]
+every_steps = 2
+"""
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, scenes: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG.format(name="small", scenes=scenes))
+    return path
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def steps_of(run: Path) -> list[tuple[int, float]]:
+    events, _ = read_events(run / "events-rank0.jsonl")
+    return [(event.step, event.values["loss"]) for event in current_events(events) if event.kind == "step"]
+
+
+def final_state(run: Path) -> dict:
+    return read_checkpoint(Checkpoints(run / "checkpoints").paths[-1])
+
+
+def assert_equal(found: object, expected: object) -> None:
+    """Bitwise, all the way down."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_a_cache_is_filled_before_training_and_changes_no_step(config: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for folder, changes in (("plain", []), ("cached", [f"data.cache={cache}"])):
+        train(load_config(config, ["trainer.num_epochs=1", *changes]), runs=tmp_path / folder, progress=False)
+    assert steps_of(tmp_path / "cached" / "small") == steps_of(tmp_path / "plain" / "small")
+    assert cache_info(cache).num_images == 24  # those held out too
+    events, _ = read_events(tmp_path / "cached" / "small" / "events-rank0.jsonl")
+    ratios = [event.values["cache_hit_ratio"] for event in events if "cache_hit_ratio" in event.values]
+    assert ratios
+    assert set(ratios) == {1.0}
+
+
+def disturbed(how: str, config: Path, runs: Path) -> dict:
+    script = Path(__file__).with_name("killed_while_training.py")
+    command = [sys.executable, str(script), how, str(config), str(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_run_killed_ten_times_ends_bitwise_like_one_that_was_not(config: Path, tmp_path: Path) -> None:
+    assert disturbed("kill", config, tmp_path) == {"num_killed": 10, "exit_code": 0}
+    assert len(steps_of(tmp_path / "whole")) == 54
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    assert_equal(final_state(tmp_path / "killed"), final_state(tmp_path / "whole"))
+
+
+def test_two_ranks_stop_together_and_go_on_bitwise(config: Path, tmp_path: Path) -> None:
+    found = disturbed("two", config, tmp_path)
+    assert found == {"whole": [0, 0], "stopped": [0, 15], "resumed": [0, 0]}
+    first, second = (read_events(tmp_path / "stopped" / f"events-rank{rank}.jsonl")[0] for rank in range(2))
+    stops = [next(event for event in events if event.kind == "end") for events in (first, second)]
+    assert stops[0].step == stops[1].step < 27
+    assert [event.values["status"] for event in stops] == ["stopped", "stopped"]
+    assert steps_of(tmp_path / "stopped") == steps_of(tmp_path / "whole")
+    assert_equal(final_state(tmp_path / "stopped"), final_state(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 1)]
+)
+def test_a_signal_leaves_a_checkpoint_of_the_last_step(
+    config: Path, tmp_path: Path, number: int, exit_code: int
+) -> None:
+    events = tmp_path / "runs" / "small" / "events-rank0.jsonl"
+    command = [sys.executable, "-m", "mmlab", "train", str(config), "--runs", str(tmp_path / "runs")]
+    command += ["--set", "checkpoint.every_steps=1000", "--set", "trainer.num_epochs=100"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment()) as process:
+        while not events.exists() or b'"kind":"step"' not in events.read_bytes():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == exit_code
+    step = steps_of(events.parent)[-1][0]
+    assert final_state(events.parent)["progress"]["step"] == step
+    *_, saved, end = (
+        event for event in read_events(events)[0] if event.kind in ("step", "checkpoint", "end")
+    )
+    assert (saved.kind, saved.step) == ("checkpoint", step)
+    assert (end.step, end.values["status"]) == (step, "stopped")
+
+
+def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: Path, tmp_path: Path) -> None:
+    small = ["trainer.num_epochs=1", "data.limit=40"]
+    first = train(load_config(config, small), runs=tmp_path, progress=False)
+    assert first.resumed_from is None
+    assert (first.num_epochs, first.num_steps) == (1, len(steps_of(tmp_path / "small")))
+    assert {"loss", "image_to_text_r1", "chance_r1"} <= first.evaluation.keys()
+    done_already = train(load_config(config, small), runs=tmp_path, resume="auto", progress=False)
+    assert done_already.num_steps == first.num_steps
+
+    small[0] = "trainer.num_epochs=2"
+    more = train(
+        load_config(config, [*small, "trainer.lr=1e-4"]), runs=tmp_path, resume="auto", progress=False
+    )
+    assert more.resumed_from is not None
+    assert more.num_steps == 2 * first.num_steps
+    warnings = [
+        event.values["message"]
+        for event in read_events(tmp_path / "small" / "events-rank0.jsonl")[0]
+        if event.kind == "warning"
+    ]
+    assert warnings == [
+        "resumed with other options than before: trainer.lr: 0.001 -> 0.0001; trainer.num_epochs: 1 -> 2"
+    ]
+    anew = train(load_config(config, [*small[1:], "trainer.num_epochs=1"]), runs=tmp_path, progress=False)
+    assert anew.loss == first.loss
+    assert (tmp_path / "small" / "previous-1" / "checkpoints").is_dir()
+
+    other = load_config(config, [*small, "name=other"])
+    assert train(other, runs=tmp_path, resume=str(anew.best_checkpoint), progress=False).num_epochs == 2
+    with pytest.raises(DataError, match=r"no checkpoint there; give a checkpoint's folder"):
+        train(other, runs=tmp_path, resume=str(tmp_path / "none"), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("trainer.learning=1", r"unknown key in \[trainer\] of .*small.toml 'learning'"),
+        ("checkpoint.keep_lst=1", r"'keep_lst'; did you mean 'keep_last'\?"),
+        ("schedular.name=random", r"unknown section in .* 'schedular'; did you mean 'scheduler'\?"),
+        ("scheduler.name=rndom", r"unknown \[scheduler\] name 'rndom'; did you mean 'random'\?"),
+        ("scheduler.budget=100", r"unknown key in \[scheduler\] of .* 'budget'"),
+        ("scheduler.world_size=2", r"'world_size'"),
+        ("model.preset=tinny", r"unknown \[model\] preset 'tinny'; did you mean 'tiny'\?"),
+        ("trainer.lr=fast", r"\[trainer\] lr: expected a number, found 'fast'"),
+        ("trainer.num_epochs=0", r"\[trainer\] num_epochs must be at least 1, found 0"),
+        ("trainer.num_epochs=true", r"\[trainer\] num_epochs: expected a whole number, found True"),
+        ("trainer.objectives=contrastive", r"\[trainer\] objectives: expected a list of texts"),
+        ("data.num_workers=many", r"expected a whole number or 'auto', found 'many'"),
+        ("name=3", r"name: expected text, found 3"),
+        ("name=", r"name must be that of a folder inside the runs, found ''"),
+        ("name=../other", r"name must be that of a folder inside the runs, found '../other'"),
+        ("trainer=3", r"trainer is a section: write \[trainer\]"),
+        ("trainer.lr", r"--set takes section.key=value, found 'trainer.lr'"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(config: Path, change: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load_config(config, [change])
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none.toml: no such file"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(DataError, match=r" is a folder; give the TOML file"):
+        load_config(tmp_path)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[data]\npath = \n")
+    with pytest.raises(DataError, match=r"broken.toml is not TOML: .*line 2"):
+        load_config(broken)
+    broken.write_text("[trainer]\nnum_epochs = 1")
+    with pytest.raises(OptionError, match=r"\[data\] path is missing"):
+        load_config(broken)
+
+
+def test_a_saved_configuration_is_the_same_configuration(config: Path, tmp_path: Path) -> None:
+    given = load_config(
+        config, ['trainer.max_grad_norm={image = 1.0, "text" = 2}', 'data.path="a \\"b\\" é"']
+    )
+    given.save(tmp_path / "again.toml")
+    assert load_config(tmp_path / "again.toml") == given
+
+
+def test_the_example_configuration_is_valid() -> None:
+    config = load_config(Path(__file__).parents[2] / "examples" / "train.toml")
+    assert config.name == "sample"
+
+
+def test_trackers_get_every_number_once(config: Path, tmp_path: Path) -> None:
+    train(load_config(config, ["trainer.num_epochs=1", "data.limit=40"]), runs=tmp_path, progress=False)
+    with pytest.raises(OptionError, match=r"unknown tracker 'tensorbord'; did you mean 'tensorboard'"):
+        export_run(tmp_path / "small", "tensorbord", tmp_path)
+    with pytest.raises(DataError, match=r"give the folder of a run"):
+        export_run(tmp_path, "tensorboard", tmp_path)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert export_run(tmp_path / "small", "tensorboard", tmp_path / "board") > 0
+    board = accumulator.EventAccumulator(str(tmp_path / "board" / "small")).Reload()
+    assert [(scalar.step, pytest.approx(scalar.value)) for scalar in board.Scalars("step/loss")] == steps_of(
+        tmp_path / "small"
+    )
+
+
+def test_batches_are_planned_for_the_memory_given_and_resumed_alike(config: Path, tmp_path: Path) -> None:
+    text = config.read_text().replace('name = "random"', 'name = "memory"\nmemory_gb = 1.02')
+    config.write_text(text.replace("batch_size = 3\n", "").replace("fp16", "fp32"))
+    train(load_config(config), runs=tmp_path / "runs", progress=False)
+    folder = tmp_path / "runs" / "small"
+    steps = [event for event in read_events(folder / "events-rank0.jsonl")[0] if event.kind == "step"]
+    limit_bytes = 0.02 * 2**30  # after the stated gibibyte for Python and torch
+    assert max(event.values["predicted_bytes"] for event in steps) <= 0.97 * limit_bytes
+    assert {event.values["num_out_of_memory"] for event in steps} == {0}
+
+    saved = (folder / "memory.json").read_text()
+    longer = load_config(config, ["trainer.num_epochs=4"])
+    train(longer, runs=tmp_path / "runs", resume="auto", progress=False)
+    assert (folder / "memory.json").read_text() == saved
+    with pytest.raises(OptionError, match=r"key in \[scheduler\].*'budget'"):
+        load_config(config, ["scheduler.budget=5"])
+
+
+def test_packed_batches_train_without_padding(config: Path, tmp_path: Path) -> None:
+    config.write_text(
+        config.read_text().replace('name = "random"\nbatch_size = 3', 'name = "packed"\nbudget = 60')
+    )
+    train(load_config(config, ["trainer.num_epochs=1"]), runs=tmp_path, progress=False)
+    events, _ = read_events(tmp_path / "small" / "events-rank0.jsonl")
+    assert {event.values["combined_waste"] for event in events if event.kind == "step"} == {0.0}
+
+
+def test_the_bar_follows_what_the_batches_cost(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = []
+
+    class Bar(tqdm):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "disable": False, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            shares.append(self.n / self.total)
+            return shown
+
+    monkeypatch.setattr("mmlab.comparison.train.tqdm", Bar)
+    train(load_config(config, ["trainer.num_epochs=1", "scheduler.batch_size=5"]), runs=tmp_path)
+    steps = [event.values for event in read_events(tmp_path / "small/events-rank0.jsonl")[0]]
+    names = ("num_samples", "num_tokens", "height", "width")
+    shapes = [[values[name] for name in names] for values in steps if "step_s" in values]
+    costs = batch_costs(PaddedTokens(), np.array(shapes))
+    assert shares == pytest.approx(list(costs.cumsum() / costs.sum()))
+    assert len(set(costs)) > 1, "batches of one cost cannot tell steps from costs"

@@ -1,0 +1,74 @@
+"""The dataset decodes what the plan promised; errors name the record."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.records import Records
+from mmlab.errors import DataError, OptionError
+from mmlab.types import Aspect, Square
+
+
+def test_decoded_sizes_and_lengths_are_those_that_planning_used(records: Records) -> None:
+    dataset = MultimodalDataset(records, image_policy=Aspect(64 * 64, 16))
+    sizes = dataset.sizes
+    for row in range(len(dataset)):
+        sample = dataset[row]
+        assert sample["image"] is not None
+        assert sample["image"].dtype == torch.uint8
+        assert tuple(sample["image"].shape) == (3, sizes.height[row], sizes.width[row])
+        assert len(sample["input_ids"]) == sizes.num_tokens[row]
+
+
+def test_takes_paths_and_texts_as_the_articles_do(tmp_path: Path) -> None:
+    paths = []
+    for index in range(3):
+        paths.append(tmp_path / f"{index}.png")
+        Image.new("RGB", (40, 30), (80 * index, 0, 0)).save(paths[-1])
+    dataset = MultimodalDataset(paths, ["a black field", "a dark red field", "a red field"])
+    sample = dataset[2]
+    assert sample["text"] == "a red field"
+    assert sample["image"] is not None
+    assert tuple(sample["image"].shape) == (3, 224, 224)
+    assert sample["image"][0].float().mean() == 160
+
+
+def test_texts_are_cut_to_max_tokens_and_counted(records: Records) -> None:
+    whole = MultimodalDataset(records, image_policy=Square(32))
+    cut = MultimodalDataset(records, tokenizer=whole.tokenizer, image_policy=Square(32), max_tokens=8)
+    assert cut.sizes.num_tokens.max() == 8
+    assert cut.num_truncated == int((whole.sizes.num_tokens > 8).sum()) > 0
+    row = int(np.argmax(whole.sizes.num_tokens))
+    kept, full = cut[row]["input_ids"], whole[row]["input_ids"]
+    assert kept[:7].tolist() == full[:7].tolist()
+    assert kept[-1] == full[-1] == whole.tokenizer.sep_token_id
+    with pytest.raises(OptionError, match="max_tokens must be at least 2"):
+        MultimodalDataset(records, max_tokens=1)
+
+
+def test_an_image_that_breaks_after_reading_is_named(tmp_path: Path) -> None:
+    for name in ("good.png", "bad.png"):
+        Image.new("RGB", (20, 20)).save(tmp_path / name)
+    dataset = MultimodalDataset([tmp_path / "good.png", tmp_path / "bad.png"], ["one", "two"])
+    (tmp_path / "bad.png").write_bytes(b"not an image any more")
+    assert dataset[0]["image"] is not None
+    with pytest.raises(DataError, match=r"record .*cannot read image .*bad\.png"):
+        dataset[1]
+
+
+def test_survives_pickling(records: Records) -> None:
+    dataset = MultimodalDataset(records, image_policy=Square(32))
+    again = pickle.loads(pickle.dumps(dataset))
+    first, second = dataset[5], again[5]
+    assert first["id"] == second["id"]
+    assert first["image"] is not None
+    assert second["image"] is not None
+    assert torch.equal(first["image"], second["image"])
+    assert torch.equal(first["input_ids"], second["input_ids"])

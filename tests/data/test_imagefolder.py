@@ -1,0 +1,76 @@
+"""Hugging Face image folders: a metadata file beside the images, or one for each split; and folders in general."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmlab.data.readers import read_records
+from mmlab.errors import DataError
+
+
+def test_metadata_beside_the_images(folder):
+    folder.image("0001.png", kind="PNG")
+    folder.image("deep/0002.png", kind="PNG")
+    folder.csv("metadata.csv", [["file_name", "text"], ["0001.png", "one"], ["deep/0002.png", "two"]])
+    records = read_records(folder.path)
+    assert records.texts == ["one", "two"]
+    assert records.splits is None
+    assert read_records(folder.path / "metadata.csv").texts == records.texts
+
+
+def test_each_split_has_its_folder_and_metadata(folder):
+    for split, texts in (("train", ["one", "two"]), ("validation", ["three"])):
+        for number, _ in enumerate(texts):
+            folder.image(f"{split}/{number}.jpg")
+        entries = [{"file_name": f"{number}.jpg", "caption": text} for number, text in enumerate(texts)]
+        folder.jsonl(f"{split}/metadata.jsonl", entries)
+    records = read_records(folder.path)
+    assert records.splits == ["train", "train", "validation"]
+    assert records.ids == ["train/0.jpg#0", "train/1.jpg#0", "validation/0.jpg#0"]
+    assert records.group.tolist() == [0, 1, 2]
+    assert read_records(folder.path, split="validation").texts == ["three"]
+    assert records.split("validation").texts == ["three"]
+    with pytest.raises(DataError, match="no split 'val'; known: train, validation"):
+        read_records(folder.path, split="val")
+
+
+def test_a_split_that_is_not_asked_for_is_not_checked(folder):
+    folder.image("val/0.jpg")
+    for split in ("train", "val"):
+        folder.csv(f"{split}/metadata.csv", [["file_name", "text"], ["0.jpg", split]])
+    assert read_records(folder.path, split="val").texts == ["val"]
+    with pytest.raises(DataError, match="1 of 2 rows"):
+        read_records(folder.path)
+
+
+def test_a_folder_with_one_data_file_among_others(folder):
+    folder.image("images/a.jpg")
+    folder.csv("pairs.csv", [["image", "text"], ["a.jpg", "x"]])
+    folder.csv("LICENSES.csv", [["file_name", "license"], ["a.jpg", "CC"]])
+    folder.text("empty.txt", "")
+    folder.json("settings.json", {"size": 3})
+    folder.json("list.json", [{"name": "a.jpg"}])
+    assert read_records(folder.path).texts == ["x"]
+
+
+def test_a_data_file_for_each_split(folder):
+    folder.image("a.jpg")
+    for split in ("train", "test"):
+        folder.csv(f"{split}.csv", [["image", "text"], ["a.jpg", split]])
+    assert read_records(folder.path).splits == ["test", "train"]
+
+
+def test_several_data_files_without_a_split_are_not_guessed_between(folder):
+    for name in ("a", "b"):
+        folder.csv(f"{name}.csv", [["image", "text"], ["a.jpg", "x"]])
+    with pytest.raises(DataError, match=r"several data files, pass one of them: a.csv, b.csv"):
+        read_records(folder.path)
+
+
+def test_a_folder_without_data_says_what_was_looked_for(folder):
+    folder.image("a.jpg")
+    folder.csv("notes.csv", [["name", "age"], ["x", "3"]])
+    with pytest.raises(
+        DataError, match=r"(?s)no image-text data found.*tar shards.*notes.csv, as manifest: .*name, age"
+    ):
+        read_records(folder.path)

@@ -1,0 +1,211 @@
+"""Manifests in every notation give the same records; wrong ones say which line and which column."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+
+from mmlab.data.readers import read_records
+from mmlab.data.readers.manifest import SYNONYMS
+from mmlab.errors import DataError
+
+HEADER = ["image", "text", "id", "label", "split", "group"]
+ROWS = [
+    ["a b.JPG", "a dog, running", "one", "0", "train", "x"],
+    ["übung.png", "zwei Hunde", "two", "1", "val", "y"],
+    ["sub/c.webp", 'the "third" one', "three", "1", "train", "x"],
+]
+
+
+@pytest.fixture
+def images(folder):
+    folder.image("a b.JPG", 40, 30)
+    folder.image("übung.png", 20, 50, "PNG")
+    folder.image("sub/c.webp", 64, 16, "WEBP")
+    return folder
+
+
+def write(folder, notation):
+    entries = [dict(zip(HEADER, row, strict=True)) for row in ROWS]
+    if notation in ("csv", "tsv", "pipe"):
+        return folder.csv(
+            f"data.{notation}", [HEADER, *ROWS], {"csv": ",", "tsv": "\t", "pipe": "|"}[notation]
+        )
+    if notation == "crlf with mark":
+        folder.csv("data.csv", [HEADER, *ROWS])
+        content = (folder.path / "data.csv").read_bytes().replace(b"\n", b"\r\n")
+        return folder.raw("data.csv", b"\xef\xbb\xbf" + content)
+    if notation == "jsonl":
+        return folder.jsonl("data.jsonl", entries)
+    if notation == "json list":
+        return folder.json("data.json", entries)
+    path = folder.path / "data.parquet"
+    pd.DataFrame(entries).to_parquet(path)
+    return path
+
+
+NOTATIONS = ("csv", "tsv", "pipe", "crlf with mark", "jsonl", "json list", "parquet")
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_every_notation_gives_the_same_records(images, notation):
+    records = read_records(write(images, notation))
+    assert records.ids == ["one", "two", "three"]
+    assert records.texts == [row[1] for row in ROWS]
+    assert list(zip(records.height, records.width, strict=True)) == [(30, 40), (50, 20), (16, 64)]
+    assert records.labels is not None
+    assert records.labels.tolist() == [0, 1, 1]
+    assert records.splits == ["train", "val", "train"]
+    assert records.group.tolist() == [0, 1, 0]
+    assert records.num_tokens.tolist() == [6, 4, 7]
+    assert [len(records.read_image(row)) > 0 for row in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_the_extension_does_not_matter(images, notation):
+    path = write(images, notation)
+    assert len(read_records(path.rename(path.with_suffix(".data")))) == 3
+
+
+@pytest.mark.parametrize(
+    "names", [("file_name", "caption"), ("Filepath", "Captions"), ("IMAGE NAME", "alt-text")]
+)
+def test_common_column_names_are_understood(folder, names):
+    folder.image("a.jpg")
+    assert read_records(folder.csv("data.csv", [list(names), ["a.jpg", "a dog"]])).texts == ["a dog"]
+
+
+def test_every_synonym_is_recognised_alone(folder):
+    folder.image("a.jpg")
+    for name in SYNONYMS["text"].split():
+        assert read_records(folder.csv("data.csv", [["image", name], ["a.jpg", "a dog"]])).texts == ["a dog"]
+    for name in SYNONYMS["image"].split():
+        assert read_records(folder.csv("data.csv", [[name, "text"], ["a.jpg", "a dog"]])).texts == ["a dog"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_an_unknown_column_is_named_with_those_found(folder, kind):
+    if kind == "csv":
+        path = folder.csv("data.csv", [["picture", "caption"], ["a.jpg", "x"]])
+    else:
+        path = folder.jsonl("data.jsonl", [{"picture": "a.jpg", "caption": "x"}])
+    with pytest.raises(DataError, match=r"no image column among picture, caption.*Rename one"):
+        read_records(path)
+
+
+def test_several_captions_of_an_image_become_records_of_one_group(folder):
+    folder.image("a.jpg")
+    folder.image("b.jpg")
+    entries = [{"image": "a.jpg", "captions": ["one", "two"]}, {"image": "b.jpg", "captions": ["three"]}]
+    for path in (folder.jsonl("data.jsonl", entries), folder.json("data.json", entries)):
+        records = read_records(path)
+        assert records.texts == ["one", "two", "three"]
+        assert records.group.tolist() == [0, 0, 1]
+        assert records.ids == ["a.jpg#0", "a.jpg#1", "b.jpg#0"]
+
+
+def test_rows_that_name_one_image_share_its_group_however_they_spell_it(folder):
+    folder.image("a.jpg")
+    records = read_records(folder.csv("data.csv", [["image", "text"], ["a.jpg", "x"], ["./a.jpg", "y"]]))
+    assert records.group.tolist() == [0, 0]
+    assert records.ids == ["a.jpg#0", "a.jpg#1"]
+
+
+def test_line_numbers_count_lines_of_the_file(folder):
+    folder.image("a.jpg")
+    path = folder.text("data.csv", 'image,text\na.jpg,"two\nlines"\n\na.jpg,fine\ngone.jpg,"x"\na.jpg\n')
+    with pytest.raises(DataError) as error:
+        read_records(path)
+    assert [row.row for row in error.value.bad_rows] == ["line 6", "line 7"]
+    assert "expected 2 fields as in the header, found 1" in str(error.value)
+
+
+def test_unclosed_quotes_are_not_swallowed(folder):
+    folder.image("a.jpg")
+    with pytest.raises(DataError, match=r"line 3: .*double the quotes"):
+        read_records(folder.text("data.csv", 'image,text\na.jpg,"open\na.jpg,next\n'))
+
+
+def test_broken_json_lines_are_bad_rows(folder):
+    folder.image("a.jpg")
+    path = folder.text("data.jsonl", '{"image": "a.jpg", "text": "x"}\n\n{"image": \n[1]\n')
+    with pytest.raises(DataError) as error:
+        read_records(path)
+    assert [row.row for row in error.value.bad_rows] == ["line 3", "line 4"]
+    assert "not JSON" in error.value.bad_rows[0].reason
+    assert "expected an object" in error.value.bad_rows[1].reason
+
+
+def test_unicode_line_separators_do_not_break_json_lines(folder):
+    folder.image("a.jpg")
+    text = "before\u2028after\x85end"
+    path = folder.text("data.jsonl", json.dumps({"image": "a.jpg", "text": text}, ensure_ascii=False) + "\n")
+    assert read_records(path).texts == [text]
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_line(folder):
+    with pytest.raises(DataError, match=r"line 2: not UTF-8"):
+        read_records(folder.raw("data.csv", b"image,text\na.jpg,caf\xe9\n"))
+
+
+def test_words_that_look_like_missing_values_are_texts(folder):
+    folder.image("a.jpg")
+    rows = [["a.jpg", word] for word in ("NA", "null", "nan", "None", "007")]
+    assert read_records(folder.csv("data.csv", [["image", "text"], *rows])).texts == [
+        "NA",
+        "null",
+        "nan",
+        "None",
+        "007",
+    ]
+
+
+def test_class_names_become_numbers_in_alphabetical_order(folder):
+    folder.image("a.jpg")
+    records = read_records(
+        folder.csv("data.csv", [["image", "text", "label"], ["a.jpg", "x", "dog"], ["a.jpg", "y", "cat"]])
+    )
+    assert records.labels is not None
+    assert records.labels.tolist() == [1, 0]
+    assert records.label_names == ("cat", "dog")
+    assert records[:1].label_names == ("cat", "dog")
+
+
+def test_class_numbers_do_not_depend_on_the_split(folder):
+    folder.image("a.jpg")
+    rows = [["a.jpg", "x", "ant", "train"], ["a.jpg", "y", "bee", "val"]]
+    records = read_records(folder.csv("data.csv", [["image", "text", "label", "split"], *rows]), split="val")
+    assert records.labels is not None
+    assert records.labels.tolist() == [1]
+    assert records.label_names == ("ant", "bee")
+
+
+def test_a_column_named_twice_is_refused(folder):
+    with pytest.raises(DataError, match="several columns are named text"):
+        read_records(folder.csv("data.csv", [["image", "text", "text"], ["a.jpg", "x", "y"]]))
+
+
+def test_parquet_with_encoded_images_points_to_datasets(folder):
+    path = folder.path / "data.parquet"
+    pd.DataFrame({"image": [b"..."], "text": ["x"]}).to_parquet(path)
+    with pytest.raises(DataError, match=r"column image holds binary, expected paths.*load_dataset"):
+        read_records(path)
+
+
+def test_images_are_found_beside_in_the_usual_folders_or_where_told(folder, tmp_path):
+    path = folder.csv("set/data.csv", [["image", "text"], ["a.jpg", "x"]])
+    folder.image("elsewhere/a.jpg", 10, 10)
+    assert read_records(path, images=tmp_path / "elsewhere").height.tolist() == [10]
+    folder.image("set/images/a.jpg", 20, 20)
+    assert read_records(path).height.tolist() == [20]
+    folder.image("set/a.jpg", 30, 30)
+    assert read_records(path).height.tolist() == [30]
+
+
+def test_absolute_paths_inside_the_folder_are_allowed(folder):
+    image = folder.image("images/a.jpg")
+    (folder.path / "train").mkdir()
+    records = read_records(folder.csv("train.csv", [["image", "text"], [str(image), "x"]]))
+    assert records.image_paths == [str(image)]

@@ -1,0 +1,254 @@
+"""The made data set: deterministic, whole or absent, true to its captions, and shaped like real data."""
+
+import hashlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmlab.cli.main import main
+from mmlab.data.readers import read_records
+from mmlab.data.synthetic import captions, make_dataset
+from mmlab.data.synthetic.captions import num_words, write_captions
+from mmlab.data.synthetic.painting import paint
+from mmlab.data.synthetic.scenes import COLOURS, Scene, draw_size, make_scene
+from mmlab.errors import OptionError
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """A checksum of every file in a folder, by relative path."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    for num_workers in (0, 2):
+        make_dataset(
+            tmp_path / str(num_workers),
+            num_images=128,
+            max_side=64,
+            num_workers=num_workers,
+            alt_text_ratio=0.2,
+            progress=False,
+        )
+    assert digests(tmp_path / "0") == digests(tmp_path / "2")
+    assert len(digests(tmp_path / "0")) == 129
+
+
+def test_a_small_data_set_is_the_beginning_of_a_large_one(tmp_path: Path) -> None:
+    made = {}
+    for num_images in (10, 20):
+        path = make_dataset(tmp_path / str(num_images), num_images=num_images, max_side=64, progress=False)
+        made[num_images] = read_records(path, progress=False)
+    small, large = digests(tmp_path / "10"), digests(tmp_path / "20")
+    assert all(large[name] == small[name] for name in small if name.endswith(".jpg"))
+    assert made[20].texts[:50] == made[10].texts
+    assert made[20].splits[:50] == made[10].splits
+
+
+def test_seeds_give_different_data() -> None:
+    assert write_captions(make_scene(0, 0)) != write_captions(make_scene(1, 0))
+    assert write_captions(make_scene(0, 0)) == write_captions(make_scene(0, 0))
+
+
+def test_the_reader_finds_splits_sizes_and_groups(tmp_path: Path) -> None:
+    make_dataset(
+        tmp_path / "set", num_images=40, max_side=64, captions_per_image=3, val_fraction=0.25, progress=False
+    )
+    records = read_records(tmp_path / "set", progress=False)
+    assert len(records) == 120
+    assert Counter(records.splits) == {"train": 90, "val": 30}
+    assert set(Counter(records.group.tolist()).values()) == {3}
+    for record in records[::10]:
+        with Image.open(record.image_path) as image:
+            assert image.size == (record.width, record.height)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder with a file"])
+def test_an_occupied_target_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "set"
+    kept = out if kind == "file" else out / "kept.txt"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("mine")
+    with pytest.raises(OptionError, match="exists and is not an empty folder"):
+        make_dataset(out, num_images=2, max_side=32, progress=False)
+    assert kept.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_an_empty_folder_is_a_fine_target(tmp_path: Path) -> None:
+    assert make_dataset(tmp_path, num_images=2, max_side=32, progress=False).parent == tmp_path
+    assert len(list((tmp_path / "images").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_images", 0),
+        ("captions_per_image", 0),
+        ("max_side", 8),
+        ("alt_text_ratio", 1.5),
+        ("val_fraction", float("nan")),
+        ("num_workers", -1),
+    ],
+)
+def test_a_number_out_of_range_is_named(tmp_path: Path, option: str, value: float) -> None:
+    with pytest.raises(OptionError, match=f"{option} must lie between .* found {value:g}"):
+        make_dataset(tmp_path / "set", progress=False, **{option: value})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, num_workers: int) -> None:
+    code = (
+        "import sys; from mmlab.data.synthetic import make_dataset; "
+        "make_dataset(sys.argv[1], num_images=10**4, num_workers=int(sys.argv[2]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "set"), str(num_workers)], stderr=subprocess.PIPE
+    )
+    give_up_s = time.monotonic() + 60
+    while not list(tmp_path.rglob("*.jpg")) and time.monotonic() < give_up_s:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in errors
+    assert process.returncode != 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_image_sizes_follow_coco() -> None:
+    rng = Random(0)
+    sizes = [draw_size(rng) for _ in range(5000)]
+    share = {size: count / len(sizes) for size, count in Counter(sizes).items()}
+    assert share[640, 480] == pytest.approx(0.212, abs=0.02)
+    assert share[480, 640] == pytest.approx(0.067, abs=0.015)
+    assert sum(width >= height for width, height in sizes) / len(sizes) == pytest.approx(0.754, abs=0.02)
+    assert np.mean([max(size) == 640 for size in sizes]) == pytest.approx(0.819, abs=0.03)
+    assert np.mean(sizes, axis=0) == pytest.approx([574, 484], abs=8)
+    assert max(max(size) for size in sizes) == 640
+
+
+def test_caption_lengths_follow_coco() -> None:
+    lengths = [num_words(text) + 2 for index in range(1000) for text in write_captions(make_scene(1, index))]
+    assert np.mean(lengths) == pytest.approx(13.4, abs=0.4)
+    assert np.std(lengths) == pytest.approx(2.6, abs=0.4)
+    assert min(lengths) >= 8
+    assert 30 <= max(lengths) <= 60
+
+
+def test_alt_text_has_a_heavy_tail() -> None:
+    texts = [text for index in range(300) for text in write_captions(make_scene(1, index), 5, 1.0)]
+    lengths = np.array([num_words(text) for text in texts])
+    assert lengths.mean() == pytest.approx(18.5, abs=2)
+    assert np.quantile(lengths, 0.99) > 4 * np.median(lengths)
+    assert lengths.max() <= captions.ALT_TEXT_MAX_WORDS
+
+
+def test_captions_are_true_of_their_own_picture_and_of_hardly_any_other() -> None:
+    scenes = [make_scene(2, index) for index in range(120)]
+    num_only = 0
+    for scene in scenes:
+        for text in write_captions(scene):
+            matching = [other for other in scenes if is_true(text, other)]
+            assert scene in matching, f"{text!r} is not true of {scene}"
+            num_only += len(matching) == 1
+    assert num_only / (5 * len(scenes)) > 0.95
+
+
+def is_true(text: str, scene: Scene) -> bool:
+    """Whether a sentence names only groups that the scene has, and its own ground, backdrop and light."""
+    sizes = {word: size for size, words in captions._SIZES.items() for word in words if word}
+    patterns = {word: name for name, words in captions._PATTERNS.items() for word in words if word}
+    shapes = {word: shape for shape, words in captions._SHAPES.items() for word in words}
+    counts = {"a": 1, "an": 1, "two": 2, "three": 3, "four": 4}
+    named = re.findall(
+        rf"\b(an?|two|three|four) (?:({'|'.join(sizes)}) )?(?:({'|'.join(patterns)}) )?"
+        rf"({'|'.join(COLOURS)}) (ball|cube|box|block|cone|cylinder|ring|star|heart|cross)(?:e?s)?\b",
+        text.lower(),
+    )
+    assert named, f"{text!r} names no object"
+    for count, size, pattern, colour, shape in named:
+        if not any(
+            (group.count, group.colour, group.shape) == (counts[count], colour, shapes.get(shape, shape))
+            and sizes.get(size, group.size) == group.size
+            and patterns.get(pattern, group.pattern) == group.pattern
+            for group in scene.groups
+        ):
+            return False
+    for table, value in (
+        (captions._GROUNDS, scene.ground),
+        (captions._BACKDROPS, scene.backdrop),
+        (captions._LIGHTS, scene.light),
+    ):
+        said = {name for name, phrases in table.items() if any(f" {words}" in text for words in phrases)}
+        if said and value not in said:
+            return False
+    return True
+
+
+def test_rows_stand_from_left_to_right_and_depths_from_front_to_back() -> None:
+    for scene in (make_scene(3, index) for index in range(200)):
+        middles = [np.mean([place.x for place in places]) for places in scene.places]
+        feet = [max(place.foot for place in places) for places in scene.places]
+        if scene.arrangement == "row":
+            assert middles == sorted(middles)
+        else:
+            assert feet[0] == max(feet)
+            top = min(place.foot - place.diameter for place in scene.places[0])
+            for place in (place for places in scene.places[1:] for place in places):
+                assert place.foot - 0.6 * place.diameter < top, "hidden behind the front group"
+        for place in (place for places in scene.places for place in places):
+            assert -0.05 * scene.width < place.x - place.diameter / 2
+            assert place.x + place.diameter / 2 < 1.05 * scene.width
+            assert scene.horizon * scene.height < place.foot < scene.height
+
+
+def test_pictures_take_as_many_bytes_as_photographs(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "set", num_images=12, num_workers=0, progress=False)
+    records = read_records(path, progress=False)
+    num_bytes = sum(file.stat().st_size for file in path.parent.glob("images/*.jpg"))
+    num_pixels = int(np.sum(records.height.astype(int) * records.width)) / 5
+    assert 0.26 < num_bytes / num_pixels < 0.38  # photographs of COCO at JPEG quality 90: 0.32
+
+
+@pytest.mark.parametrize("max_side", [32, 1100])
+def test_any_size_can_be_painted(max_side: int) -> None:
+    for index in range(200 if max_side < 100 else 3):
+        scene = make_scene(4, index, max_side)
+        assert paint(scene).shape == (scene.height, scene.width, 3)
+
+
+def test_the_bundled_sample_is_what_its_command_makes(tmp_path: Path) -> None:
+    readme = (DATA / "README.md").read_text()
+    command = re.search(r"^mmlab (data make) data/sample (.*)$", readme, re.MULTILINE)
+    assert command is not None
+    made, kept = tmp_path / "sample", DATA / "sample"
+    assert main([*command[1].split(), str(made), *shlex.split(command[2])]) == 0
+    assert (made / "captions.json").read_text() == (kept / "captions.json").read_text()
+    names = sorted(file.name for file in kept.glob("images/*.jpg"))
+    assert names == sorted(file.name for file in made.glob("images/*.jpg"))
+    for name in names:
+        with Image.open(made / "images" / name) as new, Image.open(kept / "images" / name) as old:
+            assert new.size == old.size
+            difference = np.abs(np.asarray(new, dtype=int) - np.asarray(old, dtype=int))
+        assert difference.mean() < 1, name  # of 255; JPEG encoders of other versions round otherwise
+
+
+def test_the_bundled_data_stay_small() -> None:
+    files = [DATA / "README.md", DATA / "sample/captions.json", *DATA.glob("sample/images/*.jpg")]
+    assert sum(file.stat().st_size for file in files) <= 3_000_000

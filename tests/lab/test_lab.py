@@ -1,0 +1,335 @@
+"""A lab starts, pauses, goes on, stops and is opened again, in real processes; every error reaches whoever waits."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from math import isnan
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+from mmlab.comparison.background import PROCESS, BackgroundRun
+from mmlab.comparison.experiment import compare
+from mmlab.comparison.result import Comparison
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.lab.lab import OPTIONS, PRECISIONS, Lab
+from mmlab.runs.control import CONTROL
+from mmlab.runs.events import RunEvent, RunLog
+from mmlab.runs.followed import Runs, progress_of, status_of
+from mmlab.runs.monitor import RunState
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.precision import PRECISIONS as ALL_PRECISIONS
+
+SMALL = {"image": "aspect:48", "batch_size": 8, "num_workers": 0}
+
+
+def until(true: Callable[[], object], lab: Lab | None = None) -> None:
+    deadline_s = time.monotonic() + 60
+    while not true():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(
+                f"{inspect.getsource(true).strip()}: {lab and (lab.state, lab.progress, lab.error)}"
+            )
+        time.sleep(0.05)
+
+
+def test_a_run_is_paused_looked_at_opened_again_and_finished(scenes: Path, tmp_path: Path) -> None:
+    lab = Lab(scenes, schedulers=("random", "budget"), out=tmp_path / "out", epochs=2, **SMALL)
+    assert (lab.state, lab.error) == ("idle", None)
+    assert all(map(isnan, lab.progress))
+    for too_early in (lab.wait, lab.table):
+        with pytest.raises(RunError, match=r"press Start or call start\(\) first"):
+            too_early()
+    lab.pause()
+    lab.stop()
+    assert lab.start() is lab
+    assert lab.state == "running"
+    run = lab._run
+    assert lab.start()._run is run, "a second start does nothing"
+
+    until(lambda: lab.progress[0] > 0, lab)
+    lab.pause()
+    assert lab.wait_for("paused") == "paused"
+    with pytest.raises(RunError, match=r"still paused after 0.2 s, waited for running"):
+        lab.wait_for("running", timeout_s=0.2)
+    done, left_s = lab.progress
+    assert 0 < done < 1
+    assert left_s > 0
+    assert lab.figure().axes[0].get_title() == "training loss"
+    table = lab.table()
+    assert set(table.index) == {"random", "budget"}
+    assert "paused" in set(table["status"])
+    steps = pd.read_csv(lab.to_csv(tmp_path / "steps.csv"))
+    assert len(steps) == table["steps"].sum()
+    assert {"run", "step", "loss", "step_s", "predicted_cost"} <= set(steps)
+    page = lab.report(tmp_path / "report.html").read_text()
+    assert "data:image/png;base64" in page
+    assert 'src="http' not in page
+
+    other = Lab.open(tmp_path / "out")
+    other._run = BackgroundRun(
+        run.folder, json.loads((run.folder / PROCESS).read_text()), None
+    )  # as if elsewhere
+    assert other.state == "paused"
+    assert other.options["epochs"] == 2
+    again = Lab(scenes, schedulers=("random", "budget"), out=tmp_path / "out", epochs=2, **SMALL).start()
+    assert again.state == "paused", "the same lab made anew, as when its cell is run twice, finds its run"
+    with pytest.raises(OptionError, match="a run with other options is going on in"):
+        Lab(scenes, schedulers=("random",), out=tmp_path / "out", **SMALL).start()
+
+    other.resume()
+    until(lambda: lab.state != "paused", lab)
+    assert lab.progress[0] >= done
+    comparison = lab.wait()
+    assert [arm.scheduler for arm in comparison.arms] == ["random", "budget"]
+    assert not comparison.interrupted
+    assert (lab.state, other.state, lab.error) == ("done", "done", None)
+    time.sleep(0.1)
+    assert lab.progress == other.progress == (1.0, 0.0)
+    assert "What each batch scheduler costs" in lab.report(tmp_path / "report.html").read_text()
+    assert isinstance(Lab.open(tmp_path / "out").wait(), Comparison)
+
+
+def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path: Path) -> None:
+    options = {**SMALL, "schedulers": ("random", "sorted"), "out": tmp_path, "image": "aspect:32"}
+    lab = Lab(scenes, epochs=300, **options).start()
+    until(lambda: [bool(state.latest("eval")) for state in lab._fresh().values()] == [True, True], lab)
+    lab.stop()
+    assert lab.state in ("stopping", "stopped")
+    comparison = lab.wait()
+    assert comparison.interrupted
+    assert 1 <= len(comparison.arms[0].epochs) < 300
+    assert lab.state == "stopped"
+
+    lab.start()  # into the same folder, and stopped before there is anything new: the old result must not come back
+    lab.stop()
+    with pytest.raises(RunError, match="stopped before every scheduler had finished an epoch"):
+        lab.wait()
+    assert (lab.state, lab.error) == ("stopped", None)
+    assert (tmp_path / "previous-1" / "comparison.json").exists()
+
+
+def test_an_error_in_the_run_is_kept_and_raised_by_wait_and_mended_by_the_next_start(
+    scenes: Path, tmp_path: Path
+) -> None:
+    lab = Lab(scenes, schedulers=("budget",), out=tmp_path, budget=3, epochs=1, **SMALL).start()
+    with pytest.raises(OptionError, match="above the budget of 3"):
+        lab.wait()
+    assert lab.state == "failed"
+    assert lab.error is not None
+    assert "Traceback" in lab.error
+    lab.configure(budget=400.0)
+    lab.start()
+    assert not lab.wait().interrupted
+    assert (lab.state, lab.error) == ("done", None)
+
+
+def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tmp_path: Path) -> None:
+    lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=10_000, **SMALL).start()
+    until(lambda: lab.progress[0] > 0, lab)
+    assert lab._run is not None
+    os.kill(lab._run._process_id, signal.SIGKILL)
+    with pytest.raises(RunError, match="exit code -9"):
+        lab.wait()
+    assert lab.state == "failed"
+    assert "exit code -9" in str(lab.error)
+    runs = Runs(tmp_path)
+    runs.refresh()
+    assert {name: status_of(state) for name, state in runs.states.items()} == {"runs/random": "killed"}
+
+
+CELL = """
+import sys
+from mmlab import Lab
+lab = Lab({scenes!r}, schedulers=("random",), out={out!r}, epochs=10_000, image="aspect:32", num_workers=0,
+          detached={detached})
+lab.start()
+print(lab._run._process_id, flush=True)
+{then}
+"""
+
+
+def start_elsewhere(scenes: Path, out: Path, then: str, *, detached: bool = False) -> subprocess.Popen[str]:
+    code = CELL.format(scenes=str(scenes), out=str(out), then=then, detached=detached)
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_an_interrupt_of_whoever_waits_stops_the_run_cleanly(scenes: Path, tmp_path: Path) -> None:
+    then = "comparison = lab.wait()\nprint(comparison.interrupted, lab.state)"
+    with start_elsewhere(scenes, tmp_path, then) as kernel:
+        until(lambda: b'"kind":"eval"' in b"".join(map(Path.read_bytes, tmp_path.glob("runs/*/*.jsonl"))))
+        kernel.send_signal(signal.SIGINT)
+        found = kernel.communicate(timeout=60)[0]
+    assert found.splitlines()[1] == "True stopped"
+
+
+def test_a_run_ends_with_the_process_that_started_it_unless_it_is_detached(
+    scenes: Path, tmp_path: Path
+) -> None:
+    for detached in (False, True):
+        out = tmp_path / str(detached)
+        with start_elsewhere(scenes, out, "", detached=detached) as kernel:
+            process_id = int(kernel.communicate(timeout=60)[0])
+        if not detached:
+            attached_id = process_id
+    lab = Lab.open(tmp_path / "True")
+    until(lambda: lab.progress[0] > 0, lab)
+    assert lab.state == "running"
+    lab.pause()
+    until(lambda: lab.state == "paused", lab)
+    lab.stop()
+    with suppress(RunError):  # where it was paused in its first epoch there is nothing to compare
+        assert lab.wait().interrupted
+    assert lab.state == "stopped"
+    until(lambda: not is_running(attached_id))
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE  # nobody collects it here
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: Path) -> None:
+    compare(scenes, ("random",), out=tmp_path, epochs=1, progress=False, **SMALL)
+    lab = Lab.open(tmp_path)
+    assert lab.state == "done"
+    assert lab.options["epochs"] == 1
+    assert lab.wait().arms[0].scheduler == "random"
+    lab.stop()
+    assert not (tmp_path / CONTROL).exists(), "there is nobody to tell"
+    with pytest.raises(DataError, match="no comparison in"):
+        Lab.open(tmp_path / "nowhere")
+
+
+def test_the_code_of_a_lab_makes_the_same_lab(tmp_path: Path) -> None:
+    lab = Lab("data/sample", schedulers=("random", "packed"), budget=99.0, epochs=7, out=tmp_path, lr=0.5)
+    lab.configure(precision="bf16")
+    names: dict = {}
+    exec(lab.code().split("lab.start()")[0], names)
+    assert (names["lab"].options, names["lab"].folder) == (lab.options, lab.folder)
+    configured = Lab("data/sample", schedulers={"mine": make_scheduler("bucket", batch_size=4)})
+    names = {}
+    exec(configured.code().split("lab.start()")[0], names)
+    assert names["lab"].options == configured.options
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": 0}, "epochs must be a whole number, at least 1; found 0"),
+        ({"epochs": 1.5}, "epochs must be a whole number"),
+        ({"batch_size": -2}, "batch size must be a whole number, at least 1; found -2"),
+        ({"budget": 0}, "budget must be a number of padded tokens above 0, or None; found 0"),
+        ({"budget": "much"}, "budget must be a number"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"image": "round:3"}, "image policy 'round:3'"),
+        ({"schedulers": ()}, "no schedulers to compare; choose at least one"),
+        ({"schedulers": ("rndom",)}, "unknown scheduler 'rndom'; did you mean 'random'"),
+        ({"schedulers": ("random", "random")}, "'random' is named twice"),
+        ({"epoch": 3}, "unknown option of Lab 'epoch'; did you mean 'epochs'"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_changes_nothing(change: dict, message: str) -> None:
+    lab = Lab("data/sample")
+    before = dict(lab.options)
+    with pytest.raises(OptionError, match=message):
+        lab.configure(**change)
+    assert lab.options == before
+    with pytest.raises(OptionError, match=message):
+        Lab("data/sample", **change)
+
+
+def test_what_cannot_be_sent_to_another_process_is_raised_by_start(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="cannot send these arguments to another process"):
+        Lab(iter([]).__next__, out=tmp_path, schedulers={"f": lambda: None}).start()
+
+
+def test_a_lab_takes_what_a_comparison_takes() -> None:
+    parameters = set(inspect.signature(compare).parameters)
+    assert parameters - {"data", "out", "progress", "control"} == {*Lab("data/sample").options, *OPTIONS}
+    assert tuple(ALL_PRECISIONS) == PRECISIONS
+
+
+def test_a_change_of_a_widget_is_a_change_of_the_next_run(tmp_path: Path) -> None:
+    lab = Lab("data/sample", schedulers=("random",), out=tmp_path)
+    panel = lab.panel()
+    assert lab.panel() is panel
+    panel.epochs.value, panel.batch_size.value, panel.budget.value = 9, 4, "512"
+    panel.schedulers.value, panel.precision.value = ("bucket", "budget"), "bf16"
+    found = {key: lab.options[key] for key in ("schedulers", "epochs", "batch_size", "budget", "precision")}
+    assert list(found.values()) == [("bucket", "budget"), 9, 4, 512.0, "bf16"]
+    assert "budget=512.0" in panel.code.value
+    panel.epochs.value = 0
+    panel.budget.value = "much"
+    assert "epochs must be a whole number" in panel.message.value
+    assert "budget must be a number of padded tokens, or empty; found &#x27;much&#x27;" in panel.message.value
+    assert (lab.options["epochs"], lab.options["budget"]) == (9, 512.0)
+    panel.epochs.value, panel.budget.value = 2, ""
+    assert panel.message.value == ""
+    assert (lab.options["epochs"], lab.options["budget"]) == (2, None)
+    panel.close()
+
+
+def run_of(costs: list[float], seconds: list[float], *, planned: float, **start: object) -> RunState:
+    state = RunState()
+    state.fold([RunEvent("start", 0, 0, 0.0, {"planned_cost": planned, "num_steps": 100, **start})])
+    for step, (cost, step_s) in enumerate(zip(costs, seconds, strict=True), start=1):
+        state.fold([RunEvent("step", step, 0, float(step), {"predicted_cost": cost, "step_s": step_s})])
+    return state
+
+
+def test_what_is_left_follows_from_costs_and_not_from_steps() -> None:
+    dear_first = run_of([1, 1, 40, 40], [1, 1, 4, 4], planned=100)
+    found = progress_of([dear_first])
+    assert found.done_ratio == pytest.approx(0.82)
+    assert found.left_s == pytest.approx(18 / 10)
+    both = progress_of([dear_first, run_of([], [], planned=50)])
+    assert both.done_ratio == pytest.approx(82 / 150)
+    assert both.left_s == pytest.approx(68 / 10), "a run that has not begun is taken to be as fast"
+    evaluated = run_of([10, 10, 10, 10, 10], [1] * 5, planned=100, num_epochs=2)
+    evaluated.fold([RunEvent("eval", 5, 0, 9.0, {"eval_s": 3.0})])
+    assert progress_of([evaluated]).left_s == pytest.approx(5 + 3)
+
+
+def test_without_costs_steps_count_and_without_a_plan_nothing_is_promised() -> None:
+    state = RunState()
+    state.fold([RunEvent("start", 5, 0, 0.0, {"num_steps": 10})])
+    assert progress_of([state]).done_ratio == 0
+    assert isnan(progress_of([state]).left_s)
+    state.fold([RunEvent("step", step, 0, 0.0, {"step_s": 2.0}) for step in (6, 7, 8)])
+    assert progress_of([state]).left_s == pytest.approx(4.0)
+    assert isnan(progress_of([]).done_ratio)
+    assert isnan(progress_of([RunState()]).done_ratio)
+
+
+def test_runs_that_were_moved_aside_or_written_anew_are_not_mixed(tmp_path: Path) -> None:
+    for name in ("a", "previous-1/b"):
+        with RunLog(tmp_path / name) as log:
+            log.write("start", 0, scheduler="old")
+            log.write("step", 1, loss=1.0)
+    runs = Runs(tmp_path)
+    assert (runs.refresh(), list(runs.states)) == (2, ["a"])
+    (tmp_path / "a" / "events-rank0.jsonl").unlink()
+    with RunLog(tmp_path / "a") as log:
+        log.write("start", 0, scheduler="new")
+    runs.refresh()
+    runs.refresh()
+    assert runs.states["a"].latest("start") == {"scheduler": "new"}
+    assert len(runs.states["a"].column("loss")) == 0

@@ -1,0 +1,267 @@
+"""What the panel sends to a page, and when; a page's part is played by the test, the files and threads are real."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from IPython.core.formatters import DisplayFormatter
+
+from mmlab.errors import OptionError
+from mmlab.lab.live_panel import STATIC, WINDOW, LivePanel
+from mmlab.runs.events import RunLog
+from mmlab.runs.feed import TRACKS
+
+PATIENCE_S = 30.0
+LOSS = TRACKS["step"].index("loss")
+
+
+class Page:
+    """A page that shows a panel: takes its messages and answers them."""
+
+    def __init__(self, panel: LivePanel, *, answers: bool = True) -> None:
+        self.panel, self.answers = panel, answers
+        self.messages: queue.Queue[tuple[dict[str, Any], list[bytes]]] = queue.Queue()
+        panel.send = lambda content, buffers=None: self.messages.put((content, buffers))  # type: ignore[method-assign]
+        panel._pump._send = panel.send
+        self.rows: dict[str, list[np.ndarray]] = {}
+        self.facts: dict[str, Any] = {}
+
+    def say(self, kind: str, **content: Any) -> None:
+        self.panel._receive(None, {"kind": kind, **content}, [])
+
+    def take(self) -> dict[str, Any]:
+        """The next message, taken as a page takes it."""
+        message, buffers = self.messages.get(timeout=PATIENCE_S)
+        json.dumps(message, allow_nan=False)  # a page reads JSON, which has no NaN
+        data, at = np.frombuffer(buffers[0], np.float32), 0
+        for name, start, count in message["rows"]:
+            width = len(TRACKS[name.split(".")[2]])
+            columns = data[at : at + width * count].reshape(width, count)
+            at += width * count
+            assert start == sum(part.shape[1] for part in self.rows.get(name, []))
+            self.rows.setdefault(name, []).append(columns)
+        assert at == len(data)
+        self.facts |= message
+        if self.answers:
+            self.say("ack", seq=message["seq"])
+        return message
+
+    def until(self, condition: Any) -> None:
+        while not condition():
+            self.take()
+
+    def losses(self, name: str = "r1.0.step") -> list[float]:
+        return np.concatenate([part[LOSS] for part in self.rows[name]]).tolist() if name in self.rows else []
+
+
+class Steered:
+    """A controller as anybody may write one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state, self.progress, self.error, self.folder = "idle", (nan, nan), None, folder
+        self.called: list[tuple[str, str]] = []
+
+    def _note(self, name: str, state: str) -> None:
+        self.called.append((name, threading.current_thread().name))
+        self.state = state
+
+    def start(self) -> None:
+        self._note("start", "running")
+
+    def pause(self) -> None:
+        self._note("pause", "paused")
+
+    def resume(self) -> None:
+        raise RuntimeError("cannot resume")
+
+    def stop(self) -> None:
+        self._note("stop", "stopped")
+
+
+@pytest.fixture
+def panels() -> Iterator[list[LivePanel]]:
+    made: list[LivePanel] = []
+    yield made
+    for panel in made:
+        panel.close()
+
+
+def write(folder: Path, first: int, num_steps: int) -> None:
+    with RunLog(folder) as log:
+        for step in range(first, first + num_steps):
+            log.write("step", step, loss=1 / step, num_samples=4)
+
+
+def test_a_page_gets_what_was_written_and_then_what_is_new(tmp_path: Path, panels: list[LivePanel]) -> None:
+    write(tmp_path, 1, 50)
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    assert page.messages.empty(), "nothing is sent before a page asks"
+    page.say("ready", have={})
+    page.until(lambda: len(page.losses()) == 50)
+    assert page.facts["state"] == "running"
+    write(tmp_path, 51, 3)
+    page.until(lambda: len(page.losses()) == 53)
+    assert page.losses() == pytest.approx([1 / step for step in range(1, 54)], rel=1e-6)
+
+
+def test_a_page_that_is_loaded_anew_gets_everything_again(tmp_path: Path, panels: list[LivePanel]) -> None:
+    write(tmp_path, 1, 5000)  # more than one message holds
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: len(page.losses()) == 5000)
+    page.rows.clear()
+    page.facts.clear()
+    page.say("ready", have={})
+    page.until(lambda: len(page.losses()) == 5000)
+    assert page.facts["runs"][0]["status"] == "running"
+
+
+def test_a_page_that_missed_a_message_gets_it_again(tmp_path: Path, panels: list[LivePanel]) -> None:
+    write(tmp_path, 1, 10)
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: len(page.losses()) == 10)
+    page.rows["r1.0.step"] = [page.rows["r1.0.step"][0][:, :4]]
+    page.say("ready", have={"r1.0.step": 4})
+    page.until(lambda: len(page.losses()) == 10)
+    assert page.losses() == pytest.approx([1 / step for step in range(1, 11)], rel=1e-6)
+
+
+def test_without_answers_messages_come_seldom_and_still_lose_nothing(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    panels.append(LivePanel(tmp_path, hz=1000))
+    page = Page(panels[0], answers=False)
+    page.say("ready", have={})
+    times = []
+    for step in range(1, 60):
+        write(tmp_path, step, 1)
+        if not page.messages.empty():
+            times.append(page.take()["seq"])
+    page.until(lambda: len(page.losses()) == 59)
+    assert page.facts["seq"] <= WINDOW + 3, "the window was not held"
+    assert page.losses() == pytest.approx([1 / step for step in range(1, 60)], rel=1e-6)
+
+
+def test_a_hidden_panel_is_sent_nothing_until_it_is_shown_again(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.take()
+    page.say("hidden")
+    while not page.messages.empty():
+        page.take()
+    write(tmp_path, 1, 4)
+    with pytest.raises(queue.Empty):
+        page.messages.get(timeout=1.5)  # longer than between two beats
+    page.say("ready", have={})
+    page.until(lambda: len(page.losses()) == 4)
+
+
+def test_buttons_call_the_controller_and_its_state_comes_back(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    controller = Steered(tmp_path)
+    panels.append(LivePanel(controller=controller))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: page.facts.get("state") == "idle")
+    for action, state in (("start", "running"), ("pause", "paused"), ("stop", "stopped")):
+        page.say("action", name=action)
+        page.until(lambda state=state: page.facts["state"] == state)
+    assert [name for name, _ in controller.called] == ["start", "pause", "stop"]
+
+
+def test_an_error_in_a_callback_is_sent_and_does_not_reach_the_kernel(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    panels.append(LivePanel(controller=Steered(tmp_path)))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.say("action", name="resume")
+    page.until(lambda: page.facts.get("errors"))
+    [error] = page.facts["errors"]
+    assert error["where"] == "callback"
+    assert error["text"] == "RuntimeError: cannot resume"
+    assert "in resume" in error["traceback"]
+    page.say("action", name="delete_everything")
+    page.until(lambda: len(page.facts["errors"]) == 2)
+
+
+def test_an_error_of_training_and_one_of_the_panel_itself_are_sent(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    controller = Steered(tmp_path)
+    panels.append(LivePanel(controller=controller))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    controller.state, controller.error = "failed", "Traceback ...\nValueError: no such loss"
+    page.until(lambda: page.facts.get("errors"))
+    assert page.facts["errors"][0]["where"] == "training"
+    assert page.facts["errors"][0]["text"] == "ValueError: no such loss"
+    del controller.progress
+    page.until(lambda: any(error["where"] == "panel" for error in page.facts["errors"]))
+
+
+def test_the_controllers_folder_is_followed_where_it_goes(tmp_path: Path, panels: list[LivePanel]) -> None:
+    controller = Steered(tmp_path / "first")
+    write(tmp_path / "first", 1, 2)
+    write(tmp_path / "second", 1, 3)
+    panels.append(LivePanel(controller=controller))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: len(page.losses()) == 2)
+    controller.folder = tmp_path / "second"
+    page.until(lambda: len(page.losses("r2.0.step")) == 3)
+    assert [run["name"] for run in page.facts["runs"]] == ["second"]
+
+
+def test_without_a_page_there_is_text_and_nothing_fails(tmp_path: Path, panels: list[LivePanel]) -> None:
+    write(tmp_path, 1, 12)
+    panels += [LivePanel(tmp_path), LivePanel(tmp_path / "nothing")]
+    for panel, text in zip(panels, ("running at step 12", "waiting for the first event"), strict=True):
+        formats, _ = DisplayFormatter().format(panel)
+        assert text in formats["text/plain"]
+        assert text in repr(panel)
+        assert "application/vnd.jupyter.widget-view+json" in formats
+    (tmp_path / "events-rank0.jsonl").write_text("no event\n")
+    assert "DataError" in repr(panels[0])
+
+
+def test_what_a_notebook_saves_of_a_panel_is_small(tmp_path: Path, panels: list[LivePanel]) -> None:
+    write(tmp_path, 1, 20_000)
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: len(page.losses()) == 20_000)
+    assert (STATIC / "live_panel.js").stat().st_size < 50_000
+    assert len(json.dumps(panels[0].get_state())) < 100_000
+
+
+def test_closing_ends_the_thread(tmp_path: Path) -> None:
+    panel = LivePanel(tmp_path)
+    page = Page(panel)
+    page.say("ready", have={})
+    page.take()
+    panel.close()
+    assert not [thread for thread in threading.enumerate() if thread is panel._pump._thread]
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    with pytest.raises(OptionError, match="nothing to follow"):
+        LivePanel()
+    with pytest.raises(OptionError, match="hz: expected updates a second above 0, found 0"):
+        LivePanel("somewhere", hz=0)

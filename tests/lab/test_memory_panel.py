@@ -1,0 +1,59 @@
+"""The memory panel answers every move of a slider, and shows what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmlab.errors import OptionError
+from mmlab.lab.memory_panel import MemoryPanel
+from mmlab.lab.notebook import draw_sizes
+from mmlab.machine import GIB
+from mmlab.pricing.memory import MemoryModel
+from mmlab.schedule.cost import MaxPolynomial
+from mmlab.types import aspect
+
+SIZES = draw_sizes(400).resized(aspect(224**2))
+
+
+def memory(scale: float) -> MemoryModel:
+    rows = MaxPolynomial([[GIB, scale * 1e5, scale * 3e5]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], "bytes")
+    return MemoryModel(rows=rows, fingerprint="none", conditions={})
+
+
+MODELS = {("fp32", False): memory(2), ("bf16", False): memory(1), ("bf16", True): memory(0.3)}
+
+
+def test_every_control_changes_the_answer() -> None:
+    panel = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 80, 8))
+    assert panel.precision.value == "bf16"
+    moves = {panel.memory: 4.0, panel.checkpointing: True}
+    for control, value in moves.items():
+        summary, picture = panel.summary.value, panel.picture.value
+        control.value = value
+        assert panel.message.value == ""
+        assert panel.summary.value != summary
+        assert panel.picture.value != picture
+    planned = panel.planned()
+    assert planned.batch_bytes.max() <= 4 * GIB
+    assert planned.memory is MODELS["bf16", True]
+
+
+def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
+    panel = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 80, 0.5))
+    assert "Does not fit" in panel.summary.value
+    panel.memory.value = 16.0
+    assert "samples a batch" in panel.summary.value
+
+
+def test_a_way_that_was_not_fitted_is_named_in_the_panel() -> None:
+    panel = MemoryPanel(SIZES, MODELS)
+    panel.checkpointing.value = True
+    panel.precision.value = "fp32"
+    assert "no memory model for (&#x27;fp32&#x27;, True)" in panel.message.value
+    panel.checkpointing.value = False
+    assert panel.message.value == ""
+
+
+def test_without_models_there_is_no_panel() -> None:
+    with pytest.raises(OptionError, match="no memory models to explore"):
+        MemoryPanel(SIZES, {})

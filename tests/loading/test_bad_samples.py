@@ -1,0 +1,136 @@
+"""A sample that breaks in mid-run is named, and what comes in its place does not depend on who reads it."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.runs.events import RunEvent, RunLog, read_events
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.types import Aspect
+from tests.loading.loaders import ENGINES, assert_same, make_loader
+
+
+@pytest.fixture
+def broken(scenes: Path, tmp_path: Path) -> MultimodalDataset:
+    """Three images (nine records) broke after the records were read: cut off, replaced by text, gone."""
+    folder = tmp_path / "scenes"
+    shutil.copytree(scenes.parent, folder)
+    records = read_records(folder / scenes.name, progress=False)
+    dataset = MultimodalDataset(records, image_policy=Aspect(64 * 64, 16))
+    cut, text, gone = (Path(path) for path in sorted(set(dataset.records.image_paths))[4:7])
+    cut.write_bytes(cut.read_bytes()[:300])
+    text.write_bytes(b"no image any more")
+    gone.unlink()
+    return dataset
+
+
+def bad_ids(dataset: MultimodalDataset) -> set[str]:
+    paths = sorted(set(dataset.records.image_paths))[4:7]
+    pairs = zip(dataset.records.ids, dataset.records.image_paths, strict=True)
+    return {record_id for record_id, path in pairs if path in paths}
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_raise_stops_at_the_batch_that_holds_it(broken: MultimodalDataset, engine: str) -> None:
+    events: list[RunEvent] = []
+    loader = make_loader(broken, engine, emit=events.append)
+    batches = []
+    with pytest.raises(DataError, match=r"record '.*': cannot read image .*mend or remove the file"):
+        batches += loader  # in place: what came before the error stays
+    rows = next(rows for rows in loader.plan if {broken.records.ids[row] for row in rows} & bad_ids(broken))
+    assert loader.state_dict()["num_batches"] == list(loader.plan).index(rows)
+    (event,) = [event for event in events if event.kind == "bad_sample"]
+    assert event.values["record_id"] in bad_ids(broken)
+    assert event.values["policy"] == "raise"
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_skip_leaves_out_those_and_no_others(broken: MultimodalDataset, tmp_path: Path, engine: str) -> None:
+    with RunLog(tmp_path / "run") as log:
+        loader = make_loader(broken, engine, on_bad_sample="skip", emit=log.emit)
+        seen = [record_id for batch in loader for record_id in batch.record_ids]
+    assert sorted(seen) == sorted(set(broken.records.ids) - bad_ids(broken))
+    events = [event.values for event in read_events(log.path)[0] if event.kind == "bad_sample"]
+    assert {event["record_id"] for event in events} == bad_ids(broken)
+    for event in events:
+        path = dict(zip(broken.records.ids, broken.records.image_paths, strict=True))[event["record_id"]]
+        assert event["image_path"] == path
+        assert path in event["message"]
+        assert (event["policy"], event["replaced_by"]) == ("skip", None)
+
+
+def test_replacements_fit_the_plan_and_are_the_same_for_everybody(broken: MultimodalDataset) -> None:
+    runs, events = {}, {}
+    for engine in ENGINES:
+        events[engine] = []
+        loader = make_loader(broken, engine, on_bad_sample="replace", emit=events[engine].append)
+        runs[engine] = list(loader)
+        for batch, shape in zip(runs[engine], loader.plan.shapes, strict=True):
+            assert len(set(batch.record_ids)) == len(batch) == shape.batch_size
+            assert all(side <= limit for side, limit in zip(batch.shape, shape, strict=True))
+    assert_same(runs["threads"], runs["here"])
+    assert_same(runs["torch"], runs["here"])
+    told = [
+        {
+            event.values["record_id"]: event.values["replaced_by"]
+            for event in run
+            if event.kind == "bad_sample"
+        }
+        for run in events.values()
+    ]
+    assert told[0] == told[1] == told[2]
+    assert set(told[0]) == bad_ids(broken)
+    assert not set(told[0].values()) & bad_ids(broken)
+    sizes, row_of = broken.sizes, {record_id: row for row, record_id in enumerate(broken.records.ids)}
+    for bad, other in told[0].items():  # of like size
+        assert abs(sizes.height[row_of[bad]] - sizes.height[row_of[other]]) <= 32
+        assert abs(int(sizes.num_tokens[row_of[bad]]) - sizes.num_tokens[row_of[other]]) <= 8
+
+
+def test_without_a_listener_bad_samples_are_warnings(broken: MultimodalDataset) -> None:
+    with pytest.warns(RuntimeWarning, match=r"cannot read image .* \(left out\)"):
+        list(make_loader(broken, "threads", on_bad_sample="skip"))
+
+
+def test_too_many_end_the_run_also_across_a_resume(broken: MultimodalDataset) -> None:
+    def loader():
+        return make_loader(
+            broken, "threads", on_bad_sample="skip", max_bad_samples=5, emit=lambda event: None
+        )
+
+    first = loader()
+    with pytest.raises(RunError, match="6 samples of epoch 0 could not be read, and max_bad_samples is 5"):
+        list(first)
+    counts = np.cumsum(
+        [len({broken.records.ids[row] for row in rows} & bad_ids(broken)) for rows in first.plan]
+    )
+    num_batches = int(np.searchsorted(counts, 3)) + 1
+    second = loader()
+    list(islice(second, num_batches))
+    third = loader()
+    third.load_state_dict(second.state_dict())
+    with pytest.raises(RunError, match="could not be read, and max_bad_samples is 5"):
+        list(third)
+    assert len(third.bad_samples) <= 3
+
+
+def test_a_batch_of_nothing_but_bad_samples_is_left_out(broken: MultimodalDataset) -> None:
+    scheduler = make_scheduler("sorted", batch_size=1)
+    loader = make_loader(
+        broken, "threads", scheduler=scheduler, on_bad_sample="skip", emit=lambda event: None
+    )
+    assert len(list(loader)) == len(broken) - 9
+    assert loader.state_dict()["num_batches"] == len(broken)
+
+
+def test_an_unknown_policy_is_named(dataset: MultimodalDataset) -> None:
+    with pytest.raises(OptionError, match="unknown policy on bad samples 'ignore'"):
+        make_loader(dataset, on_bad_sample="ignore")

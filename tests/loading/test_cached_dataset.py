@@ -1,0 +1,248 @@
+"""A data set with a cache gives bitwise what it gives without; augmentation comes after it."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmlab.cli.cache import cache_info
+from mmlab.cli.main import main
+from mmlab.data.augment import Augment
+from mmlab.data.dataset import MultimodalDataset, Sample
+from mmlab.data.readers import read_records
+from mmlab.data.records import Records
+from mmlab.data.text import load_tokenizer
+from mmlab.errors import OptionError
+from mmlab.loading.cache.build import build_cache
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.store import SampleCache
+from mmlab.loading.loader import PlannedLoader
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.types import Aspect, Square
+
+
+@pytest.fixture
+def dataset(records: Records) -> MultimodalDataset:
+    return MultimodalDataset(records, image_policy=Aspect(64 * 64, 16))
+
+
+def with_cache(dataset: MultimodalDataset, folder: Path, **options: int) -> MultimodalDataset:
+    cached = MultimodalDataset(
+        dataset.records,
+        tokenizer=dataset.tokenizer,
+        image_policy=dataset.image_policy,
+        max_tokens=dataset.max_tokens,
+    )
+    cached.cache = SampleCache(folder, key=cache_key(cached), **options)  # type: ignore[arg-type]
+    return cached
+
+
+def same(first: Sample, second: Sample) -> bool:
+    images = first["image"], second["image"]
+    assert isinstance(images[0], torch.Tensor)
+    assert isinstance(images[1], torch.Tensor)
+    return (
+        torch.equal(*images)
+        and torch.equal(first["input_ids"], second["input_ids"])
+        and {**first, "image": 0, "input_ids": 0} == {**second, "image": 0, "input_ids": 0}
+    )
+
+
+def test_a_hit_is_bitwise_a_miss_and_what_no_cache_gives(dataset: MultimodalDataset, tmp_path: Path) -> None:
+    cached = with_cache(dataset, tmp_path / "cache")
+    assert cached.cache is not None
+    for _ in range(2):
+        assert all(same(cached[row], dataset[row]) for row in range(len(dataset)))
+    stats = cached.cache.stats()
+    num_images = len(set(dataset.records.image_paths))
+    assert stats.num_misses == num_images
+    assert stats.num_hits == 2 * len(dataset) - num_images
+
+
+def test_what_the_data_set_gives_may_be_written_to(dataset: MultimodalDataset, tmp_path: Path) -> None:
+    cached = with_cache(dataset, tmp_path / "cache")
+    for _ in range(2):
+        image = cached[0]["image"]
+        assert image is not None
+        image.zero_()
+    assert same(cached[0], dataset[0])
+
+
+def test_batches_are_bitwise_the_same_cold_warm_and_without(
+    dataset: MultimodalDataset, tmp_path: Path
+) -> None:
+    cached = with_cache(dataset, tmp_path / "cache")
+    scheduler = make_scheduler("random", batch_size=8)
+    for _ in range(2):
+        pairs = zip(
+            PlannedLoader(dataset, scheduler, num_workers=2, engine="threads"),
+            PlannedLoader(cached, scheduler, num_workers=2, engine="threads"),
+            strict=True,
+        )
+        for plain, batch in pairs:
+            assert torch.equal(plain.pixel_values, batch.pixel_values)
+            assert torch.equal(plain.input_ids, batch.input_ids)
+
+
+def brightness(dataset: MultimodalDataset, *, seed: int, epochs: range) -> np.ndarray:
+    """Mean level (epochs, rows) of augmented images."""
+    augment = Augment(crop_scale=(0.3, 1.0), flip_probability=0.5, brightness=0.5)
+    levels = []
+    for epoch in epochs:
+        samples = (dataset[row] for row in range(len(dataset)))
+        images = (
+            augment(sample["image"], seed=seed, epoch=epoch, record_id=sample["id"])
+            for sample in samples
+            if sample["image"] is not None
+        )
+        levels.append([image.float().mean().item() for image in images])
+    return np.array(levels)
+
+
+def test_epochs_differ_with_the_cache_as_without_in_the_same_distribution(
+    dataset: MultimodalDataset, tmp_path: Path
+) -> None:
+    cached = with_cache(dataset, tmp_path / "cache")
+    off, on = brightness(dataset, seed=1, epochs=range(6)), brightness(cached, seed=1, epochs=range(6))
+    assert np.array_equal(off, on)  # the same draws, the same images
+    assert (np.abs(on[0] - on[1]) > 0.5).mean() > 0.9  # epochs differ
+    other = brightness(cached, seed=2, epochs=range(6))
+    levels = np.sort(np.concatenate((off.ravel(), other.ravel())))
+    shares = [
+        np.searchsorted(np.sort(part.ravel()), levels, side="right") / part.size for part in (off, other)
+    ]
+    distance = np.abs(shares[0] - shares[1]).max()  # Kolmogorov and Smirnov's
+    assert distance < 1.63 * np.sqrt(
+        2 / off.size
+    )  # one in a hundred pairs of equal distributions is further apart
+    spread_off, spread_on = off.std(axis=0).mean(), other.std(axis=0).mean()  # of one image over the epochs
+    assert spread_on == pytest.approx(spread_off, rel=0.2)
+
+
+def test_building_goes_on_where_it_stopped(dataset: MultimodalDataset, tmp_path: Path) -> None:
+    part = with_cache(dataset, tmp_path / "cache")
+    for row in range(10):
+        part[row]
+    cached = with_cache(dataset, tmp_path / "cache")
+    num_images = len(set(dataset.records.image_paths))
+    num_there = len(set(dataset.records.image_paths[:10]))
+    report = build_cache(cached, num_threads=3, progress=False)
+    assert report.num_made == num_images - num_there
+    assert report.bad_samples == ()
+    again = build_cache(cached, progress=False)
+    assert (again.num_made, again.num_samples) == (0, len(dataset))
+    assert all(same(cached[row], dataset[row]) for row in range(len(dataset)))
+    info = cache_info(tmp_path / "cache")
+    assert (info.num_images, info.num_texts) == (num_images, len({*dataset.records.texts}))
+
+
+def test_building_names_what_it_could_not_make(tmp_path: Path) -> None:
+    for name in ("good.png", "bad.png"):
+        Image.new("RGB", (20, 20)).save(tmp_path / name)
+    dataset = MultimodalDataset([tmp_path / "good.png", tmp_path / "bad.png"], ["one", "two"])
+    with pytest.raises(OptionError, match="the data set has no cache"):
+        build_cache(dataset)
+    cached = with_cache(dataset, tmp_path / "cache")
+    (tmp_path / "bad.png").write_bytes(b"not an image any more")
+    with pytest.raises(OptionError, match="num_threads must be at least 1, found 0"):
+        build_cache(cached, num_threads=0)
+    report = build_cache(cached, progress=False)
+    assert report.num_made == 1
+    assert [("bad.png" in reason) for reason in report.bad_samples] == [True]
+
+
+def test_building_within_a_limit_says_what_found_no_room(dataset: MultimodalDataset, tmp_path: Path) -> None:
+    cached = with_cache(dataset, tmp_path / "cache", limit_bytes=100_000)
+    report = build_cache(cached, num_threads=1, progress=False)
+    assert report.num_left_out > 0
+    assert report.stats.cache_bytes <= 100_000
+    assert f"{report.num_left_out} found no room" in str(report)
+
+
+def test_a_change_of_policy_tokenizer_or_length_says_so(dataset: MultimodalDataset, tmp_path: Path) -> None:
+    with_cache(dataset, tmp_path / "cache")
+    dataset.max_tokens = 12
+    with pytest.warns(UserWarning, match="token ids .* max_tokens 512 -> 12; images are kept"):
+        with_cache(dataset, tmp_path / "cache")
+    dataset.tokenizer = load_tokenizer(records=dataset.records, vocab_size=200)
+    with pytest.warns(UserWarning, match=r"token ids .* tokenizer \w{12} -> \w{12}; images are kept"):
+        with_cache(dataset, tmp_path / "cache")
+    dataset.image_policy = Aspect(64 * 64 + 1, 16)  # the same short name
+    assert str(dataset.image_policy) == str(Aspect(64 * 64, 16))
+    with pytest.warns(
+        UserWarning, match=r"image policy Aspect\(max_area=4096, .*\) -> Aspect\(max_area=4097"
+    ):
+        with_cache(dataset, tmp_path / "cache")
+
+
+def test_calling_a_tokenizer_does_not_change_its_fingerprint(dataset: MultimodalDataset) -> None:
+    before = cache_key(dataset).text_settings
+    dataset.tokenizer(["a", "b c"], padding=True, truncation=True, max_length=3)
+    assert cache_key(dataset).text_settings == before
+
+
+def test_a_policy_must_show_its_settings(dataset: MultimodalDataset) -> None:
+    class Secret:
+        pass
+
+    dataset.image_policy = Secret()  # type: ignore[assignment]
+    with pytest.raises(OptionError, match="cannot be part of a cache's key: give its class a __repr__"):
+        cache_key(dataset)
+
+
+def test_images_in_tar_shards_are_recognised_by_the_shard(tmp_path: Path) -> None:
+    def write(level: int) -> None:
+        with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+            picture = io.BytesIO()
+            Image.new("RGB", (20, 20), (level, 0, 0)).save(picture, "PNG")
+            for name, content in (("0.png", picture.getvalue()), ("0.txt", b"a field")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+    def level(dataset: MultimodalDataset) -> int:
+        image = dataset[0]["image"]
+        assert image is not None
+        return int(image[0, 0, 0])
+
+    write(10)
+    dataset = MultimodalDataset(read_records(tmp_path / "shard.tar", progress=False), image_policy=Square(16))
+    cached = with_cache(dataset, tmp_path / "cache")
+    assert [level(cached), level(cached)] == [10, 10]
+    write(200)
+    assert level(cached) == 200
+
+
+def test_a_store_that_names_no_files_is_read_and_hashed(dataset: MultimodalDataset, tmp_path: Path) -> None:
+    class Bytes:
+        def read(self, image_path: str) -> bytes:
+            return Path(image_path).read_bytes()
+
+    dataset.records = replace(dataset.records, store=Bytes())
+    cached = with_cache(dataset, tmp_path / "cache")
+    assert cached.cache is not None
+    for _ in range(2):
+        assert same(cached[0], dataset[0])
+    assert cached.cache.stats().num_hits == 1
+
+
+def test_the_command_line_builds_and_clears(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "cache")
+    build = ["cache", "build", folder, "--data", str(scenes), "--image", "square:32", "--threads", "1"]
+    for expected in ("24 samples made and 48 found of 72", "0 samples made and 72 found of 72"):
+        assert main(build) == 0
+        assert expected in capsys.readouterr().out
+    assert main(["cache", "info", folder]) == 0
+    assert "24 images and" in (shown := capsys.readouterr().out)
+    assert "image policy Square(side=32)" in shown
+    assert main(["cache", "clear", folder]) == 0
+    assert main(["cache", "info", folder]) == 2

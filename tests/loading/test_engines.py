@@ -1,0 +1,235 @@
+"""Every engine gives the same batches, draws no further ahead than it was told, and leaves nothing running."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mmlab.errors import OptionError, RunError
+from mmlab.loading.processes import start_method
+from mmlab.loading.work import Recipe
+from mmlab.types import Aspect
+from tests.loading.loaders import ENGINES, Killed, Noise, Slow, assert_same, make_loader
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """No thread of the pipeline and no process outlives a test."""
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("mmlab-")] == []
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("engine", ["threads", "torch"])
+@pytest.mark.parametrize("prefetch", [1, 5])
+def test_batches_do_not_depend_on_the_engine(dataset, engine: str, prefetch: int) -> None:
+    reference = make_loader(dataset, augment=Noise())
+    loader = make_loader(dataset, engine, augment=Noise(), prefetch=prefetch)
+    for epoch in (0, 4):
+        reference.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        expected = list(reference)
+        assert_same(list(loader), expected)
+    plain = make_loader(dataset)
+    plain.set_epoch(4)
+    assert not torch.equal(next(iter(plain)).pixel_values, expected[0].pixel_values)
+
+
+class Drawn:
+    """A scheduler whose plan counts the batches that were drawn from it."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches, self.count = num_batches, 0
+
+    def plan(self, sizes, *, epoch: int) -> Drawn:
+        return self
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self.num_batches):
+            self.count += 1
+            yield [number, number + 1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "ahead"),
+    [
+        ("here", {}, 0),
+        ("threads", {"prefetch": 1}, 1),
+        ("threads", {"prefetch": 6}, 6),
+        ("threads", {"prefetch": 6, "max_ram_gb": 1e-6}, 2),  # one under way, one that waits for room
+        ("torch", {"prefetch": 4}, 4),
+    ],
+)
+def test_batches_are_drawn_as_far_ahead_as_asked(dataset, engine: str, options: dict, ahead: int) -> None:
+    scheduler = Drawn(30)
+    loader = make_loader(dataset, engine, scheduler=scheduler, **options)
+    for number, _ in enumerate(loader, start=1):
+        assert scheduler.count == min(30, number + ahead)
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_leaving_half_way_ends_the_work(dataset, engine: str) -> None:
+    loader = make_loader(dataset, engine)
+    iterator = iter(loader)
+    first = next(iterator)
+    del iterator
+    for batch in loader:
+        assert batch.record_ids == first.record_ids
+        break
+    with pytest.raises(ZeroDivisionError):
+        sum(1 / 0 for _ in loader)
+
+
+class Wrong:
+    def __call__(self, image: torch.Tensor, **key: object) -> torch.Tensor:
+        raise KeyError("a mistake in an augmentation")
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_a_mistake_in_users_code_comes_out_as_it_is(dataset, engine: str) -> None:
+    with pytest.raises(KeyError, match="a mistake in an augmentation"):
+        list(make_loader(dataset, engine, augment=Wrong()))
+
+
+def test_a_worker_that_never_had_a_batch_ends_too(dataset) -> None:
+    with pytest.raises(KeyError, match="a mistake in an augmentation") as caught:
+        list(make_loader(dataset, "torch", scheduler=Drawn(1), augment=Wrong()))
+    assert multiprocessing.active_children() == [], caught  # its traceback holds on to torch's iterator
+
+
+def test_an_interrupt_ends_the_threads(dataset) -> None:
+    loader = make_loader(dataset, "threads", augment=Slow(0.2))
+    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    interrupt.join()
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_a_closed_loader_has_ended_everything_and_says_so(dataset, engine: str) -> None:
+    with make_loader(dataset, engine, augment=Slow(0.01)) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        state = loader.state_dict()
+        workers = multiprocessing.active_children()
+        assert len(workers) == (2 if engine == "torch" else 0)
+        loader.close()
+        assert not any(worker.is_alive() for worker in workers)
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("mmlab-")] == []
+        with pytest.raises(RunError, match=r"this loader is closed; make a new one"):
+            next(batches)
+    with pytest.raises(RunError, match=r"this loader is closed; make a new one"):
+        iter(loader)
+    successor = make_loader(dataset, engine, augment=Slow(0))
+    successor.load_state_dict(state)
+    assert_same([first, *successor], list(make_loader(dataset)))
+
+
+@pytest.mark.parametrize("engine", ["threads", "torch"])
+def test_who_waits_for_a_batch_is_told_that_the_loader_was_closed(dataset, engine: str) -> None:
+    loader = make_loader(dataset, engine, augment=Slow(0.3))
+    closing = threading.Timer(0.5, loader.close)
+    closing.start()
+    with pytest.raises(RunError, match="closed"):
+        list(loader)
+    closing.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this way to schedule")
+def test_threads_do_not_push_training_aside_when_they_are_woken(dataset) -> None:
+    ours = os.sched_getscheduler(0)
+    batches = iter(make_loader(dataset, "threads", prefetch=1))
+    next(batches)
+    policies = {
+        os.sched_getscheduler(thread.native_id)
+        for thread in threading.enumerate()
+        if thread.name.startswith("mmlab-")
+    }
+    assert policies == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == ours
+
+
+def test_workers_end_in_order_after_an_epoch(dataset) -> None:
+    loader = make_loader(dataset, "torch")
+    assert_same(list(loader), list(make_loader(dataset)))
+    workers = multiprocessing.active_children()
+    del loader
+    for worker in workers:
+        worker.join(10)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def test_a_killed_worker_is_named_with_its_sample_and_its_work_done_again(dataset, tmp_path) -> None:
+    events = []
+    victim = dataset.records.ids[next(iter(make_loader(dataset).plan))[0]]
+    loader = make_loader(dataset, "torch", augment=Killed(victim, tmp_path), emit=events.append)
+    assert_same(list(loader), list(make_loader(dataset)))
+    (warning,) = [event for event in events if event.kind == "warning"]
+    assert f"with record '{victim}'" in warning.values["message"]
+    del loader
+
+
+def test_a_sample_that_kills_every_worker_ends_the_run(dataset) -> None:
+    victim = dataset.records.ids[0]
+    with (
+        pytest.warns(RuntimeWarning, match=f"were killed or crashed: process .* with record '{victim}'"),
+        pytest.raises(RunError, match=f"killed or crashed 2 times .* with record '{victim}'"),
+    ):
+        list(make_loader(dataset, "torch", augment=Killed(victim)))
+
+
+def test_workers_start_afresh_where_cuda_is_in_use(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # forking then breaks CUDA in the worker
+    loader = make_loader(dataset, "torch", num_workers=1, augment=Noise())
+    assert_same(list(loader), list(make_loader(dataset, augment=Noise())))
+    del loader
+    local = type("Local", (Aspect,), {})(32 * 32)
+    with pytest.raises(OptionError, match=r"worker processes cannot import .* use engine='threads'"):
+        start_method(Recipe(dataset=dataset, augment=lambda image, **key: local))
+
+
+SCRIPT = """
+import sys, torch
+from mmlab.dataset import MultimodalDataset
+from mmlab.errors import OptionError
+from mmlab.loader import PlannedLoader
+from mmlab.pipeline.processes import start_method
+from mmlab.readers import read_records
+from mmlab.schedule import make_scheduler
+
+class InACell(MultimodalDataset):
+    pass
+
+dataset = InACell(read_records(sys.argv[1], progress=False))
+assert start_method(PlannedLoader(dataset, make_scheduler("random"))._recipe) == "fork"
+left_over = []
+for engine in ("threads", "torch"):
+    left_over.append(iter(PlannedLoader(dataset, make_scheduler("random", batch_size=4), engine=engine, num_workers=2)))
+    next(left_over[-1])
+torch.cuda.is_initialized = lambda: True
+try:
+    next(iter(PlannedLoader(dataset, make_scheduler("random"), engine="torch", num_workers=2)))
+except OptionError as error:
+    print(error)
+"""
+
+
+def test_a_notebook_may_end_at_any_moment_and_is_told_what_cannot_work(scenes) -> None:
+    """Iterators are left half-way in global variables of an interactive session, which ends."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT, str(scenes)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "it was defined in a notebook or an interactive session; use engine='threads'" in done.stdout

@@ -1,0 +1,101 @@
+"""Whose memory a batch is: copied once from the cache, never a part of it, used again only when nobody has it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.loading.cache.build import build_cache
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.store import SampleCache
+from mmlab.loading.work import Job, Recipe
+from mmlab.types import Square
+from tests.loading.loaders import ENGINES, Noise, assert_same, make_loader
+
+
+@pytest.fixture
+def cached(dataset: MultimodalDataset, tmp_path: Path) -> MultimodalDataset:
+    """The data set with a complete cache."""
+    cached = copy.copy(dataset)
+    cached.cache = SampleCache(tmp_path / "cache", key=cache_key(cached))
+    build_cache(cached, progress=False)
+    return cached
+
+
+def test_cached_pixels_are_copied_once_into_the_batch_or_before_they_change(
+    cached: MultimodalDataset,
+) -> None:
+    for augment, copies in ((None, False), (Noise(), True)):
+        recipe = Recipe(dataset=cached, augment=augment)
+        found = recipe.read(0)
+        image = recipe.sample(Job(0, 0, [0]), 0, found).sample["image"]
+        assert (image.data_ptr() != found[0].ctypes.data) == copies
+
+
+def test_cached_pixels_of_the_planned_size_are_read_right_into_their_batch(cached: MultimodalDataset) -> None:
+    recipe = Recipe(dataset=cached)
+    _, firsts = np.unique(cached.sizes.height * 1000 + cached.sizes.width, return_index=True)
+    job = Job(0, 0, [*firsts.tolist(), 7, 8])
+    pixels = recipe.pixels(job)
+    assert pixels is not None
+    pixels[:] = 77
+    found = [recipe.read(row, place) for row, place in zip(job.rows, pixels, strict=True)]
+    fits = [image.shape == place.shape for (image, _), place in zip(found, pixels, strict=True)]
+    in_place = [np.shares_memory(image, place) for (image, _), place in zip(found, pixels, strict=True)]
+    assert in_place == fits
+    made = [recipe.sample(job, row, arrays) for row, arrays in zip(job.rows, found, strict=True)]
+    batch = recipe.finish(job, made, pixels=pixels).batch
+    assert batch is not None
+    assert batch.pixel_values.data_ptr() == pixels.ctypes.data
+    assert_same([batch], [recipe.run(job).batch])
+    cached.cache = None
+    assert_same([batch], [recipe.run(job).batch])
+
+
+def test_an_augmentation_may_give_back_a_view_of_what_it_took(cached: MultimodalDataset) -> None:
+    def turn(image: torch.Tensor, **key: object) -> torch.Tensor:
+        return image.transpose(1, 2) if image.shape[1] == image.shape[2] else image.flip(2)
+
+    cached.image_policy = Square(48)
+    plain = copy.copy(cached)
+    plain.cache = None
+    cached.cache = SampleCache(cached.cache.folder.parent / "square", key=cache_key(cached))
+    build_cache(cached, progress=False)
+    turned = list(make_loader(cached, augment=turn))
+    assert_same(turned, list(make_loader(plain, augment=turn)))
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.filterwarnings("ignore:damaged cache")
+def test_what_was_read_into_a_batch_and_is_damaged_is_made_again(
+    cached: MultimodalDataset, engine: str
+) -> None:
+    plain = copy.copy(cached)
+    plain.cache = None
+    for shard in cached.cache.folder.glob("*.data"):
+        content = np.fromfile(shard, np.uint8)
+        content[:: 64 * 1024] ^= 1
+        content.tofile(shard)
+    assert_same(list(make_loader(cached, engine)), list(make_loader(plain, engine)))
+    assert engine == "torch" or cached.cache.stats().num_damaged > 0
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_a_batch_is_its_own_when_the_cache_is_overwritten_and_evicted(
+    cached: MultimodalDataset, engine: str
+) -> None:
+    expected = copy.deepcopy(list(make_loader(cached)))
+    batches = list(make_loader(cached, engine))
+    for shard in cached.cache.folder.glob("*.data"):
+        with shard.open("r+b") as file:  # what a mapped page shows at once
+            file.write(bytes(np.full(shard.stat().st_size, 77, np.uint8)))
+        shard.unlink()
+    cached.cache.close()
+    assert_same(batches, expected)
+    for batch in batches:
+        batch.pixel_values.add_(torch.tensor(1, dtype=torch.uint8))  # not a read-only page

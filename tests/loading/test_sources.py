@@ -1,0 +1,116 @@
+"""Whatever the data come from, every engine makes the same batches of them, and a model takes a step on these."""
+
+from __future__ import annotations
+
+import io
+import math
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import fsspec
+import pytest
+import torch
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
+from mmlab.data.records import Records
+from mmlab.data.text import load_tokenizer
+from mmlab.model.presets import build_model
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.names import parse_objectives
+from mmlab.types import Aspect
+from tests.loading.loaders import assert_same, make_loader
+
+datasets.disable_progress_bars()
+NUM_SAMPLES = 12
+
+
+def shard(records: Records, path: Path) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for row in range(NUM_SAMPLES):
+            parts = {"png": records.read_image(3 * row), "txt": str(records.texts[3 * row]).encode()}
+            for suffix, content in parts.items():
+                member = tarfile.TarInfo(f"{row:03}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def table(records: Records, images: list, feature) -> datasets.Dataset:
+    features = datasets.Features({"image": feature, "text": datasets.Value("string")})
+    texts = [records.texts[3 * row] for row in range(NUM_SAMPLES)]
+    return datasets.Dataset.from_dict({"image": images, "text": texts}, features=features)
+
+
+def encoded(records: Records, row: int) -> dict:
+    return {"bytes": records.read_image(3 * row % len(records)), "path": None}
+
+
+def saved_dataset(records: Records, folder: Path) -> Path:
+    images = [encoded(records, row) for row in range(NUM_SAMPLES)]
+    table(records, images, datasets.Image()).save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+def several_images(records: Records, folder: Path) -> datasets.Dataset:
+    images = [[encoded(records, row), encoded(records, row + NUM_SAMPLES)] for row in range(NUM_SAMPLES)]
+    return table(records, images, datasets.List(datasets.Image()))
+
+
+def local_shard(records: Records, folder: Path) -> Path:
+    return shard(records, folder / "0.tar")
+
+
+def remote_shard(records: Records, folder: Path) -> str:
+    fsspec.filesystem("memory").pipe("/sources/0.tar", shard(records, folder / "0.tar").read_bytes())
+    return "memory://sources/0.tar"
+
+
+def texts_only(records: Records, folder: Path) -> Path:
+    path = folder / "texts.csv"
+    path.write_text("text\n" + "\n".join(f'"{records.texts[3 * row]}"' for row in range(NUM_SAMPLES)))
+    return path
+
+
+def images_only(records: Records, folder: Path) -> Path:
+    path = folder / "images.csv"
+    names = [Path(str(records.image_paths[3 * row])) for row in range(NUM_SAMPLES)]
+    path.write_text("image\n" + "\n".join(name.name for name in names))
+    (folder / "images").symlink_to(names[0].parent)
+    return path
+
+
+SOURCES: list[Callable] = [
+    saved_dataset, several_images, local_shard, remote_shard, texts_only, images_only
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make_source", SOURCES)
+def test_every_engine_loads_every_source(make_source, records, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = make_source(records, tmp_path)
+    found = read_records(source, allow_missing_modality=True, progress=False)
+    dataset = MultimodalDataset(
+        found, tokenizer=load_tokenizer("builtin", records=records), image_policy=Aspect(32 * 32, 16)
+    )
+    scheduler = make_scheduler("random", batch_size=5, seed=1)
+    expected = list(make_loader(dataset, scheduler=scheduler))
+    assert sorted(id_ for batch in expected for id_ in batch.record_ids) == sorted(found.ids)
+    for engine in ("threads", "torch"):
+        assert_same(list(make_loader(dataset, engine, scheduler=scheduler)), expected)
+
+    torch.manual_seed(0)
+    small = dict.fromkeys(("image_dim", "text_dim", "hidden_dim", "embed_dim"), 32)
+    depth = {"image_depth": 1, "text_depth": 1, "head_dim": 8}
+    model = build_model("tiny", vocab_size=len(dataset.tokenizer), **small, **depth)
+    name = "masked_language" if make_source is texts_only else "contrastive"
+    objectives = parse_objectives(model, [name], tokenizer=dataset.tokenizer)
+    trainer = FusionTrainer(model, objectives=objectives, device="cpu")
+    steps = trainer.fit(make_loader(dataset, "threads", scheduler=scheduler))
+    assert sum(step["num_samples"] for step in steps) == len(found)
+    learns = make_source is not images_only  # images alone have nothing to be told from
+    assert all(math.isfinite(step["loss"]) == learns for step in steps)
+    assert all(weight.isfinite().all() for weight in model.parameters())

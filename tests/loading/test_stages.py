@@ -1,0 +1,63 @@
+"""The report names the stage that is short; its figures are those of the run; events carry them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.store import SampleCache
+from mmlab.loading.stages import StageMeter
+from mmlab.runs.events import RunLog, read_events
+from tests.loading.loaders import ENGINES, Slow, make_loader
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path, engine: str) -> None:
+    with RunLog(tmp_path) as log:
+        loader = make_loader(dataset, engine, augment=Slow(0.02), emit=log.emit)
+        started = time.perf_counter()
+        batches = list(loader)
+        duration_s = time.perf_counter() - started
+    report = loader.stage_report()
+    assert report.short_stage == "decode"
+    assert "decode is short: training waited" in str(report)
+    assert "<table>" in report._repr_html_()
+    events = [event for event in read_events(log.path)[0] if event.kind == "stage"]
+    assert [event.values["stage"] for event in events[-4:]] == ["read", "decode", "collate", "train"]
+    for row in report.rows:
+        assert 0 <= row["busy_ratio"] <= 1
+        assert row["items_per_s"] >= sum(map(len, batches)) / duration_s
+    train = report.rows[-1]
+    assert train["items_per_s"] * train["wait_ratio"] <= 1.05 * sum(map(len, batches)) / (
+        0.02 * len(dataset) / 3
+    )
+
+
+def test_nothing_is_short_where_training_is_slow(dataset) -> None:
+    loader = make_loader(dataset, "threads", prefetch=4)
+    for number, _ in enumerate(loader):
+        if number == 0:
+            loader._engine.meter = StageMeter(loader._engine.meter.num_threads, shared=False)  # not the start
+        time.sleep(0.03)
+    report = loader.stage_report()
+    assert report.wait_ratio < 0.05
+    assert report.rows[-2]["queue_depth"] > 0  # batches were ready
+
+
+def test_hits_of_the_cache_are_in_the_events(dataset, tmp_path: Path) -> None:
+    own = MultimodalDataset(dataset.records, tokenizer=dataset.tokenizer, image_policy=dataset.image_policy)
+    cache = SampleCache(tmp_path / "cache", key=cache_key(own))
+    ratios, sizes = [], []
+    for engine in ENGINES:
+        events: list = []
+        list(make_loader(own, engine, cache=cache, emit=events.append))
+        (read,) = [event.values for event in events if event.values.get("stage") == "read"][-1:]
+        ratios.append(read["cache_hit_ratio"])
+        sizes.append(read["cache_bytes"])
+    assert ratios[0] < 1  # captions of one image share it, later ones find it
+    assert ratios[1:] == [1, 1]
+    assert sizes[0] == sizes[1] > 0

@@ -1,0 +1,184 @@
+"""The search widens what is short, within its limit, and stops; the engine is chosen by what threads achieve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, count, repeat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.loading import tuning
+from mmlab.loading.tuning import Tuner, choose_engine, verdict
+from mmlab.loading.work import Recipe, Setting
+from mmlab.schedule.schedulers import make_scheduler
+from tests.loading.loaders import Slow, assert_same, make_loader
+
+
+@pytest.fixture(autouse=True)
+def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_WINDOW_S", 0.1)
+
+
+def test_workers_are_added_as_long_as_batches_come_faster(dataset) -> None:
+    """Each sample takes 20 ms of waiting, so that twice the threads are twice as fast, up to the limit of 8."""
+    reference = make_loader(dataset, scheduler=make_scheduler("random", batch_size=1))
+    loader = make_loader(
+        dataset,
+        "threads",
+        scheduler=make_scheduler("random", batch_size=1),
+        num_workers="auto",
+        prefetch="auto",
+        augment=Slow(0.02),
+    )
+    start = loader._engine.num_workers
+    for epoch in range(60):
+        loader.set_epoch(epoch)
+        batches = list(loader)
+        if loader._tuner.done:
+            break
+    assert loader._tuner.done, loader.tuning
+    assert loader._engine.num_workers > start
+    trials = loader.tuning.trials
+    assert trials[0].verdict == "start"
+    assert any(trial.verdict.startswith("kept: x") for trial in trials)
+    assert "threads" in str(loader.tuning)
+    assert "<table>" in loader.tuning._repr_html_()
+    reference.set_epoch(epoch)
+    assert_same(batches, list(reference))  # whatever was tried
+
+
+@pytest.mark.parametrize("engine", ["threads", "torch"])
+def test_tuning_in_mid_epoch_changes_no_batch(dataset, engine: str) -> None:
+    loader = make_loader(dataset, engine, num_workers=1, prefetch=2, augment=Slow(0.002))
+    iterator = iter(loader)
+    batches = [next(iterator) for _ in range(3)]
+    for setting in (Setting(3, 6), Setting(1, 1)):
+        loader._engine.resize(setting)
+        batches += [next(iterator) for _ in range(3)]
+    assert_same([*batches, *iterator], list(make_loader(dataset)))
+
+
+@dataclass
+class Counted:
+    """Notes in a file each sample that is made, whichever process makes it."""
+
+    path: Path
+
+    def __call__(self, image: torch.Tensor, *, seed: int, epoch: int, record_id: str) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(f"{record_id}\n")
+        return image
+
+
+@pytest.mark.parametrize("engine", ["threads", "torch"])
+def test_tuning_in_mid_epoch_makes_nothing_twice(dataset, tmp_path: Path, engine: str) -> None:
+    loader = make_loader(
+        dataset, engine, num_workers=2, prefetch=6, augment=Counted(tmp_path / "made"), on_bad_sample="skip"
+    )
+    batches = []
+    for number, batch in enumerate(loader):
+        batches.append(batch)
+        if number in (1, 4):
+            loader._engine.resize(Setting(number, 2 * number))
+    assert_same(batches, list(make_loader(dataset)))
+    assert sorted((tmp_path / "made").read_text().split("\n")[:-1]) == sorted(dataset.records.ids)
+
+
+@pytest.mark.parametrize("num_batches", [3, 12, 40])
+def test_the_search_reads_no_further_ahead_than_half_an_epoch(num_batches: int) -> None:
+    """Only more batches ahead help here, without end."""
+    clock = count(step=0.01)
+    tuner = Tuner(Setting(2, 1), ["prefetch"], ram_bytes=lambda setting: 0, max_bytes=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "perf_counter", lambda: next(clock))
+        setting = Setting(2, 1)
+        for _ in range(300):
+            tuner.begin_epoch(num_batches)
+            for _ in range(num_batches):
+                setting = tuner.observe(setting.prefetch, 0.01) or setting
+    assert tuner.done
+    assert max(trial.prefetch for trial in tuner.trials) == max(1, num_batches // 2)
+
+
+def test_noise_of_other_programs_is_rarely_taken_for_a_gain(search) -> None:
+    """Nothing helps, and the speed of each window is up to 30 % off: on a busy machine."""
+    num_workers = []
+    for seed in range(200):
+        noise = np.random.default_rng(seed)
+        rates: dict = {}
+
+        def rate_of(setting: Setting, noise=noise, rates=rates) -> float:
+            rates.setdefault("left", 0)
+            if rates["left"] == 0:
+                rates |= {"left": 20, "rate": 1000 * noise.uniform(0.7, 1.3)}
+            rates["left"] -= 1
+            return rates["rate"]
+
+        num_workers.append(search(rate_of, lambda setting: True)._setting.num_workers)
+    assert np.mean(np.array(num_workers) > 2) <= 0.15
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tuner]:
+    """Searches in a pipeline of given rates, by a clock of its own."""
+    clock = count(step=0.01)
+
+    def run(rate_of, wait_of, max_bytes: int = 10**9) -> Tuner:
+        monkeypatch.setattr(tuning, "perf_counter", lambda: next(clock))
+        setting = Setting(2, 4)
+        tuner = Tuner(
+            setting,
+            ["num_workers", "prefetch"],
+            ram_bytes=lambda setting: 100 * setting.num_workers + 10 * setting.prefetch,
+            max_bytes=max_bytes,
+        )
+        for _ in range(10_000):
+            setting = tuner.observe(rate_of(setting), 0.01 * wait_of(setting)) or setting
+            if tuner.done:
+                break
+        return tuner
+
+    return run
+
+
+def test_the_search_ends_when_training_no_longer_waits(search) -> None:
+    tuner = search(lambda setting: 10 * setting.num_workers, lambda setting: setting.num_workers < 4)
+    assert tuner.done
+    assert tuner.trials[-1].verdict == "training no longer waits"
+    assert tuner._setting.num_workers == 4
+    assert len(tuner.trials) == 2
+
+
+def test_a_setting_that_would_take_too_much_memory_is_not_tried(search) -> None:
+    tuner = search(lambda setting: 100 * setting.num_workers, lambda setting: True, max_bytes=500)
+    assert tuner.done
+    assert max(trial.ram_bytes for trial in tuner.trials) <= 500
+    assert tuner._setting.num_workers == 4
+
+
+def test_what_does_not_help_is_taken_back(search) -> None:
+    tuner = search(lambda setting: 100 - setting.num_workers, lambda setting: True)
+    assert tuner.done
+    assert tuner._setting == (2, 4)
+
+
+def test_the_engine_is_chosen_by_what_threads_achieve() -> None:
+    assert verdict([0.9, 1.8, 1.7], 2) == ("threads", "threads (2 threads were 1.80 times as fast as one)")
+    assert verdict([0.9, 1.05, 1.0], 2) == ("torch", "torch (2 threads were 1.05 times as fast as one)")
+    assert verdict([1.6, 1.9], 4)[0] == "torch"
+
+
+def test_measuring_an_engine_needs_samples_and_threads(dataset) -> None:
+    assert choose_engine(Recipe(dataset=dataset), 1)[0] == "threads"
+    rows = np.fromiter(chain.from_iterable(repeat(range(len(dataset)), 4)), int)
+    many = MultimodalDataset(
+        dataset.records.select(rows), tokenizer=dataset.tokenizer, image_policy=dataset.image_policy
+    )
+    name, reason = choose_engine(Recipe(dataset=many), 4)
+    assert name in ("threads", "torch")
+    assert "times as fast as one" in reason

@@ -1,0 +1,328 @@
+"""Any model: Hugging Face's and one's own train under every padded scheduler, with the model's processor or ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.text import load_tokenizer
+from mmlab.errors import DataError, OptionError
+from mmlab.loading.loader import PlannedLoader
+from mmlab.model.huggingface import LossModel
+from mmlab.model.presets import build_model
+from mmlab.schedule.cost import MaxPolynomial
+from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.types import Aspect, Square, processor_policy
+from tests.batches import make_batch, merge
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIDE = 32
+BYTES = MaxPolynomial([[0.0, 1.0, 0.01]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], unit="bytes")
+OPTIONS = {"budget": {"budget": 600}, "memory": {"cost": BYTES, "budget": 300}}
+PADDED = [name for name in SCHEDULERS if name != "packed"]
+
+
+def clip(tokenizer):
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.sep_token_id, **SMALL}
+    vision = {"image_size": SIDE, "patch_size": 16, **SMALL}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+
+
+def vilt(tokenizer):
+    from transformers import ViltConfig, ViltForMaskedLM
+
+    sizes = {"image_size": SIDE, "patch_size": 16, "max_position_embeddings": 64}
+    return ViltForMaskedLM(ViltConfig(vocab_size=len(tokenizer), **sizes, **SMALL, **QUIET))
+
+
+def blip(tokenizer):
+    from transformers import BlipConfig, BlipForConditionalGeneration
+
+    ids = {"bos_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
+    text = {"vocab_size": len(tokenizer), "encoder_hidden_size": 16, "projection_dim": 16, **ids, **SMALL}
+    vision = {"image_size": SIDE, "patch_size": 16, **SMALL}
+    return BlipForConditionalGeneration(
+        BlipConfig(text_config={**text, **QUIET}, vision_config=vision, projection_dim=16)
+    )
+
+
+def captioner(tokenizer):
+    from transformers import BertConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
+
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        ViTConfig(image_size=SIDE, **SMALL, **QUIET), BertConfig(vocab_size=len(tokenizer), **SMALL, **QUIET)
+    )
+    config.decoder_start_token_id, config.pad_token_id = tokenizer.cls_token_id, tokenizer.pad_token_id
+    return VisionEncoderDecoderModel(config)
+
+
+def bert(tokenizer):
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **SMALL, **QUIET))
+
+
+def dual(tokenizer):
+    """Its forward has no way to ask for images of another size."""
+    from transformers import (
+        BertConfig,
+        CLIPVisionConfig,
+        VisionTextDualEncoderConfig,
+        VisionTextDualEncoderModel,
+    )
+
+    vision = CLIPVisionConfig(image_size=SIDE, patch_size=16, **SMALL)
+    text = BertConfig(vocab_size=len(tokenizer), **SMALL, **QUIET)
+    return VisionTextDualEncoderModel(
+        VisionTextDualEncoderConfig.from_vision_text_configs(vision, text, projection_dim=16)
+    )
+
+
+MODELS = {"clip": clip, "vilt": vilt, "blip": blip, "captioner": captioner, "bert": bert}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(records):
+    return load_tokenizer("builtin", records=records)
+
+
+@pytest.fixture(scope="module")
+def dataset(records, tokenizer):
+    return MultimodalDataset(records[:24], tokenizer=tokenizer, image_policy=Aspect(48 * 48))
+
+
+def build(name: str, tokenizer, **options) -> LossModel:
+    torch.manual_seed(0)
+    return LossModel(MODELS[name](tokenizer), processor=tokenizer, **options)
+
+
+def plan(name: str, **options):
+    return make_scheduler(name, **(OPTIONS.get(name) or {"batch_size": 6}), **options)
+
+
+def parts_with_gradient(trainer: FusionTrainer, step) -> set[str]:
+    found: set[str] = set()
+
+    def keep(*_):
+        for name, weight in trainer.model.named_parameters():
+            if weight.grad is not None and weight.grad.abs().sum() > 0:
+                found.add(
+                    "image" if "vision" in name or "patch" in name or "module.encoder" in name else "text"
+                )
+
+    handle = trainer.optimizer.register_step_pre_hook(keep)
+    step()
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("scheduler", PADDED)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_trains_under_every_padded_scheduler(name, scheduler, dataset, tokenizer):
+    trainer = FusionTrainer(build(name, tokenizer), lr=5e-3, device="cpu")
+    loader = PlannedLoader(dataset, plan(scheduler), engine="threads", num_workers=0)
+    history = []
+    parts = parts_with_gradient(trainer, lambda: history.extend(trainer.fit(loader, num_epochs=2)))
+    losses = [values["loss"] for values in history if not math.isnan(values["loss"])]
+    assert len(losses) >= len(history) - 2  # a lone pair has nothing to be told from, under CLIP's loss too
+    assert parts == ({"text"} if name == "bert" else {"image", "text"})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_learns_a_batch(name, dataset, tokenizer):
+    trainer = FusionTrainer(build(name, tokenizer), lr=1e-2, device="cpu")
+    (batch, *_) = PlannedLoader(dataset, plan("random"), engine="threads", num_workers=0)
+    before = trainer.evaluate([batch])["loss"]
+    trainer.fit([batch] * 20)
+    after = trainer.evaluate([batch])["loss"]
+    assert after < 0.9 * before
+    assert trainer.evaluate([batch])["loss"] == after  # the same tokens are hidden
+
+
+@pytest.mark.parametrize("name", ["vilt", "blip", "bert"])
+def test_a_mean_over_label_tokens_accumulates_exactly(name, tokenizer):
+    batches = [
+        make_batch([(tokens, 32, 32) for tokens in row], vocab_size=len(tokenizer), seed=seed)
+        for seed, row in enumerate(([4, 9, 3], [6], [2, 8]))
+    ]
+    found = []
+    for window in (batches, [merge(batches)]):
+        # every token that can be is hidden: the draw does not depend on the cut
+        trainer = FusionTrainer(
+            build(name, tokenizer, mask_ratio=1.0).double(), device="cpu", max_grad_norm=math.inf
+        )
+
+        def keep(*_, trainer=trainer):
+            grads = [weight.grad.flatten() for weight in trainer.parameters if weight.grad is not None]
+            found.append(torch.cat(grads))
+
+        trainer.optimizer.register_step_pre_hook(keep)
+        trainer.train_step(window)
+    assert (found[0] - found[1]).norm() / found[1].norm() < 1e-9
+
+
+def make_processor(kind: str, tokenizer):
+    from transformers import BlipImageProcessor, BlipProcessor, CLIPImageProcessor, CLIPProcessor
+
+    tokenizer.model_max_length = 12
+    if kind == "clip":
+        size = {"size": {"shortest_edge": 40}, "crop_size": {"height": SIDE, "width": SIDE}}
+        return CLIPProcessor(CLIPImageProcessor(**size, image_mean=[0.3, 0.4, 0.5]), tokenizer)
+    return BlipProcessor(BlipImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["clip", "blip"])
+def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, tmp_path):
+    from transformers import AutoProcessor
+
+    made = make_processor(kind, load_tokenizer("builtin", records=records))
+    made.save_pretrained(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    dataset = MultimodalDataset(records[:8], processor=processor)
+    assert dataset.image_policy == Square(SIDE)
+    assert dataset.sizes.num_tokens.max() == 12
+    model = LossModel(MODELS[kind](processor.tokenizer), processor=processor)
+    (batch,) = PlannedLoader(dataset, make_scheduler("random", batch_size=8), engine="threads", num_workers=0)
+    images = [np.asarray(pixels.permute(1, 2, 0)) for pixels in batch.pixel_values]
+    options = {"do_resize": False, "return_tensors": "pt"}
+    theirs = processor.image_processor(images, **options)["pixel_values"]
+    torch.testing.assert_close(model._pixels(batch), theirs, rtol=0, atol=1e-5)
+    history = FusionTrainer(model, lr=1e-2, device="cpu").fit([batch] * 5)
+    assert history[-1]["loss"] < history[0]["loss"]
+
+
+def test_a_processor_that_keeps_proportions_gives_aspect():
+    from transformers import ViltImageProcessor
+
+    assert processor_policy(ViltImageProcessor(size={"shortest_edge": 64})) == Aspect(64 * 64, 32)
+    wide = {"height": 32, "width": 64}
+    with pytest.raises(OptionError, match="expected a square or a shortest edge; give image_policy"):
+        processor_policy(type("Wide", (), {"size": wide})())
+
+
+def test_one_image_size_names_the_policy_to_use(dataset, tokenizer):
+    trainer = FusionTrainer(LossModel(dual(tokenizer)), device="cpu")
+    batch = make_batch([(4, 48, 64), (5, 32, 32)])
+    expected = r"takes images of 32 x 32 pixels, the batch has 48 x 64 .*use the image policy square:32"
+    with pytest.raises(OptionError, match=expected):
+        trainer.train_step([batch])
+    assert math.isfinite(trainer.train_step([make_batch([(4, 32, 32), (5, 32, 32)])])["loss"])
+
+
+def test_a_text_too_long_names_the_option_to_use(tokenizer):
+    with pytest.raises(
+        DataError, match=r"a text has 65 tokens, ViltForMaskedLM takes 64; use .*max_tokens=64"
+    ):
+        build("vilt", tokenizer)(make_batch([(65, 32, 32)]))
+
+
+def test_hidden_tokens_need_a_mask_token(tokenizer):
+    with pytest.raises(
+        OptionError, match=r"ViltForMaskedLM tells hidden tokens.*processor=.*or labels='text'"
+    ):
+        LossModel(vilt(tokenizer))
+
+
+def test_a_signature_that_asks_for_more_says_what_there_is():
+    class Boxes(nn.Module):
+        def forward(self, input_ids, boxes, scale=1.0): ...
+
+    with pytest.raises(
+        OptionError, match=r"Boxes.forward requires boxes; .* a batch has input_ids, .*labels; wrap"
+    ):
+        LossModel(Boxes())
+
+
+class OwnLoss(nn.Module):
+    """A loss of one's own, a mean over samples."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 1), how
+
+    def forward(self, pixel_values):
+        loss = (self.layer(pixel_values.mean((2, 3))) - 1).square().mean()
+        return {"loss": loss} if self.how == "dict" else loss
+
+
+class OwnBatchLoss(OwnLoss):
+    def forward(self, batch):
+        return super().forward(batch.pixel_values / 255)
+
+
+@pytest.mark.parametrize("make", [OwnLoss, lambda how: LossModel(OwnBatchLoss(how))], ids=["named", "batch"])
+@pytest.mark.parametrize("how", ["tensor", "dict"])
+def test_a_module_of_ones_own_trains_on_the_loss_that_it_returns(make, how):
+    torch.manual_seed(0)
+    trainer = FusionTrainer(make(how), lr=0.1, device="cpu")
+    batches = [make_batch([(3, 32, 32)] * 3), make_batch([(3, 16, 16)])]
+    history = trainer.fit([*batches] * 10)
+    assert history[-2]["loss"] < 0.5 * history[0]["loss"]
+    assert math.isfinite(trainer.evaluate(batches)["loss"])
+
+
+def test_a_loss_for_every_sample_is_refused():
+    class Each(OwnLoss):
+        def forward(self, pixel_values):
+            return pixel_values.flatten(1).mean(1) * self.layer.bias
+
+    with pytest.raises(DataError, match=r"Each returned a loss of shape \(2,\); expected one mean"):
+        FusionTrainer(Each("tensor"), device="cpu").train_step([make_batch([(3, 16, 16)] * 2)])
+
+
+def test_an_image_model_does_not_get_the_mask_of_the_texts():
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    module = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=32, **sizes))
+    batch = make_batch([(4, 32, 32), (9, 32, 32)])
+    assert math.isfinite(FusionTrainer(module, device="cpu").train_step([batch])["loss"])
+
+
+def test_only_what_the_module_takes_is_made():
+    batch = make_batch([(3, 32, 32)] * 2)
+    texts_only = dataclasses.replace(batch, pixel_values=None, pixel_mask=None)
+
+    class Texts(OwnLoss):
+        def forward(self, input_ids):
+            return self.layer.bias.square().mean()
+
+    assert LossModel(Texts("tensor"))(texts_only).loss.numel() == 1
+
+
+def test_pretrained_encoders_of_both_kinds_load_from_a_folder(tmp_path):
+    from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+
+    images, texts = (
+        ViTModel(ViTConfig(image_size=SIDE, **SMALL)),
+        BertModel(BertConfig(vocab_size=50, **SMALL)),
+    )
+    images.save_pretrained(tmp_path / "images")
+    texts.save_pretrained(tmp_path / "texts")
+    model = build_model(
+        "tiny",
+        vocab_size=50,
+        image_encoder=str(tmp_path / "images"),
+        text_encoder=str(tmp_path / "texts"),
+    )
+    saved = {f"text_encoder.model.{name}": weight for name, weight in texts.state_dict().items()}
+    saved |= {f"image_encoder.model.{name}": weight for name, weight in images.state_dict().items()}
+    state = model.state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in saved.items())
+    trainer = FusionTrainer(model, device="cpu")
+    assert math.isfinite(trainer.train_step([make_batch([(4, 48, 32), (5, 32, 64)])])["loss"])
+
+
+def test_a_loss_from_a_module_that_takes_batches_names_the_wrapper():
+    with pytest.raises(OptionError, match=r"OwnBatchLoss returned a dict.*train LossModel\(OwnBatchLoss"):
+        FusionTrainer(OwnBatchLoss("dict"), device="cpu").train_step([make_batch([(3, 32, 32)] * 2)])

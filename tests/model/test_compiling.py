@@ -1,0 +1,123 @@
+"""A compiled model trains as the model does, in few variants; memory order changes no loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mmlab.errors import OptionError
+from mmlab.model.compiling import Compiled
+from mmlab.model.presets import build_model
+from mmlab.runs.meters import LiveBytes
+from mmlab.training.fusion_trainer import FusionTrainer
+from tests.batches import make_batch
+from tests.training.test_out_of_memory import OBJECTIVES, gradient, make_trainer, relative
+
+TINY = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
+SHAPES = [[(4, 32, 48), (9, 16, 16)], [(3, 48, 32)] * 3, [(7, 48, 48)] * 4, [(5, 64, 64)] * 5]
+
+
+class MeanColour(nn.Module):
+    """Small enough to compile in a test."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, pixel_values):
+        return (self.layer(pixel_values.mean((2, 3))) - 1).square().mean()
+
+
+def losses(make, backend: bool | str, shapes=SHAPES) -> tuple[list[float], FusionTrainer]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    trainer = FusionTrainer(make(), lr=1e-2, device="cpu", compile=backend)
+    return [trainer.train_step([make_batch(shape)])["loss"] for shape in shapes], trainer
+
+
+def test_compiled_code_gives_the_same_losses_in_one_variant():
+    found, trainer = losses(MeanColour, True, SHAPES[:3])
+    expected, _ = losses(MeanColour, False, SHAPES[:3])
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert trainer._window._call.num_variants == 1
+
+
+def test_one_variant_of_the_fusion_model_serves_all_shapes():
+    """Traced as for any backend, and then run as it was traced: compilation takes minutes."""
+
+    def make():
+        return build_model("tiny", vocab_size=50, **TINY)
+
+    found, trainer = losses(make, "eager")
+    expected, _ = losses(make, False)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert trainer._window._call.num_variants == 1
+    assert not any("_orig_mod" in name for name in trainer.state_dict()["model"])
+
+
+# torch looks at a tensor between two graphs, and hides its own warning, unless warnings are errors
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_and_checkpointed_in_16_bits_the_gradient_is_the_same():
+    def step(**options):
+        torch._dynamo.reset()
+        options |= {"precision": "bf16", "objectives": OBJECTIVES["contrastive"]}
+        return gradient(make_trainer(**options), [make_batch(SHAPES[0])])[0]
+
+    found = step(compile="aot_eager", checkpointing=True)
+    assert relative(found, step()) <= 1e-3
+
+
+def test_more_variants_than_the_limit_are_not_compiled():
+    class ByNumber(nn.Module):
+        """Its code depends on a number that it counts."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.number = nn.Linear(3, 1), 0
+
+        def forward(self, batch):
+            return self.layer(batch.pixel_values.float().mean((2, 3))) * [1, 2, 3, 5, 7][self.number]
+
+    torch._dynamo.reset()
+    said = []
+    model = ByNumber()
+    compiled = Compiled(model, torch.device("cpu"), backend="aot_eager", max_variants=3, on_limit=said.append)
+    batch = make_batch(SHAPES[0])
+    for number in [*range(5), *range(5)]:
+        model.number = number
+        torch.testing.assert_close(compiled(batch), model(batch))
+    assert compiled.num_variants == compiled._num_graphs == 3
+    assert len(said) == 1
+    assert "compiled 3 variants of ByNumber" in said[0]
+
+
+def test_what_cannot_be_compiled_says_why(monkeypatch):
+    options = {"device": "cpu"}
+    with pytest.raises(
+        OptionError, match=r"unknown backend of torch.compile 'inducto'; did you mean 'inductor'"
+    ):
+        FusionTrainer(MeanColour(), compile="inducto", **options)
+    with pytest.raises(OptionError, match="cannot see into compile=True"):
+        FusionTrainer(MeanColour(), compile=True, live=LiveBytes(), **options)
+    resnet = build_model("resnet18", vocab_size=50, text_dim=64, text_depth=1)
+    with pytest.raises(
+        OptionError,
+        match=r"'eager' of torch\.compile would change the statistics of checkpointed blocks twice",
+    ):
+        FusionTrainer(resnet, compile="eager", checkpointing=True, **options)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(OptionError, match=r"needs a C\+\+ compiler, .*or use compile=False"):
+        FusionTrainer(MeanColour(), compile=True, **options)
+
+
+def test_memory_order_changes_no_loss():
+    found = {}
+    for channels_last in (False, True):
+        torch.manual_seed(0)
+        model = build_model("resnet18", vocab_size=50, text_dim=64, text_depth=1)
+        trainer = FusionTrainer(model, device="cpu", channels_last=channels_last)
+        found[channels_last] = [trainer.train_step([make_batch(shape)])["loss"] for shape in SHAPES[2:4]]
+    assert found[True] == pytest.approx(found[False], rel=1e-3)
+    assert model.image_encoder.stem[0].weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,89 @@
+"""Parts of a model, and the optimizer's groups: every trainable weight once, with its own learning rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmlab.errors import OptionError
+from mmlab.model.parameters import freeze, parameter_groups, part_of, parts_of
+from mmlab.model.presets import build_model
+from mmlab.training.fusion_trainer import FusionTrainer
+from tests.batches import make_batch
+
+
+def model():
+    torch.manual_seed(0)
+    return build_model("tiny", vocab_size=50)
+
+
+def test_parts_hold_every_trainable_weight_once():
+    net = model()
+    parts = parts_of(net)
+    assert set(parts) == {"image", "text", "fusion", "heads"}
+    assert sorted(id(weight) for part in parts.values() for weight in part) == sorted(
+        map(id, net.parameters())
+    )
+    assert {id(weight) for weight in parts["image"]} == set(map(id, net.image_encoder.parameters()))
+
+
+def test_groups_hold_every_trainable_weight_once_with_its_factors():
+    net = model()
+    groups = parameter_groups(net, weight_decay=0.1, lr_factors={"text": 0.5}, layer_decay=0.8)
+    factors = {id(weight): group["lr_factor"] for group in groups for weight in group["params"]}
+    assert set(factors) == set(map(id, net.parameters()))
+    blocks = net.image_encoder.blocks
+    assert factors[id(blocks[1].mlp[0].weight)] == 1.0
+    assert factors[id(blocks[0].mlp[0].weight)] == 0.8
+    assert factors[id(next(net.image_encoder.embed.parameters()))] == pytest.approx(0.64)
+    last_text_layer = net.text_encoder.model.encoder.layer[1]
+    assert factors[id(next(last_text_layer.parameters()))] == 0.5
+    for group in groups:
+        assert all((weight.dim() > 1) == (group["weight_decay"] > 0) for weight in group["params"])
+
+
+def test_the_learning_rate_of_a_part_is_scaled_in_training():
+    trainer = FusionTrainer(model(), device="cpu", lr=1e-3, lr_factors={"image": 0.0})
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train_step([make_batch([(4, 16, 16), (5, 16, 32), (3, 32, 16)])])
+    moved = {
+        name.split(".")[0]
+        for name, weight in trainer.model.named_parameters()
+        if (weight != before[name]).any()
+    }
+    assert "image_encoder" not in moved
+    assert {"text_encoder", "image_head", "text_head"} <= moved
+
+
+def test_frozen_weights_stay_and_have_no_optimizer_state():
+    trainer = FusionTrainer(model(), device="cpu", freeze=["text_encoder.*"])
+    before = [weight.clone() for weight in trainer.model.text_encoder.parameters()]
+    trainer.train_step([make_batch([(4, 16, 16), (5, 16, 32)])])
+    assert all(map(torch.equal, before, trainer.model.text_encoder.parameters()))
+    assert not any(weight in trainer.optimizer.state for weight in trainer.model.text_encoder.parameters())
+
+
+def test_wrong_names_say_what_there_is():
+    with pytest.raises(OptionError, match=r"'encoder.\*' matches no parameter; for example .*image_encoder"):
+        freeze(model(), ["encoder.*"])
+    with pytest.raises(
+        OptionError, match=r"unknown part of the model 'vision'.*Known: fusion, heads, image, text"
+    ):
+        parameter_groups(model(), weight_decay=0.0, lr_factors={"vision": 1.0})
+    with pytest.raises(OptionError, match="unknown part of the model 'vision'"):
+        FusionTrainer(model(), max_grad_norm={"vision": 1.0})
+
+
+def test_what_stands_above_the_last_layer_is_not_taken_for_an_embedding():
+    net = model()
+    groups = parameter_groups(net, weight_decay=0.1, layer_decay=0.5)
+    factors = {id(weight): group["lr_factor"] for group in groups for weight in group["params"]}
+    assert factors[id(net.image_encoder.norm.weight)] == 1.0
+    assert factors[id(net.image_encoder.embed_norm.weight)] == 0.25
+
+
+def test_the_encoder_of_a_vision_encoder_decoder_is_the_image_part():
+    assert part_of("module.encoder.layers.0.mlp.fc1.weight") == "image"
+    assert part_of("module.decoder.bert.encoder.layer.0.output.dense.weight") == "text"
+    assert part_of("module.decoder.bert.encoder.layer.0.crossattention.self.key.weight") == "fusion"
+    assert part_of("module.visual_projection.weight") == part_of("module.text_projection.weight") == "heads"

@@ -1,0 +1,48 @@
+"""Several ranks share a step, in real processes; and options that cannot work are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmlab.errors import OptionError
+from mmlab.parallel.engines import ParallelOptions
+from tests.training.test_out_of_memory import make_trainer, run_on_ranks, weights, window
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_gradient_summed_in_the_backward_pass_is_that_of_one_process(num_ranks):
+    run_on_ranks("ranks_data_parallel.py", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_steps_with_weights_shared_out_are_those_of_one_process(num_ranks):
+    run_on_ranks("ranks_sharded.py", num_ranks)
+
+
+def test_compiled_code_has_the_gradient_of_one_process_too():
+    run_on_ranks("ranks_compiled.py", 2)
+
+
+def test_in_a_single_process_the_strategy_changes_nothing():
+    trainers = [make_trainer(parallel=name) for name in ("ddp", "reduce", "fsdp")]
+    for trainer in trainers:
+        trainer.train_step(window())
+    first, *others = map(weights, trainers)
+    assert all((other == first).all() for other in others)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "dp"}, "unknown parallel strategy 'dp'"),
+        ({"compression": "int8"}, "unknown gradient compression 'int8'"),
+        ({"overlap": "yes"}, "unknown overlap 'yes'"),
+        ({"bucket_mb": 0.0}, "bucket_mb must be above 0, found 0"),
+        ({"powersgd_start": 1}, "powersgd_start must be at least 2, found 1"),
+        ({"strategy": "fsdp", "compression": "bf16"}, "use compression='none'"),
+        ({"overlap": "never", "compression": "bf16"}, "use compression='none'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        ParallelOptions(**options)

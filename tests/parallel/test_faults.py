@@ -1,0 +1,223 @@
+"""A rank that dies, hangs or fails is named by the others, and a run that torchrun starts again loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import distributed
+
+from mmlab.comparison.preparation import make_datasets
+from mmlab.errors import OptionError, RunError
+from mmlab.parallel.faults import broke_off
+from mmlab.parallel.launches import begun_by_this_launch, meet, note_launch
+from mmlab.runs.events import RunEvent, read_events
+from mmlab.runs.trackers import current_events
+from mmlab.runs.watch import look, text_of
+from mmlab.schedule.metrics import work
+from mmlab.schedule.schedulers import make_scheduler
+from tests.configs import TINY_MODEL
+
+CONFIG = (
+    """
+name = "small"
+[data]
+path = "{scenes}"
+image = "aspect:32"
+num_workers = 1
+"""
+    + TINY_MODEL
+    + """[scheduler]
+name = "random"
+batch_size = 3
+[trainer]
+num_epochs = 3
+device = "cpu"
+[checkpoint]
+every_steps = 2
+"""
+)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+LIMIT_S = 300  # of what must end by itself, on the busiest machine
+
+
+@pytest.fixture
+def config(tmp_path: Path, scenes: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG.format(scenes=scenes))
+    return path
+
+
+def events_of(run: Path, rank: int) -> list[RunEvent]:
+    return read_events(run / f"events-rank{rank}.jsonl")[0]
+
+
+def last(run: Path, kind: str, rank: int = 0) -> dict[str, Any]:
+    return dict([event for event in events_of(run, rank) if event.kind == kind][-1].values)
+
+
+def test_whatever_befalls_a_rank_the_others_stop_and_name_it(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("faulty_ranks.py")), str(config), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    killed = -signal.SIGKILL
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "stopped": [1, killed],
+        "stuck": [1, killed],
+        "memory": [1, 1],
+        "disk": [1, 1],
+        "branch": [1, killed],
+    }
+    told = {
+        "stopped": "gives no sign of life since step",
+        "stuck": "it lives and has kept rank 0 waiting for",
+        "memory": "out of memory",
+        "disk": "No space left on device",
+        "branch": "gives no sign of life since step",
+    }
+    for way, words in told.items():
+        run, end = tmp_path / way, last(tmp_path / way, "end")
+        assert end["status"] == "failed"
+        for expected in ("rank 1", " step ", words):
+            assert expected in end["message"], way
+            assert expected in text_of(look(run), width=10**4), way
+        step = int(end["message"].partition(" step ")[2].split(":")[0].split(";")[0].split()[0])
+        assert abs(step - end["num_steps"]) <= 1, "the step that was in hand"
+        assert f"mmlab: failed: RunError: {end['message']}" in done.stderr
+    for way in ("stopped", "stuck", "branch"):
+        assert "--resume auto" in last(tmp_path / way, "warning")["message"]
+
+
+def test_a_killed_rank_is_started_again_and_no_sample_is_lost_or_repeated(
+    config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "small"
+    (run / "checkpoints").mkdir(parents=True)  # an earlier run, of another launch
+    (run / "launch.json").write_text(json.dumps({"run_id": "the one before"}))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    command += ["--rdzv-id", "this one", "--max-restarts", "1", "-m", "mmlab", "train", str(config)]
+    command += ["--runs", str(tmp_path)]
+    agents = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        for _ in range(2)
+    ]
+    victim = run / "events-rank1.jsonl"
+    deadline_s = time.monotonic() + LIMIT_S
+    try:
+        while not victim.exists() or victim.read_bytes().count(b'"kind":"step"') < 12:  # in the second epoch
+            assert all(agent.poll() is None for agent in agents)
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+        os.kill(last(run, "start", rank=1)["process_id"], signal.SIGKILL)
+        printed = [agent.communicate(timeout=LIMIT_S) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # ends its ranks too
+    assert [agent.returncode for agent in agents] == [0, 0], printed
+    assert "resumed from" in "".join(out for out, _ in printed)
+    assert sorted(path.name for path in run.glob("previous-*")) == ["previous-1"], "the earlier run's only"
+
+    warning = last(run, "warning")["message"]
+    assert "rank 1 (process" in warning
+    assert "gives no sign of life since step" in warning
+    starts = [event for event in events_of(run, 0) if event.kind == "start"]
+    assert [start.step == 0 for start in starts] == [True, False]
+    assert starts[1].step >= 10, "from the last checkpoint, which is every second step"
+    assert last(run, "end")["status"] == "done"
+    assert_samples_as_planned(config, run)
+
+
+def assert_samples_as_planned(config: Path, run: Path) -> None:
+    """What counts of both ranks' steps is the plan of every epoch, step by step."""
+    path = config.read_text().partition('path = "')[2].partition('"')[0]
+    train_set, _ = make_datasets(path, image="aspect:32", seed=0, progress=False)
+    scheduler = make_scheduler("random", batch_size=3, seed=0, world_size=2)
+    steps = [
+        [event for event in current_events(events_of(run, rank)) if event.kind == "step"] for rank in (0, 1)
+    ]
+    num_samples = 0
+    for epoch in range(3):
+        plan = scheduler.plan(train_set.sizes, epoch=epoch)
+        mine = [plan.shard(rank, 2).shape_columns for rank in (0, 1)]
+        counts, tokens, height, width = np.moveaxis(np.array(mine), -1, 0)
+        costs = counts * (work(tokens) + work(-(-height // 16) * -(-width // 16)))
+        for rank in range(2):
+            done = [event.values for event in steps[rank] if event.values["epoch"] == epoch]
+            keys = ("num_samples", "num_tokens", "height", "width")
+            assert [[values[key] for key in keys] for values in done] == mine[rank].tolist()
+            found = [values["predicted_wait_ratio"] for values in done]
+            assert found == pytest.approx(1 - costs[rank] / costs.max(axis=0))
+            assert all(0 <= values["rank_wait_s"] <= values["step_s"] for values in done)
+            num_samples += sum(values["num_samples"] for values in done)
+    assert num_samples == 3 * len(train_set)
+    assert look(run)["runs"]["small"]["ranks"]["1"]["rank_wait_ratio"] is not None
+
+
+def test_ranks_meet_whatever_an_earlier_start_left_in_the_store() -> None:
+    store = distributed.HashStore()
+
+    def together() -> list[str]:
+        found: dict[int, str] = {}
+        threads = [
+            threading.Thread(
+                target=lambda rank=rank: found.update({rank: meet(store, rank, 3, timeout_s=LIMIT_S)})
+            )
+            for rank in range(3)
+        ]
+        for thread in reversed(threads):  # those that could be taken in by old words come first
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in range(3)]
+
+    names = [together() for _ in range(3)]
+    assert [len(set(name)) for name in names] == [1, 1, 1]
+    assert len({name[0] for name in names}) == 3
+    with pytest.raises(
+        RunError, match=r"rank 0 waited 0 s for the other 2; see whether all of them were started"
+    ):
+        meet(store, 0, 3, timeout_s=0.1)
+
+
+def test_a_launch_knows_its_own_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "launch.json"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    note_launch(path)
+    assert not path.exists(), "without torchrun nothing starts a run again"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert not begun_by_this_launch(path, restarted=True)
+    note_launch(path)
+    assert begun_by_this_launch(path, restarted=False), "other agents' restarts are not counted by this one"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, "agent_id": -1}))
+    assert begun_by_this_launch(path, restarted=True), "rank 0 has moved to another machine"
+    assert not begun_by_this_launch(path, restarted=False), "a new launch with an old id"
+    path.write_text(json.dumps({**written, "run_id": "other"}))
+    assert not begun_by_this_launch(path, restarted=True)
+
+
+def test_errors_of_exchanges_are_told_from_others() -> None:
+    assert broke_off(RuntimeError("[../gloo/transport/tcp/pair.cc:545] Connection closed by peer"))
+    assert broke_off(distributed.DistBackendError("NCCL error"))
+    assert not broke_off(RuntimeError("shapes do not fit"))
+    assert not broke_off(RunError("rank 1 gives no sign of life: Connection closed"))
+
+
+def test_a_timeout_must_be_above_zero(config: Path) -> None:
+    from mmlab.comparison.config import load_config
+
+    with pytest.raises(OptionError, match=r"timeout_s.* expected a number, found 'soon'"):
+        load_config(config, ["parallel.timeout_s=soon"])

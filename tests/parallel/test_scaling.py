@@ -1,0 +1,177 @@
+"""The model of scaling: exact where the answer is known, and ordered as physics orders it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmlab.errors import OptionError
+from mmlab.parallel.scaling.links import Line, Link, Network, ring
+from mmlab.parallel.scaling.outlook import DEVICES, scaling_rows, winners
+from mmlab.parallel.scaling.predict import STRATEGIES, predict
+from mmlab.parallel.scaling.work import Work
+
+WORK = Work(
+    image_forward=Line(0.01, 0.02),
+    image_backward=Line(0.01, 0.04),
+    text_forward=Line(0.005, 0.01),
+    text_backward=Line(0.005, 0.02),
+    fusion_forward=Line(0.0, 0.002),
+    fusion_backward=Line(0.0, 0.004),
+    optimizer_s=0.03,
+    other_s=0.004,
+    image_bytes=40e6,
+    text_bytes=100e6,
+    fusion_bytes=10e6,
+    image_feature_bytes=300e3,
+    text_feature_bytes=50e3,
+)
+
+
+def links(latency_s: float, bytes_per_s: float) -> Network:
+    link = Link(latency_s, bytes_per_s)
+    return Network(all_reduce=link, all_gather=link, reduce_scatter=link, send=link, copy=Link(0.0, 1e15))
+
+
+FREE = links(0.0, 1e18)
+
+
+def step_s(
+    strategy: str, network: Network, num_devices: int = 2, work: Work = WORK, **options: float
+) -> float:
+    found = predict(strategy, work, network, num_devices=num_devices, batch_size=8, **options)  # type: ignore[arg-type]
+    return found.step_s
+
+
+def test_lines_and_links_come_back_from_their_own_points() -> None:
+    line = Line.fit([(size, Line(0.02, 0.005)(size)) for size in (4, 8, 16)])
+    assert (line.fixed_s, line.each_s) == pytest.approx((0.02, 0.005))
+    truth = Link(5e-5, 2e9)
+    probes = [(6, size, truth.seconds(6, size)) for size in (1e3, 1e5, 1e7)]
+    found = Link.fit(probes)
+    assert (found.latency_s, found.bytes_per_s) == pytest.approx((5e-5, 2e9))
+
+
+def test_no_part_of_a_line_is_negative_whatever_the_noise() -> None:
+    falling = Line.fit([(1, 3.0), (2, 2.0), (4, 1.0)])
+    assert falling.each_s == 0
+    assert falling.fixed_s > 0
+    steep = Line.fit([(1, 0.5), (2, 2.0), (4, 8.0)])
+    assert steep.fixed_s == 0
+
+
+@pytest.mark.parametrize("strategy", ["reduce", "ddp"])
+def test_free_links_leave_the_step_of_one_device(strategy: str) -> None:
+    assert step_s(strategy, FREE, 64) == pytest.approx(WORK.step_s(8))
+
+
+def test_free_links_leave_shards_less_to_update() -> None:
+    saved = WORK.optimizer_s * (1 - 1 / 8)
+    assert step_s("fsdp", FREE, 8) == pytest.approx(WORK.step_s(8) - saved)
+
+
+def test_free_links_leave_branches_the_longer_of_the_two() -> None:
+    size = 16  # of both devices together
+    longer = WORK.image_forward(size) + WORK.image_backward(size)
+    fusion = WORK.fusion_forward(size) + WORK.fusion_backward(size)
+    update = WORK.optimizer_s * WORK.image_bytes / WORK.gradient_bytes  # the fusion is beside the texts
+    assert step_s("branch", FREE) == pytest.approx(longer + fusion + update + WORK.other_s)
+
+
+def test_nothing_hides_without_overlap_and_only_the_last_bucket_shows_with_it() -> None:
+    network = links(0.0, 5e9)
+    whole_s = network.seconds("all_reduce", WORK.gradient_bytes, 2)
+    assert step_s("ddp", network, overlap=0.0) == pytest.approx(WORK.step_s(8) + whole_s)
+    hidden = step_s("ddp", network, overlap=1.0)
+    last_s = network.seconds("all_reduce", 25 * 2**20, 2)
+    assert WORK.step_s(8) < hidden <= WORK.step_s(8) + last_s + 1e-9
+
+
+def test_shards_send_half_as_much_again_as_whole_gradients() -> None:
+    sent = {
+        name: predict(name, WORK, FREE, num_devices=4, batch_size=8).sent_bytes
+        for name in ("reduce", "ddp", "fsdp")
+    }
+    assert sent["reduce"] == sent["ddp"] == pytest.approx(1.5 * WORK.gradient_bytes)
+    assert sent["fsdp"] == pytest.approx(1.5 * sent["ddp"])
+
+
+def test_a_straggler_is_waited_for() -> None:
+    assert step_s("reduce", FREE, straggler=0.2) == pytest.approx(WORK.step_s(8) / 0.8)
+
+
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    num_devices=st.sampled_from(DEVICES),
+    slow=st.floats(1e6, 1e11),
+    factor=st.floats(1.0, 1e3),
+    overlap=st.floats(0.0, 1.0),
+)
+def test_faster_links_never_hurt_and_no_link_beats_the_computation(
+    strategy: str, num_devices: int, slow: float, factor: float, overlap: float
+) -> None:
+    times = [
+        step_s(strategy, links(1e-4, bandwidth), num_devices, overlap=overlap)
+        for bandwidth in (slow, slow * factor)
+    ]
+    assert times[1] <= times[0] * (1 + 1e-9)
+    assert times[1] >= step_s(strategy, FREE, num_devices) * (1 - 1e-9)
+
+
+@given(bandwidth=st.floats(1e6, 1e12), num_devices=st.sampled_from(DEVICES[1:]))
+def test_reducing_behind_the_backward_pass_is_never_later_with_free_starts(
+    bandwidth: float, num_devices: int
+) -> None:
+    network = links(0.0, bandwidth)
+    assert step_s("ddp", network, num_devices) <= step_s("reduce", network, num_devices) * (1 + 1e-9)
+
+
+def test_winners_cover_every_bandwidth_and_win_where_they_say() -> None:
+    found = winners(WORK, links(1e-4, 1e9), STRATEGIES, num_devices=8, batch_size=8)
+    assert found[0]["strategy"] == "single"  # nothing pays where messages take for ever
+    assert [part["from"] for part in found[1:]] == [part["to"] for part in found[:-1]]
+    assert len(found) > 1
+    for part in found:
+        network = links(1e-4, 1e9).with_bandwidth((part["from"] * part["to"]) ** 0.5)
+        rates = {
+            name: predict(
+                name,
+                WORK,
+                network,
+                num_devices=1 if name == "single" else 8,
+                batch_size=64 if name == "single" else 8,
+            ).samples_per_s
+            for name in STRATEGIES
+        }
+        assert max(rates, key=rates.__getitem__) == part["strategy"]
+
+
+def test_the_table_starts_at_one_device_and_no_strategy_beats_linear_but_by_sharing_the_update() -> None:
+    rows = scaling_rows(replace(WORK, optimizer_s=0.0), FREE, STRATEGIES, batch_size=8)
+    assert {row["strategy"] for row in rows} == set(STRATEGIES)
+    for row in rows:
+        if row["num_devices"] == 1:
+            assert row["efficiency"] == pytest.approx(1)
+        # a pair of branches takes both devices' samples at once, and so half as many fixed costs
+        assert row["strategy"] == "branch" or row["efficiency"] <= 1 + 1e-9
+
+
+def test_twice_the_speed_halves_every_second_and_no_byte() -> None:
+    fast = WORK.scaled(0.5)
+    assert fast.step_s(8) == pytest.approx(WORK.step_s(8) / 2)
+    assert fast.gradient_bytes == WORK.gradient_bytes
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(OptionError, match="pipeline"):
+        predict("pipeline", WORK, FREE, num_devices=2, batch_size=8)
+    with pytest.raises(OptionError, match="branch cannot use 3 devices"):
+        predict("branch", WORK, FREE, num_devices=3, batch_size=8)
+
+
+def test_a_ring_of_one_sends_nothing() -> None:
+    assert ring("all_reduce", 1e6, 1) == (0, 0)
+    assert links(1e-3, 1e9).seconds("all_gather", 1e6, 1) == 0

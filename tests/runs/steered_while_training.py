@@ -1,0 +1,57 @@
+"""Run as a script: a run in one process, or in two ranks, that is paused, resumed and stopped by a file, then resumed.
+
+Prints what was seen from outside, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from mmlab.runs.control import send
+from tests.comparison.killed_while_training import begin, ended, free_port, wait_for_steps
+
+
+def wait_for(events: Path, text: bytes) -> None:
+    deadline_s = time.monotonic() + 60
+    while text not in events.read_bytes():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no {text!r} in {events}")
+        time.sleep(0.005)
+
+
+def steer(config: Path, runs: Path, num_ranks: int) -> dict[str, object]:
+    """Exit codes of the undisturbed, the stopped and the resumed run, and the files' sizes during the pause."""
+
+    def start(name: str) -> list[int]:
+        port = free_port() if num_ranks > 1 else None
+        return [begin(config, name, runs, rank=rank, port=port) for rank in range(num_ranks)]
+
+    whole = ended(start("whole"))
+    processes, folder = start("steered"), runs / "steered"
+    files = [folder / f"events-rank{rank}.jsonl" for rank in range(num_ranks)]
+    wait_for_steps(files[0], 0, 3)
+    send(folder, "pause")
+    for file in files:
+        wait_for(file, b'"kind":"pause"')
+    steps = [file.read_bytes().count(b'"kind":"step"') for file in files]
+    time.sleep(0.5)
+    later = [file.read_bytes().count(b'"kind":"step"') for file in files]
+    send(folder, "resume")
+    for file in files:
+        wait_for(file, b'"kind":"resume"')
+    wait_for_steps(files[0], 0, later[0] + 2)
+    send(folder, "stop")
+    return {
+        "whole": whole,
+        "steps": steps,
+        "later": later,
+        "stopped": ended(processes),
+        "resumed": ended(start("steered")),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(steer(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))))

@@ -1,0 +1,148 @@
+"""The monitor samples beside training and shows its failures; the state tells what the files tell."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmlab.errors import OptionError
+from mmlab.runs.events import RunEvent, RunLog, read_events
+from mmlab.runs.monitor import DeviceMonitor, RunState
+
+
+def test_it_samples_at_its_interval_first_at_once_and_last_at_the_end(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log, DeviceMonitor(log.emit, device="cpu", interval_s=0.1):
+        time.sleep(0.55)
+    events, _ = read_events(log.path)
+    assert {event.kind for event in events} == {"device"}
+    assert 3 <= len(events) <= 7
+    assert events[0].values["memory_source"] == "process RSS"
+    assert events[-1].time_s - events[0].time_s == pytest.approx(0.55, abs=0.3)
+
+
+def test_its_own_cost_is_in_its_events_and_small() -> None:
+    events: list[RunEvent] = []
+    with DeviceMonitor(events.append, device="cpu", interval_s=0.02):
+        time.sleep(0.5)
+    cpu_s = [event.values["monitor_cpu_s"] for event in events]
+    assert cpu_s == sorted(cpu_s)
+    assert 0 < cpu_s[-1] / len(events) < 0.002, "seconds of CPU time a sample"
+
+
+def test_a_run_shorter_than_the_interval_still_ends_at_once() -> None:
+    events: list[RunEvent] = []
+    started = time.perf_counter()
+    with DeviceMonitor(events.append, device="cpu", interval_s=60):
+        pass
+    assert time.perf_counter() - started < 5
+    assert events
+
+
+def test_no_reading_is_taken_in_the_training_thread() -> None:
+    threads = set()
+
+    def emit(event: RunEvent) -> None:
+        threads.add(threading.current_thread().name)
+
+    with DeviceMonitor(emit, device="cpu", interval_s=0.05):
+        time.sleep(0.1)
+    assert threads == {"mmlab-device-monitor"}
+    assert "mmlab-device-monitor" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_better_source_that_fails_is_told_once() -> None:
+    events: list[RunEvent] = []
+    with DeviceMonitor(events.append, device="cuda", interval_s=0.02):
+        time.sleep(0.2)
+    told = [event.values["message"] for event in events if event.kind == "warning"]
+    assert len(told) == 1
+    assert "memory not from NVML" in told[0]
+    device = [event for event in events if event.kind == "device"]
+    assert len(device) > 3
+    assert {event.values["memory_source"] for event in device} == {"process RSS"}
+
+
+def test_a_failure_in_the_thread_is_shown_and_the_run_goes_on() -> None:
+    events: list[RunEvent] = []
+
+    def emit(event: RunEvent) -> None:
+        if event.kind == "device" and len(events) == 2:
+            raise OSError("disk full")
+        events.append(event)
+
+    monitor = DeviceMonitor(emit, device="cpu", interval_s=0.02)
+    with pytest.warns(RuntimeWarning, match="the device monitor failed: OSError"), monitor:
+        time.sleep(0.2)
+    assert [event.kind for event in events] == ["device", "device", "warning"]
+    assert "disk full" in events[-1].values["traceback"]
+    assert isinstance(monitor.error, OSError)
+
+
+def test_a_log_that_can_no_longer_be_written_is_shown_at_the_end() -> None:
+    def emit(event: RunEvent) -> None:
+        raise OSError("disk full")
+
+    with (
+        pytest.warns(RuntimeWarning, match="the device monitor failed: OSError"),
+        DeviceMonitor(emit, device="cpu"),
+    ):
+        pass
+
+
+def test_an_interval_must_be_positive() -> None:
+    with pytest.raises(OptionError, match="interval_s: expected seconds above 0, found 0"):
+        DeviceMonitor(print, device="cpu", interval_s=0)
+
+
+def test_refreshing_at_any_moment_gives_what_reading_at_the_end_gives(tmp_path: Path) -> None:
+    followed = RunState(tmp_path / "run")
+    assert (followed.refresh(), followed.status) == (0, "waiting")
+    num_seen = 0
+    with RunLog(tmp_path / "run") as log, RunLog(tmp_path / "run", rank=1) as other:
+        log.write("start", 0, scheduler="budget")
+        for step in range(1, 30):
+            log.write("step", step, loss=1 / step, **({"lr": 0.1} if step > 10 else {}))
+            other.write("step", step, loss=math.inf, skipped=step % 2 == 0)
+            if step % 7 == 0:
+                num_seen += followed.refresh()
+        log.write("warning", 29, message="look", source="test")
+        log.write("end", 29, status="stopped")
+    num_seen += followed.refresh()
+    whole = RunState(tmp_path / "run")
+    assert whole.refresh() == num_seen == whole.num_events == followed.num_events
+    for state in (followed, whole):
+        assert state.status == "stopped"
+        assert state.ranks() == [0, 1]
+        assert state.latest("start") == {"scheduler": "budget"}
+        assert state.latest("step", rank=1) == {"loss": math.inf, "skipped": False}
+        assert [event.values["message"] for event in state.warnings] == ["look"]
+        np.testing.assert_array_equal(state.column("loss"), 1 / np.arange(1, 30))
+        np.testing.assert_array_equal(state.column("lr"), [math.nan] * 10 + [0.1] * 19)
+        np.testing.assert_array_equal(state.column("step", rank=1, start=25), [26, 27, 28, 29])
+        np.testing.assert_array_equal(state.column("skipped", rank=1)[:3], [0, 1, 0])
+
+
+def test_the_state_follows_a_run_that_ends_and_goes_on() -> None:
+    state = RunState()
+    state.fold([RunEvent("start", 0, 0, 1.0, {}), RunEvent("end", 5, 0, 2.0, {"status": "failed"})])
+    state.fold([RunEvent("device", -1, 0, 2.1, {"memory_bytes": 1})])
+    assert state.status == "failed", "the monitor's last sample does not revive a run"
+    state.fold([RunEvent("start", 5, 0, 3.0, {})])
+    assert state.status == "running"
+
+
+def test_a_key_that_is_not_there_is_an_error_once_there_are_events() -> None:
+    state = RunState()
+    assert state.column("loss").shape == (0,)
+    state.fold([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "memory_source": "NVML"})])
+    with pytest.raises(OptionError, match="unknown key of step events 'los'; did you mean 'loss'"):
+        state.column("los")
+    with pytest.raises(OptionError, match="unknown key of step events 'memory_source'"):
+        state.column("memory_source")

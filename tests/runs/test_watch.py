@@ -1,0 +1,138 @@
+"""The terminal's view tells what the files tell, of every rank, and leaves the runs alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from mmlab.cli.main import main
+from mmlab.machine import this_process
+from mmlab.runs.events import RunLog
+from mmlab.runs.watch import look, text_of
+
+MEMORY = {"memory_bytes": 3 * 2**30, "memory_total_bytes": 8 * 2**30, "memory_source": "NVML"}
+WRITER = """
+import sys, time
+from mmlab.events import RunLog
+from mmlab.machine import this_process
+with RunLog(sys.argv[1]) as log:
+    log.write("start", 0, num_steps=1000, **this_process())
+    for step in range(1, 1001):
+        log.write("step", step, loss=1 / step, num_samples=8, step_s=0.01)
+        time.sleep(0.01)
+"""
+
+
+def write_run(folder: Path, *, rank: int = 0, num_steps: int = 4, loss: float = 2.0, **start: object) -> None:
+    with RunLog(folder, rank) as log:
+        log.write("start", 0, num_steps=8, **start)
+        log.write("device", -1, utilization_ratio=0.5, power_w=310.0, **MEMORY)
+        for step in range(1, num_steps + 1):
+            log.write(
+                "step", step, loss=loss, num_samples=8, num_tokens=10, step_s=0.5, data_wait_s=0.1,
+                text_waste=0.2, image_waste=0.1, combined_waste=0.15, peak_bytes=7,
+            )  # fmt: skip
+
+
+def test_every_rank_has_a_line_with_its_own_figures(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_run(tmp_path / "run", rank=rank, num_steps=4 + rank, **this_process())
+    found = look(tmp_path)
+    run = found["runs"]["run"]
+    assert (run["status"], run["done_ratio"], run["left_s"]) == ("running", 0.5, pytest.approx(2.0))
+    assert [row["steps"] for row in run["ranks"].values()] == [4, 5]
+    row = run["ranks"]["0"]
+    assert row["samples_per_s"] == pytest.approx(16)
+    assert row["data_wait_ratio"] == pytest.approx(0.2)
+    assert row["combined_waste"] == pytest.approx(0.15)
+    assert (row["loss"], row["memory_bytes"], row["power_w"]) == (2.0, 3 * 2**30, 310.0)
+    lines = text_of(found).splitlines()
+    assert "samples/s" in lines[1]
+    assert len(lines) == 4
+    for shown in ("running", "50%", "0:02", "4/8", "16.0", "500.0", "3.00 of 8 NVML", "310"):
+        assert shown in lines[2]
+    assert "5/8" in lines[3]
+    narrow = text_of(found, width=60).splitlines()
+    assert max(map(len, narrow)) <= 60
+    for shown in ("running", "50%", "4/8", "16.0"):
+        assert shown in narrow[-2], "what matters most stays"
+
+
+def test_what_is_not_known_is_a_dash_and_null(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write("step", 1, loss=nan)
+        log.write("warning", 1, message="the disk is slow", source="test")
+    found = look(tmp_path)
+    json.dumps(found, allow_nan=False)
+    assert found["left_s"] is None
+    [run] = found["runs"].values()
+    assert run["ranks"]["0"]["loss"] is None
+    assert "the disk is slow" in text_of(found)
+
+
+@pytest.mark.parametrize("status", ["done", "stopped", "failed"])
+def test_an_ended_run_says_how(tmp_path: Path, status: str) -> None:
+    write_run(tmp_path)
+    with RunLog(tmp_path) as log:
+        log.write("end", 4, status=status, message="it broke" if status == "failed" else None)
+    found = look(tmp_path)
+    [run] = found["runs"].values()
+    assert run["status"] == status
+    assert ("it broke" in text_of(found)) == (status == "failed")
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    write_run(tmp_path, **{**this_process(), "process_id": gone.pid})
+    [run] = look(tmp_path)["runs"].values()
+    assert run["status"] == "killed"
+
+
+def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    assert f"no run in {tmp_path} or below it" in capsys.readouterr().err
+
+
+def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", **this_process())
+    assert main(["watch", str(tmp_path), "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["runs"]) == {"a"}
+
+
+def test_it_follows_a_run_of_another_process_and_an_interrupt_leaves_that_alone(tmp_path: Path) -> None:
+    environment = {**os.environ, "COLUMNS": "160"}
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "mmlab", "watch", str(tmp_path), "--interval", "0.05"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    with watching, subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run")]) as writing:
+        events = tmp_path / "run" / "events-rank0.jsonl"
+        while not events.exists() or events.read_bytes().count(b'"loss"') < 20:
+            time.sleep(0.02)
+        time.sleep(1.0)
+        watching.send_signal(signal.SIGINT)
+        shown, _ = watching.communicate(timeout=30)
+        assert watching.returncode == 0
+        assert writing.poll() is None
+        writing.terminate()
+    assert "running" in shown
+    assert "/1000" in shown
+
+
+def test_it_ends_by_itself_when_the_last_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    with RunLog(tmp_path) as log:
+        log.write("end", 4, status="done")
+    assert main(["watch", str(tmp_path)]) == 0
+    assert "done" in capsys.readouterr().out

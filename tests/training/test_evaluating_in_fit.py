@@ -1,0 +1,164 @@
+"""Evaluations in mid-epoch leave training bitwise as it was; weights that follow held-out losses follow those alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mmlab.comparison.config import load_config
+from mmlab.comparison.train import train
+from mmlab.errors import OptionError
+from mmlab.model.presets import build_model
+from mmlab.runs.events import RunEvent, RunLog, read_events
+from mmlab.training.checkpoint.keeping import Checkpoints
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.weighting import make_weighting
+from tests.batches import make_batch
+from tests.comparison.test_training import CONFIG, assert_equal, final_state
+
+TINY = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
+BATCHES = [make_batch([(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32)], seed=seed) for seed in range(6)]
+HELD_OUT = [make_batch([(4, 32, 32), (5, 16, 16), (3, 32, 16)], seed=seed) for seed in (10, 11, 12)]
+
+
+class Restless:
+    """Held-out batches from a loader that draws from torch's generator whenever it gives one."""
+
+    def __iter__(self):
+        for batch in HELD_OUT:
+            torch.rand(3)
+            yield batch
+
+
+def make_trainer(**options) -> FusionTrainer:
+    torch.manual_seed(0)
+    model = build_model("tiny", vocab_size=50, dropout=0.2, **TINY)
+    return FusionTrainer(model, device="cpu", objectives=["contrastive", "matching"], lr=1e-3, **options)
+
+
+def assert_same_weights(found: FusionTrainer, expected: FusionTrainer) -> None:
+    pairs = zip(found.model.parameters(), expected.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("eval_batches", [None, 2])
+def test_with_and_without_evaluations_the_weights_are_bitwise_the_same(tmp_path, eval_batches):
+    without = make_trainer()
+    without.model.image_encoder.eval()  # somebody holds a part in evaluation mode
+    without.model.training = True
+    history = without.fit(BATCHES, eval_loader=Restless())
+    with RunLog(tmp_path) as log:
+        trainer = make_trainer(eval_every=2, eval_batches=eval_batches, emit=log.emit)
+        trainer.model.image_encoder.eval()
+        trainer.model.training = True
+        found = trainer.fit(BATCHES, eval_loader=Restless())
+    assert_same_weights(trainer, without)
+    assert [values["loss"] for values in found] == [values["loss"] for values in history]
+    evaluations = [event for event in read_events(log.path)[0] if event.kind == "eval"]
+    assert [event.step for event in evaluations] == [2, 4, 6, 6]
+    midway = 3 * (eval_batches or 3)
+    assert [event.values["num_samples"] for event in evaluations] == [midway, midway, midway, 9]
+
+
+@pytest.mark.parametrize("weighting_on", ["training", "held_out"])
+def test_a_run_resumed_in_mid_epoch_is_bitwise_the_same(tmp_path, weighting_on):
+    def trainer() -> FusionTrainer:
+        weighting = make_weighting("trend", ["contrastive", "matching"], interval=2, smoothing=0.5)
+        return make_trainer(eval_every=2, eval_batches=2, weighting=weighting, weighting_on=weighting_on)
+
+    whole = trainer()
+    whole.fit(BATCHES, num_epochs=2, eval_loader=HELD_OUT)
+    for last in (3, 4):  # between two evaluations, and right at one
+        checkpoints, stopped = Checkpoints(tmp_path / str(last)), trainer()
+
+        def stop(event: RunEvent, last: int = last, stopped: FusionTrainer = stopped) -> None:
+            if event.kind == "step" and event.step == last:
+                stopped.stop()
+
+        stopped._emit = stop
+        stopped.fit(BATCHES, num_epochs=2, eval_loader=HELD_OUT, checkpoints=checkpoints)
+        assert stopped.step == last
+        resumed = trainer()
+        checkpoints.restore(resumed)
+        resumed.fit(BATCHES, num_epochs=2, eval_loader=HELD_OUT)
+        assert resumed.step == whole.step == 12
+        assert_same_weights(resumed, whole)
+        assert resumed.weighting.weights() == whole.weighting.weights()
+        assert whole.weighting.weights() != {"contrastive": 1.0, "matching": 1.0}
+
+
+class Length(nn.Module):
+    """An objective whose loss is the mean length of the texts: known, and different on held-out samples."""
+
+    def count(self, batch):
+        return len(batch)
+
+    def forward(self, output, batch):
+        return batch.attention_mask.sum() + 0 * output.image_embedding.sum()
+
+
+class One(Length):
+    def forward(self, output, batch):
+        return len(batch) + 0 * output.image_embedding.sum()
+
+
+@pytest.mark.parametrize(("weighting_on", "length"), [("training", 22 / 4), ("held_out", 12 / 3)])
+def test_weights_follow_the_losses_that_were_asked_for(weighting_on, length):
+    """Uncertainty without brakes: weights in inverse proportion to the losses, which are known."""
+    goals = {"length": Length(), "one": One()}
+    brakes = {"interval": 1, "smoothing": 1.0, "min_share": 0.0, "max_share": 1.0}
+    torch.manual_seed(0)
+    trainer = FusionTrainer(
+        build_model("tiny", vocab_size=50, **TINY),
+        device="cpu",
+        objectives=goals,
+        weighting=make_weighting("uncertainty", list(goals), **brakes),
+        weighting_on=weighting_on,
+        eval_every=2,
+    )
+    trainer.fit(BATCHES[:3], eval_loader=HELD_OUT)
+    shares = trainer.weighting.shares
+    assert shares["one"] / shares["length"] == pytest.approx(length)
+
+
+def test_held_out_losses_are_in_the_events_as_training_computes_them(tmp_path):
+    with RunLog(tmp_path) as log:
+        trainer = make_trainer(weighting="trend", weighting_on="held_out", emit=log.emit)
+        trainer.fit(BATCHES[:1], eval_loader=HELD_OUT)
+        with torch.no_grad():
+            sums = [
+                float(trainer.objectives["contrastive"](trainer.model(batch), batch)) for batch in HELD_OUT
+            ]
+    (found,) = [event.values for event in read_events(log.path)[0] if event.kind == "eval"]
+    assert found["contrastive_loss"] == pytest.approx(sum(sums) / 9, rel=1e-5)
+    assert math.isfinite(found["matching_loss"])
+
+
+def test_a_run_from_a_file_evaluates_in_mid_epoch_and_trains_the_same(tmp_path, scenes):
+    states, evaluations = [], []
+    for name, changes in (("without", []), ("with", ["trainer.eval_every=4", "trainer.eval_batches=1"])):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(CONFIG.format(name=name, scenes=scenes))
+        train(load_config(path, ["trainer.num_epochs=1", *changes]), runs=tmp_path, progress=False)
+        states.append(final_state(tmp_path / name)["model"])
+        events, _ = read_events(tmp_path / name / "events-rank0.jsonl")
+        evaluations.append([event.step for event in events if event.kind == "eval"])
+    assert_equal(states[1], states[0])
+    assert evaluations == [[18], [4, 8, 12, 16, 18]]
+
+
+def test_what_cannot_be_followed_is_refused():
+    with pytest.raises(OptionError, match="gradnorm needs the gradients of training steps"):
+        make_trainer(weighting="gradnorm", weighting_on="held_out")
+    with pytest.raises(OptionError, match="did you mean 'held_out'"):
+        make_trainer(weighting_on="heldout")
+    with pytest.raises(OptionError, match="eval_every must be at least 1, found 0"):
+        make_trainer(eval_every=0)
+    trainer = make_trainer(weighting="trend", weighting_on="held_out")
+    with pytest.raises(OptionError, match="give fit an eval_loader"):
+        trainer.fit(BATCHES)
+    with pytest.raises(OptionError, match="the checkpoint's weights follow training losses"):
+        trainer.load_state_dict(make_trainer(weighting="trend").state_dict())

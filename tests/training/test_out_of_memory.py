@@ -1,0 +1,274 @@
+"""Out of memory at any operation: the step is done all the same, with the same gradient, or says what does not fit."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mmlab.errors import RunError
+from mmlab.model.presets import build_model
+from mmlab.pricing.virtual_device import VirtualDevice
+from mmlab.runs.events import RunEvent
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive, Matching
+from mmlab.training.losses.masked_language import MaskedLanguage
+from tests.batches import make_batch
+
+SIZES = [(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32), (5, 16, 64), (7, 48, 48), (2, 32, 16)]
+STRIDE = 31  # between the operations that fail; benchmarks/memory.py takes every one
+TINY = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
+OBJECTIVES = {
+    "contrastive": {"contrastive": Contrastive()},
+    "matching": {"matching": Matching()},
+    "masked language": {"masked_language": MaskedLanguage(mask_id=4, mask_ratio=0.4)},
+    "both": {"contrastive": Contrastive(num_negatives=31), "matching": Matching()},
+}
+
+
+def make_trainer(
+    live=None, *, precision="fp32", objectives=OBJECTIVES["both"], dtype=torch.float32, **options
+):
+    torch.manual_seed(0)
+    model = build_model("tiny", vocab_size=50, **TINY).to(dtype)
+    return FusionTrainer(
+        model, device="cpu", precision=precision, objectives=objectives, live=live, **options
+    )
+
+
+def window(num_batches: int = 2):
+    return [make_batch(SIZES[number:], seed=number) for number in range(num_batches)]
+
+
+def flat(tensors) -> np.ndarray:
+    """In NumPy's memory, which the virtual device does not count."""
+    return np.concatenate([tensor.detach().numpy().ravel().astype(np.float64) for tensor in tensors])
+
+
+def weights(trainer: FusionTrainer) -> np.ndarray:
+    return flat(trainer.parameters)
+
+
+def gradient(trainer: FusionTrainer, batches) -> tuple[np.ndarray, dict]:
+    """The whole gradient that the optimizer is given, and the step's values."""
+    seen = []
+    handle = trainer.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(flat(weight.grad for weight in trainer.parameters if weight.grad is not None))
+    )
+    values = trainer.train_step(batches)
+    handle.remove()
+    assert len(seen) == 1
+    return seen[0], values
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def warm_trainer(batches, **options) -> tuple[FusionTrainer, VirtualDevice, int]:
+    """A trainer with its optimizer's state made, its device, and the bytes that lie between two steps."""
+    device = VirtualDevice()
+    trainer = make_trainer(device, **options)
+    trainer.train_step(batches)
+    return trainer, device, device.current_bytes
+
+
+@pytest.mark.parametrize("objectives", OBJECTIVES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("room", [0.8, 0.55])
+def test_a_split_step_has_the_gradient_of_the_unsplit_one(objectives, dtype, tolerance, room):
+    batches = window()
+    trainer, device, before_bytes = warm_trainer(batches, objectives=OBJECTIVES[objectives], dtype=dtype)
+    expected, whole = gradient(trainer, batches)
+    limit_bytes = before_bytes + int(room * (whole["peak_bytes"] - before_bytes))
+
+    trainer, device, _ = warm_trainer(batches, objectives=OBJECTIVES[objectives], dtype=dtype)
+    device.limit_bytes = limit_bytes
+    found, values = gradient(trainer, batches)
+    assert values["num_parts"] > 1
+    assert values["num_out_of_memory"] == device.num_failures > 0
+    assert values["peak_bytes"] <= limit_bytes
+    assert values["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert relative(found, expected) <= tolerance
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("first_step", [True, False])
+def test_whichever_operation_fails_the_step_is_done_once(precision, first_step):
+    batches = [make_batch(SIZES[:4])]
+
+    def updates(fail_at: int | None) -> tuple[VirtualDevice, FusionTrainer, list[np.ndarray]]:
+        device = VirtualDevice()
+        trainer = make_trainer(device, objectives=OBJECTIVES["contrastive"], precision=precision)
+        trainer.precision.scaler._init_scale = 64.0  # so that fp16 does not overflow
+        if not first_step:
+            trainer.train_step(batches)
+        groups = [group["params"] for group in trainer.optimizer.param_groups]
+        before = [flat(group) for group in groups]
+        device.num_operations, device.fail_at = 0, fail_at
+        trainer.train_step(batches)
+        return device, trainer, [flat(group) - start for group, start in zip(groups, before, strict=True)]
+
+    updates(None)  # fills the caches, so that every run has the same operations
+    device, _, expected = updates(None)
+    assert device.num_operations > 300
+    for fail_at in range(
+        (device.num_operations - 1) % STRIDE, device.num_operations, STRIDE
+    ):  # the last one too
+        device, trainer, found = updates(fail_at)
+        assert device.num_failures == trainer.num_out_of_memory == 1, fail_at
+        assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {2.0 - first_step}
+        # Adam divides by the gradient's size, so that rounding shows where a gradient is near zero
+        assert max(map(relative, found, expected)) < 0.05, fail_at
+
+
+def test_a_sample_that_does_not_fit_is_named_with_the_remedy():
+    batches = [make_batch([(4, 16, 16), (4, 16, 16), (40, 96, 96)])]
+    _, _, before_bytes = warm_trainer(batches, objectives=OBJECTIVES["contrastive"])
+    trainer, device, _ = warm_trainer(batches, objectives=OBJECTIVES["contrastive"])
+    device.limit_bytes = before_bytes + 100_000
+    before = weights(trainer)
+    with pytest.raises(
+        RunError, match=r"'sample 0' does not fit into memory by itself: 40 tokens.*checkpointing"
+    ):
+        trainer.train_step(batches)
+    assert (weights(trainer) == before).all()
+    device.limit_bytes = None
+    trainer.train_step(batches)  # and nothing was left behind
+
+
+class Classifier(nn.Module):
+    """A model with a mean loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, pixel_values, labels):
+        loss = nn.functional.cross_entropy(self.layers(pixel_values), labels)
+        return type("Output", (), {"loss": loss})()
+
+
+def test_a_models_own_mean_loss_is_computed_in_parts_exactly():
+    batches = [make_batch([(4, 32, 32)] * 7)]
+
+    def gradient_at(fail_at: int | None) -> tuple[np.ndarray, dict]:
+        torch.manual_seed(0)
+        device = VirtualDevice(fail_at=fail_at)
+        model = Classifier()
+        model(torch.zeros(1, 3, 32, 32), torch.zeros(1, dtype=torch.long))  # makes the lazy layer
+        return gradient(FusionTrainer(model, device="cpu", live=device), batches)
+
+    expected, whole = gradient_at(None)
+    found, values = gradient_at(8)
+    assert (whole["num_parts"], values["num_parts"]) == (1, 2)
+    assert relative(found, expected) <= 1e-6
+
+
+def test_a_part_without_anything_to_learn_does_not_spoil_the_others():
+    batch = make_batch([(4, 32, 32)] * 6)
+    batch.labels[3:] = -100  # left out of the loss: the second half's own mean is over nothing
+    torch.manual_seed(0)
+    model = Classifier()
+    model(torch.zeros(1, 3, 32, 32), torch.zeros(1, dtype=torch.long))
+    values = FusionTrainer(model, device="cpu", live=VirtualDevice(fail_at=8)).train_step([batch])
+    assert values["num_parts"] == 2
+    assert math.isfinite(values["loss"])
+    assert not values["skipped"]
+
+
+def test_a_loss_that_compares_samples_is_not_computed_in_parts():
+    from transformers import CLIPConfig, CLIPModel
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = CLIPConfig(
+        text_config={**small, "vocab_size": 50, "eos_token_id": 2},
+        vision_config={**small, "image_size": 32, "patch_size": 16},
+        projection_dim=16,
+    )
+    trainer = FusionTrainer(CLIPModel(config), device="cpu", live=VirtualDevice(fail_at=200))
+    with pytest.raises(RunError, match=r"compares the samples of a batch.*plan smaller batches"):
+        trainer.train_step([make_batch([(4, 32, 32)] * 4)])
+
+
+def run_on_two_ranks(script: str, *arguments: str) -> None:
+    run_on_ranks(script, 2, *arguments)
+
+
+def run_on_ranks(script: str, num_ranks: int, *arguments: str) -> None:
+    """Processes run a script beside this file; each says ok at its end."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        str(Path(__file__).with_name(script)),
+        *arguments,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("ok") == num_ranks
+
+
+def test_one_rank_runs_out_of_memory_and_both_go_on_together():
+    run_on_two_ranks("two_ranks_one_out_of_memory.py")
+
+
+def test_out_of_memory_is_an_event_with_its_phase():
+    events: list[RunEvent] = []
+    trainer = make_trainer(VirtualDevice(fail_at=60), emit=events.append)
+    trainer.train_step(window(1))
+    (event,) = events
+    assert event.kind == "out_of_memory"
+    assert event.values["phase"] == "forward"
+    assert event.values["num_parts"] == 2
+    assert "was chosen to fail" in event.values["operation"]
+
+
+def test_running_statistics_see_each_part_once():
+    torch.manual_seed(0)
+    options = {"text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16, "head_dim": 16}
+    model = build_model("resnet18", vocab_size=50, **options)
+    device = VirtualDevice()
+    trainer = FusionTrainer(model, device="cpu", live=device)
+    batch = make_batch([(4, 32, 32)] * 4)
+    device.fail_at = 300
+    trainer.train_step([batch])
+    assert trainer.num_out_of_memory == 1
+    assert {int(value) for name, value in model.state_dict().items() if "num_batches_tracked" in name} == {2}
+
+
+def test_an_evaluation_that_does_not_fit_is_done_in_halves_with_the_same_result():
+    events: list[RunEvent] = []
+    trainer = make_trainer(emit=events.append)
+    batches = [make_batch(SIZES, seed=1), make_batch(SIZES[2:], seed=2)]
+    device = VirtualDevice().add(trainer.model)
+    with device:
+        expected = trainer.evaluate(batches)
+    between_bytes = device.current_bytes
+    limit_bytes = between_bytes + int(0.7 * (device.peak_bytes - between_bytes))
+    with VirtualDevice(limit_bytes=limit_bytes).add(trainer.model) as small:
+        found = trainer.evaluate(batches)
+    assert small.num_failures == len(events) > 0
+    assert {event.values["phase"] for event in events} == {"evaluation"}
+    assert found.keys() == expected.keys()
+    assert all(found[name] == pytest.approx(expected[name], rel=1e-4) for name in found if name != "eval_s")
+
+
+def test_a_held_out_sample_that_does_not_fit_is_named():
+    trainer, batch = make_trainer(), make_batch(SIZES)
+    held = (trainer.model, *batch.tensors())
+    held_bytes = VirtualDevice().add(*held).current_bytes
+    with (
+        VirtualDevice(limit_bytes=held_bytes + 1000).add(*held),
+        pytest.raises(RunError, match=r"batch of 1 from 'sample 0' does not fit .*single sample"),
+    ):
+        trainer.evaluate([batch])
