@@ -10,7 +10,7 @@ import numpy as np
 from _common import goal
 from _loading_arms import ARTICLE, CACHED, CROPS, LIMIT, OURS
 
-from mmlab.comparison.charts import PALETTE, save_figure
+from mmlab.runs.figures import PALETTE, save_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 TUNED = "mmlab, tuned by itself"

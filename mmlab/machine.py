@@ -251,3 +251,32 @@ def signals_held(*numbers: int) -> Iterator[list[int]]:
         put_back()
     if received:
         signal.raise_signal(received[0])
+
+
+def require_device(name: str) -> None:
+    """Refuse what tensors cannot be put on.
+
+    Raises:
+        OptionError: not a device of this machine.
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=name).cpu()  # `meta` is made, and cannot be read
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is the GPU where there is one, else the CPU.
+
+    Raises:
+        OptionError: not a device of this machine.
+    """
+    if name == "auto":
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    require_device(name)
+    return name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -318,3 +318,15 @@ def parse_image_policy(text: str) -> ImagePolicy:
     if match[1] == "square":
         return Square(int(match[2]))
     return Aspect(int(match[2]) ** 2, int(match[3] or PATCH))
+
+
+@runtime_checkable
+class HasSizes(Protocol):
+    """Whatever gives a planner's columns, such as `mmlab.Records`."""
+
+    def sizes(self) -> SampleSizes:
+        """The planner's columns, as stored."""
+        ...
+
+
+Samples = HasSizes | SampleSizes | Sequence[Record]  # what schedulers plan

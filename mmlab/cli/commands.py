@@ -208,8 +208,8 @@ def run_bench_io(options: Namespace) -> Printed:
 
 def run_bench_parallel(options: Namespace) -> Printed:
     """Train with several parallel strategies in real processes; say who wins, and what more devices would give."""
-    from mmlab.comparison.charts import check_plot_name
     from mmlab.parallel.bench import bench_parallel
+    from mmlab.runs.figures import check_plot_name
 
     if options.plot:  # measuring takes a while
         check_plot_name(options.plot)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ from mmlab.machine import share_cores
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     options = make_parser().parse_args(arguments)
     share_cores()
     try:

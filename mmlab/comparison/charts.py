@@ -1,12 +1,10 @@
-"""The pictures of a comparison, drawn from its figures alone, and how figures are written. Needs no display."""
+"""The pictures of a comparison, drawn from its figures alone. Needs no display."""
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmlab.errors import OptionError
+from mmlab.runs.figures import PALETTE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -14,9 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from mmlab.comparison.results import ArmResult
-
-# Okabe and Ito's palette: distinct under every common colour blindness.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
 
 def draw_comparison(
@@ -41,39 +36,6 @@ def draw_comparison(
     _draw_batch_costs(axes[1, 1], arms, steps, budget, unit, colours)
     _draw_loss(axes[1, 2], arms, colours)
     return figure
-
-
-def to_png(figure: Figure, *, dpi: int = 110) -> bytes:
-    """The figure as a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
-    return buffer.getvalue()
-
-
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure; the file's suffix chooses the format.
-
-    Raises:
-        OptionError: a suffix that matplotlib cannot write.
-    """
-    check_plot_name(path)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def check_plot_name(path: str | Path) -> None:
-    """Refuse a name early, where the figure takes long to make.
-
-    Raises:
-        OptionError: a suffix that matplotlib cannot write.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if Path(path).suffix.removeprefix(".").lower() not in known:
-        raise OptionError(
-            f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
-        )
 
 
 def _draw_waste(axes: Axes, arms: list[ArmResult]) -> None:

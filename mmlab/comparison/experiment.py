@@ -23,12 +23,12 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from mmlab.comparison.arms import WARMUP_STEPS, Arm, Bench, take_turns
-from mmlab.comparison.preparation import COST, describe_machine, make_datasets, resolve_device
+from mmlab.comparison.preparation import COST, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
 from mmlab.data.records import Records
 from mmlab.errors import OptionError
 from mmlab.loading.loader import default_num_workers
-from mmlab.machine import signals_held, versions
+from mmlab.machine import resolve_device, signals_held, versions
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
 from mmlab.schedule.base import BatchScheduler

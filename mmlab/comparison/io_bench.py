@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from mmlab.comparison.preparation import resolve_device
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
@@ -28,7 +27,7 @@ from mmlab.loading.collate import collate
 from mmlab.loading.copying import Copier
 from mmlab.loading.speeds import MIB, ReadRates, decode_rate, read_rates, work_rate
 from mmlab.loading.stages import as_html, as_text
-from mmlab.machine import num_usable_cores
+from mmlab.machine import num_usable_cores, resolve_device
 from mmlab.model.presets import build_model
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.comparison.charts import save_figure
 from mmlab.errors import DataError
+from mmlab.runs.figures import save_figure
 from mmlab.schedule.preview import preview
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from mmlab.loading.cache.store import SampleCache
 from mmlab.machine import GIB, describe_host
 from mmlab.model.packing import enable_packing
 from mmlab.parallel.shared_work import SharedWork
-from mmlab.runs.meters import require_device
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import parse_image_policy
@@ -135,18 +134,6 @@ def costs_of(plan: BatchPlan) -> NDArray[np.float64]:
         return batch_costs(COST, plan.shape_columns)
     alone = plan.sizes.take(plan.columns.order).alone
     return np.add.reduceat(batch_costs(COST, alone), plan.columns.starts)
-
-
-def resolve_device(name: str) -> str:
-    """`auto` is the GPU where there is one, else the CPU.
-
-    Raises:
-        OptionError: not a device of this machine.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    require_device(name)
-    return name
 
 
 def describe_machine(device: str) -> dict[str, Any]:

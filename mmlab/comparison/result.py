@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmlab.comparison.charts import draw_comparison, to_png
+from mmlab.comparison.charts import draw_comparison
 from mmlab.comparison.results import ArmResult
 from mmlab.errors import DataError
+from mmlab.runs.figures import to_png
 
 if TYPE_CHECKING:
     import pandas as pd

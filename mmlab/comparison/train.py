@@ -25,11 +25,11 @@ from torch import distributed
 from tqdm.auto import tqdm
 
 from mmlab.comparison.config import CACHE_OPTIONS, LOADER_OPTIONS, RunConfig, load_config
-from mmlab.comparison.preparation import costs_of, describe_machine, fill_cache, make_datasets, resolve_device
+from mmlab.comparison.preparation import costs_of, describe_machine, fill_cache, make_datasets
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
-from mmlab.machine import this_process, versions
+from mmlab.machine import resolve_device, this_process, versions
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
 from mmlab.parallel.engines import Abandoned, ParallelOptions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -26,10 +26,23 @@ from mmlab.types import ImagePolicy, Region, Square, processor_policy
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mmlab.loading.cache.store import SampleCache
     from mmlab.types import SampleSizes
 
 Prepared = tuple[NDArray[np.uint8] | None, NDArray[np.int32] | None]  # pixels (3, h, w), token ids (t,)
+
+
+class SampleStore(Protocol):
+    """What keeps decoded samples for the next time, such as `mmlab.loading.cache.SampleCache`."""
+
+    def get(
+        self, row: int, *, token_ids: NDArray[np.int32] | None = None, out: NDArray[np.uint8] | None = None
+    ) -> Prepared | None:
+        """What was put for this row, pixels into `out` where it fits; None where nothing was."""
+        ...
+
+    def put(self, row: int, pixels: NDArray[np.uint8] | None, token_ids: NDArray[np.int32]) -> None:
+        """Keep a row's arrays."""
+        ...
 
 
 class Sample(TypedDict):
@@ -87,7 +100,7 @@ class MultimodalDataset(Dataset[Sample]):
             tokenizer = load_tokenizer(tokenizer, records=records)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.max_tokens = max_tokens
-        self.cache: SampleCache | None = None
+        self.cache: Any = None  # a `SampleStore`
         self.image_policy = image_policy if image_policy is not None else Square(224)
         encoded = _encode(tokenizer, records.texts)
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
-from mmlab.comparison.charts import to_png
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
 from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.runs.control import send
+from mmlab.runs.figures import to_png
 from mmlab.runs.followed import Progress, Runs, draw_runs, progress_of, status_of, table_of
 from mmlab.schedule.schedulers import scheduler_type
 from mmlab.types import parse_image_policy

@@ -14,12 +14,12 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from mmlab.comparison.charts import PALETTE, to_png
 from mmlab.errors import OptionError
 from mmlab.lab.panels import WIDE, Panel
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
 from mmlab.pricing.memory_report import PlannedMemory, plan_memory
+from mmlab.runs.figures import PALETTE, to_png
 
 if TYPE_CHECKING:
     from mmlab.pricing.memory import MemoryModel

@@ -25,12 +25,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from mmlab.comparison.charts import PALETTE
 from mmlab.errors import OptionError, RunError
 from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.panels import WIDE, Panel
 from mmlab.runs.control import Control, send
 from mmlab.runs.events import EVENT_FILES, RunEvent, RunLog
+from mmlab.runs.figures import PALETTE
 from mmlab.runs.folders import fresh_folder
 from mmlab.runs.monitor import DeviceMonitor
 from mmlab.schedule.cost import PaddedTokens

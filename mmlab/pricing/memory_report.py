@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.comparison.charts import PALETTE, save_figure
 from mmlab.data.readers import read_records
 from mmlab.data.text import load_tokenizer, measure_tokens
 from mmlab.errors import DataError
 from mmlab.machine import GIB, MemoryLimit, memory_limit
 from mmlab.pricing.empty import empty_model
 from mmlab.pricing.fit import fit_memory
+from mmlab.runs.figures import PALETTE, save_figure
 from mmlab.schedule.cost import batch_costs, max_batch_size
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler

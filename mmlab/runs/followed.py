@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.comparison.charts import PALETTE
 from mmlab.errors import DataError
 from mmlab.machine import GIB, process_runs
 from mmlab.runs.events import EVENT_FILES
+from mmlab.runs.figures import PALETTE
 from mmlab.runs.folders import ASIDE
 from mmlab.runs.monitor import RunState
 

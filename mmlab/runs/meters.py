@@ -54,19 +54,6 @@ class DeviceReading:
     notes: tuple[str, ...]  # why a better source was not used
 
 
-def require_device(name: str) -> None:
-    """Refuse what tensors cannot be put on.
-
-    Raises:
-        OptionError: not a device of this machine.
-    """
-    try:
-        torch.empty(1, device=name).cpu()  # `meta` is made, and cannot be read
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
-
-
 def read_device(device: str | torch.device) -> DeviceReading:
     """One reading; a process's CPU share is taken since this module was imported.
 

@@ -6,18 +6,17 @@ A scheduler is a frozen dataclass of its options. To write one, subclass `BatchS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.data.records import Records
 from mmlab.errors import OptionError
 from mmlab.schedule.columns import Block, Limits
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.schedule.plan import BatchPlan
-from mmlab.types import Record, SampleSizes
+from mmlab.types import HasSizes, Samples, SampleSizes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,7 +59,7 @@ class BatchScheduler:
         """
         return {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
 
-    def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> BatchPlan:
+    def plan(self, samples: Samples, *, epoch: int = 0) -> BatchPlan:
         """The batches of one epoch.
 
         Args:
@@ -75,7 +74,7 @@ class BatchScheduler:
 
     def resume(
         self,
-        samples: Records | SampleSizes | Sequence[Record],
+        samples: Samples,
         state: Mapping[str, Any],
         *,
         world_size: int | None = None,
@@ -123,11 +122,11 @@ class BatchScheduler:
         return BatchPlan(source, source.sizes, limits=source.limits, even_for=self.world_size)
 
 
-def sizes_of(samples: Records | SampleSizes | Sequence[Record]) -> SampleSizes:
+def sizes_of(samples: Samples) -> SampleSizes:
     """The planner's columns of whatever holds them."""
     if isinstance(samples, SampleSizes):
         return samples
-    if isinstance(samples, Records):
+    if isinstance(samples, HasSizes):
         return samples.sizes()
     return SampleSizes(
         num_tokens=np.array([record.num_tokens for record in samples], dtype=np.int32),

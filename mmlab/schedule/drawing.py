@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.data.records import Records
 from mmlab.errors import OptionError
 from mmlab.schedule.base import BatchScheduler, sizes_of
 from mmlab.schedule.columns import Block, Limits, Position
@@ -25,7 +24,7 @@ from mmlab.schedule.report import PlanReport
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mmlab.types import Record, SampleSizes
+    from mmlab.types import Samples, SampleSizes
 
 MODALITIES = ("image-text", "text-only", "image-only")
 
@@ -69,7 +68,7 @@ class Drawing(BatchScheduler):
         """Wanted share of each source in an epoch; empty where none is asked for."""
         return {}
 
-    def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> DrawnPlan:
+    def plan(self, samples: Samples, *, epoch: int = 0) -> DrawnPlan:
         """As `BatchScheduler.plan`, over the drawn samples."""
         sizes = sizes_of(samples)
         rows, blocks = self._blocks(sizes, epoch)
@@ -77,7 +76,7 @@ class Drawing(BatchScheduler):
 
     def resume(
         self,
-        samples: Records | SampleSizes | Sequence[Record],
+        samples: Samples,
         state: Mapping[str, Any],
         *,
         world_size: int | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,8 +24,7 @@ from mmlab.types import SampleSizes
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mmlab.data.records import Records
-    from mmlab.types import Record
+    from mmlab.types import Samples
 
 FIGURES = (
     "num_batches",
@@ -82,7 +81,7 @@ class Preview:
 
 
 def preview(
-    samples: Records | SampleSizes | Sequence[Record],
+    samples: Samples,
     schedulers: Iterable[str],
     *,
     budget: float | None = None,

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import DataError, OptionError, RunError
-from mmlab.machine import signals_held
+from mmlab.machine import require_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import Compiled
 from mmlab.model.huggingface import taking_batches
@@ -41,7 +41,7 @@ from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
 from mmlab.parallel.ranks import Ranks
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
-from mmlab.runs.meters import LiveBytes, require_device, step_memory
+from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.training.evaluation import evaluate, offending
 from mmlab.training.gradient import StepGradient
 from mmlab.training.losses.all_ranks import AllRanks

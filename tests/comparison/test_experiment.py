@@ -10,10 +10,11 @@ import pytest
 
 from mmlab.comparison.background import start_compare
 from mmlab.comparison.experiment import compare
-from mmlab.comparison.preparation import hold_out, resolve_device
+from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
+from mmlab.machine import resolve_device
 from mmlab.runs.events import read_runs
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape

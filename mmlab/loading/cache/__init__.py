@@ -4,7 +4,6 @@ What is random (augmentation) comes after it. Reading maps files into memory and
 No torch here.
 """
 
-from mmlab.cli.cache import cache_info, clear_cache, verify_cache
 from mmlab.loading.cache.build import BuildReport, build_cache
 from mmlab.loading.cache.key import CacheKey, cache_key
 from mmlab.loading.cache.on_ray import build_cache_on_ray
@@ -17,8 +16,5 @@ __all__ = [
     "SampleCache",
     "build_cache",
     "build_cache_on_ray",
-    "cache_info",
     "cache_key",
-    "clear_cache",
-    "verify_cache",
 ]

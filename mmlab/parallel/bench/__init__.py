@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mmlab.comparison.preparation import resolve_device
 from mmlab.errors import OptionError, unknown_name
-from mmlab.machine import cpu_name, num_usable_cores
+from mmlab.machine import cpu_name, num_usable_cores, resolve_device
 from mmlab.model.presets import PRESETS
 from mmlab.parallel.bench.arms import ARMS, Strategy
 from mmlab.parallel.bench.launch import measure

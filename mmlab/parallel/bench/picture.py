@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmlab.comparison.charts import PALETTE
 from mmlab.parallel.scaling.outlook import DEVICES, HIGHEST, LOWEST
 from mmlab.parallel.scaling.predict import STRATEGIES
+from mmlab.runs.figures import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.comparison.charts import save_figure
 from mmlab.loading.stages import as_html, as_text
 from mmlab.parallel.bench.arms import num_devices, num_threads, strategy_of
 from mmlab.parallel.bench.probes import network_from, work_from
@@ -21,6 +20,7 @@ from mmlab.parallel.scaling.links import Network
 from mmlab.parallel.scaling.outlook import DEVICES, scaling_rows, winners
 from mmlab.parallel.scaling.predict import STRATEGIES, predict
 from mmlab.parallel.scaling.work import Work
+from mmlab.runs.figures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

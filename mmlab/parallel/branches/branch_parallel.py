@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from mmlab.errors import OptionError
+from mmlab.machine import require_device
 from mmlab.model.fusion_model import IMAGE_MODULES, Encoded, FusionModel, FusionOutput
 from mmlab.parallel.branches.draws import OwnDraws, draws, keeps_generator
 from mmlab.parallel.branches.placement import BranchPlacement
 from mmlab.parallel.branches.side_by_side import is_watched, side_by_side
 from mmlab.parallel.branches.timeline import BACKWARD, FORWARD, IMAGE, TEXT, Timeline
-from mmlab.runs.meters import require_device
 from mmlab.types import Batch
 
 _SMALLEST_SEED, _LARGEST_SEED = 0, 2**62
