@@ -8,7 +8,7 @@ import platform
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +19,7 @@ from mmlab import __version__
 from mmlab.errors import OptionError
 
 if TYPE_CHECKING:
+    import psutil
     import torch
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -28,6 +29,7 @@ _MEMORY_LIMITS = (  # of a container: control groups of version 2 and 1
 )
 _MEMORY_USED = ("memory.current", "memory.usage_in_bytes")  # beside each of them
 GIB = 2**30
+IDENTITY = ("process_id", "host_name", "boot_id", "process_start_s")  # of a process, see `describe_process`
 SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "tokenizers", "numpy", "pandas", "pillow", "numba")
 
 
@@ -73,25 +75,64 @@ def process_rss_bytes() -> int:
 
 
 def this_process() -> dict[str, Any]:
-    """What a `start` event says of the process that writes it, so that others can see whether it is still there."""
-    return {"process_id": os.getpid(), "host_name": platform.node()}
+    """The identity of this process, see `describe_process`."""
+    return describe_process(os.getpid())
 
 
-def process_runs(process_id: int, host_name: str, since_s: float) -> bool:
-    """Whether a process of this machine, seen at `since_s` (seconds since 1970), still runs; True of other machines'.
+def describe_process(process_id: int) -> dict[str, Any]:
+    """The identity of a process of this machine: host, start of its system, process number and start of the process.
 
-    A process that began later has only taken over the number.
+    A number alone is not an identity: another machine has the same numbers, and the system gives one again later.
     """
-    if host_name != platform.node():
-        return True
+    return {
+        "process_id": process_id,
+        "host_name": platform.node(),
+        "boot_id": _boot_id(),
+        "process_start_s": _process_start_s(process_id),
+    }
+
+
+def find_process(identity: Mapping[str, Any]) -> psutil.Process | None:
+    """The process with this identity; None where it has ended, or where it is not of this machine."""
     import psutil
 
     try:
-        process = psutil.Process(process_id)
-        # the system counts from its own start, known to the second
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < since_s + 2
+        found = describe_process(identity["process_id"])
+        process = psutil.Process(found["process_id"])
+        ours = all(identity.get(key) == found[key] for key in IDENTITY)
+        return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
-        return False
+        return None
+
+
+def process_runs(identity: Mapping[str, Any]) -> bool:
+    """Whether a process still runs; True for one of another machine, which cannot be asked from here."""
+    return identity["host_name"] != platform.node() or find_process(identity) is not None
+
+
+def _boot_id() -> str:
+    """Differs from one start of the system to the next."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except FileNotFoundError:  # not Linux
+        import psutil
+
+        return f"{psutil.boot_time():.0f}"
+
+
+def _process_start_s(process_id: int) -> float:
+    """When a process began: seconds since the start of the system (Linux), which setting the clock does not move.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    import psutil
+
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (FileNotFoundError, ProcessLookupError):  # ended, or not Linux
+        return psutil.Process(process_id).create_time()
 
 
 def cpu_name() -> str:

@@ -30,7 +30,7 @@ import psutil
 
 from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError
-from mmlab.machine import process_runs, share_cores, this_process
+from mmlab.machine import describe_process, find_process, process_runs, share_cores
 from mmlab.runs.control import Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
 
@@ -54,8 +54,7 @@ class BackgroundRun:
     def __init__(self, folder: Path, about: dict[str, Any], child: subprocess.Popen[bytes] | None) -> None:
         self.folder, self.job = folder, about["job"]
         self.asked_to_stop = False
-        self._process_id, self._host_name = about["process_id"], about["host_name"]
-        self._started_s, self._child = about["started_s"], child
+        self._identity, self._child = about["process"], child
 
     @property
     def state(self) -> str:
@@ -78,11 +77,15 @@ class BackgroundRun:
 
     def sleep(self, seconds: float) -> None:
         """Wait so long, or less if the run ends."""
-        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired, psutil.NoSuchProcess):
+        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
             if self._child is not None:
                 self._child.wait(seconds)
-            elif self._is_alive():
-                psutil.Process(self._process_id).wait(seconds)
+            elif (process := find_process(self._identity)) is not None:
+                process.wait(seconds)
+            else:  # of another machine: only its files tell
+                until_s = time.monotonic() + seconds
+                while self._is_alive() and time.monotonic() < until_s:
+                    time.sleep(0.2)
 
     def ask_to_stop(self) -> None:
         """Ask for a clean stop after the step in hand; returns at once.
@@ -92,16 +95,16 @@ class BackgroundRun:
         if self._is_alive():
             self.asked_to_stop = True
             send(self.folder, "stop")
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the file says it as well
-                os.kill(self._process_id, signal.SIGINT)
+            self._signal(signal.SIGINT)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Ask for a clean stop after the step in hand, and wait; kill after `timeout_s`. Harmless if it has ended."""
+        """Ask for a clean stop after the step in hand, and wait; kill after `timeout_s`. Harmless if it has ended.
+
+        A run of another machine is asked by its control file only, and never killed.
+        """
         self.ask_to_stop()
         self.sleep(timeout_s)
-        if self._is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process_id, signal.SIGKILL)
+        if self._is_alive() and self._signal(signal.SIGKILL):
             self.sleep(10)
         self._let_go()
 
@@ -135,8 +138,17 @@ class BackgroundRun:
     def _is_alive(self) -> bool:
         if self._child is not None:
             return self._child.poll() is None
-        alive = process_runs(self._process_id, self._host_name, self._started_s)
-        return alive and not (self.folder / OUTCOME).exists()
+        return process_runs(self._identity) and not (self.folder / OUTCOME).exists()
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the run's own process, if it is of this machine; whether it was sent."""
+        process = find_process(self._identity)
+        try:
+            if process is not None:
+                process.send_signal(number)
+        except psutil.Error:  # it has ended, or is another user's: its control file says the same
+            return False
+        return process is not None
 
     def _let_go(self) -> None:
         """Close the pipe to the child, once it has ended."""
@@ -197,12 +209,7 @@ def start_compare(
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
-    about = {
-        **this_process(),
-        "process_id": child.pid,
-        "started_s": started_s,
-        "job": job_of(data, schedulers, options),
-    }
+    about = {"process": describe_process(child.pid), "job": job_of(data, schedulers, options)}
     replace_file(folder / PROCESS, json.dumps(about, indent=2))
     _latest[folder.resolve()] = run = BackgroundRun(folder, about, child)
     assert child.stdin is not None
@@ -228,9 +235,9 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
         return own
     try:
         about = json.loads((folder / PROCESS).read_text())
-    except FileNotFoundError:
+        return BackgroundRun(folder, about, None)
+    except (FileNotFoundError, KeyError):  # none, or of a version that did not tell processes apart
         return None
-    return BackgroundRun(folder, about, None)
 
 
 def _make_room(folder: Path) -> None:
@@ -249,6 +256,8 @@ def _is_plain(value: Any) -> bool:
 
 def _child() -> None:
     """Run the comparison that stands on the standard input, and leave word of how it ended."""
+    # a notebook's kernel ignores interrupts between cells, and so would a child of it that a button has started
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores()
     # before torch: the parent may wait for it to be read
     data, schedulers, options, since_s, detached = pickle.load(sys.stdin.buffer)

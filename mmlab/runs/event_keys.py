@@ -55,6 +55,8 @@ EVENT_KEYS = {
     "planned_cost": EventKey("start", "cost units", "the plans' cost of all epochs"),
     "process_id": EventKey("start", "integer", "the process that trains, on `host_name`"),
     "host_name": EventKey("start", "text", "the machine that trains"),
+    "boot_id": EventKey("start", "text", "which start of the machine's system it was"),
+    "process_start_s": EventKey("start", "s", "when the process began, on the machine's own clock"),
     "config": EventKey("start", "object", "every option of the run, nested"),
     "versions": EventKey("start", "object", "versions of Python and of the libraries used"),
     # the batch and its plan

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import DataError
-from mmlab.machine import GIB, process_runs
+from mmlab.machine import GIB, IDENTITY, process_runs
 from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.figures import PALETTE
 from mmlab.runs.folders import ASIDE
@@ -80,8 +80,8 @@ def status_of(state: RunState) -> str:
     start = state.event("start")
     if start is None or state.status not in ("running", "paused") or "process_id" not in start.values:
         return state.status
-    there = process_runs(start.values["process_id"], start.values["host_name"], start.time_s)
-    return state.status if there else "killed"
+    identity = {key: start.values.get(key) for key in IDENTITY}
+    return state.status if process_runs(identity) else "killed"
 
 
 def progress_of(states: Sequence[RunState]) -> Progress:

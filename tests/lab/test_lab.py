@@ -138,7 +138,7 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=10_000, **SMALL).start()
     until(lambda: lab.progress[0] > 0, lab)
     assert lab._run is not None
-    os.kill(lab._run._process_id, signal.SIGKILL)
+    os.kill(lab._run._identity["process_id"], signal.SIGKILL)
     with pytest.raises(RunError, match="exit code -9"):
         lab.wait()
     assert lab.state == "failed"
@@ -154,7 +154,7 @@ from mmlab import Lab
 lab = Lab({scenes!r}, schedulers=("random",), out={out!r}, epochs=10_000, image="aspect:32", num_workers=0,
           detached={detached})
 lab.start()
-print(lab._run._process_id, flush=True)
+print(lab._run._identity["process_id"], flush=True)
 {then}
 """
 

@@ -21,7 +21,7 @@ from mmlab.runs.watch import look, text_of
 MEMORY = {"memory_bytes": 3 * 2**30, "memory_total_bytes": 8 * 2**30, "memory_source": "NVML"}
 WRITER = """
 import sys, time
-from mmlab.events import RunLog
+from mmlab.runs.events import RunLog
 from mmlab.machine import this_process
 with RunLog(sys.argv[1]) as log:
     log.write("start", 0, num_steps=1000, **this_process())
