@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from mmlab.model.presets import build_model
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.virtual_device import VirtualDevice
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
@@ -116,7 +116,7 @@ def run_ours(
     sizes: SampleSizes,
     limit_bytes: int,
     num_epochs: int,
-    make: Callable[[], ResourceAwareScheduler | BatchScheduler],
+    make: Callable[[], ResourceAwareScheduler | Scheduler],
 ) -> Use:
     """A run under one of our schedulers: steps that ran out of memory are done again in parts."""
     device, use = VirtualDevice(limit_bytes=limit_bytes), Use()

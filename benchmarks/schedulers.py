@@ -26,7 +26,7 @@ import numpy as np
 from _common import add_common_options, goal, print_goals, write_results
 from _peers import PEERS, Peer, batch_size_of, lengths_of
 
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.columns import Limits
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.plan import BatchPlan
@@ -129,7 +129,7 @@ def measure_quality(data: str, sizes: SampleSizes, *, repeats: int) -> Iterator[
             print(f"{peer.name}: {peer.package} is not installed, left out")
 
 
-def configure(name: str, sizes: SampleSizes, budget: float) -> BatchScheduler:
+def configure(name: str, sizes: SampleSizes, budget: float) -> Scheduler:
     """A scheduler of ours for this budget."""
     if name == "memory":
         return make_scheduler(name, world_size=NUM_RANKS, cost=MEMORY, budget=MEMORY_LIMIT_BYTES)
@@ -138,9 +138,7 @@ def configure(name: str, sizes: SampleSizes, budget: float) -> BatchScheduler:
     return make_scheduler(name, world_size=NUM_RANKS, batch_size=batch_size_of(sizes, budget))
 
 
-def plan_ours(
-    scheduler: BatchScheduler, sizes: SampleSizes, repeats: int
-) -> tuple[list[BatchPlan], list[float]]:
+def plan_ours(scheduler: Scheduler, sizes: SampleSizes, repeats: int) -> tuple[list[BatchPlan], list[float]]:
     """Plans of two epochs, and CPU microseconds a sample, one a repetition; compiled beforehand."""
     len(scheduler.plan(sizes.take(np.arange(min(256, len(sizes))))))
     return timed(lambda epoch: planned(scheduler.plan(sizes, epoch=epoch)), len(sizes), repeats)

@@ -36,7 +36,7 @@ from mmlab.loading.loader import collate
 from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler, scheduler_type
 from mmlab.types import Aspect, BatchShape, SampleSizes
@@ -152,7 +152,7 @@ def convergence(folder: Path, quick: bool) -> list[dict[str, Any]]:
 PARTS = {"overhead": overhead, "articles": articles, "convergence": convergence}
 
 
-def configured(sizes: SampleSizes, memory: MemoryModel, seed: int) -> dict[str, BatchScheduler]:
+def configured(sizes: SampleSizes, memory: MemoryModel, seed: int) -> dict[str, Scheduler]:
     """Every scheduler, with batches of about `BATCH_SIZE` average samples."""
     average = BatchShape(
         BATCH_SIZE, *(round(float(column.mean())) for column in (sizes.num_tokens, sizes.height, sizes.width))

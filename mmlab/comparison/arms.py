@@ -29,7 +29,7 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent, RunLog
 from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.runs.monitor import DeviceMonitor
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
@@ -104,7 +104,7 @@ class Bench:
 class Arm:
     """One scheduler with its own model, loader and events."""
 
-    def __init__(self, name: str, scheduler: BatchScheduler, bench: Bench) -> None:
+    def __init__(self, name: str, scheduler: Scheduler, bench: Bench) -> None:
         config = bench.config
         self.name, self.scheduler, self._bench = name, scheduler, bench
         self._loader = PlannedLoader(

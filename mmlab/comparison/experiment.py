@@ -31,7 +31,7 @@ from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.schedulers import scheduler_type
@@ -41,7 +41,7 @@ NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whateve
 
 def compare(
     data: str | Path | Records,
-    schedulers: Sequence[str] | Mapping[str, BatchScheduler] = ("random", "sorted", "bucket", "budget"),
+    schedulers: Sequence[str] | Mapping[str, Scheduler] = ("random", "sorted", "bucket", "budget"),
     *,
     budget: float | None = None,
     batch_size: int = 32,
@@ -146,8 +146,8 @@ def compare(
 
 
 def _planners(
-    schedulers: Sequence[str] | Mapping[str, BatchScheduler], *, batch_size: int, budget: float, seed: int
-) -> dict[str, BatchScheduler]:
+    schedulers: Sequence[str] | Mapping[str, Scheduler], *, batch_size: int, budget: float, seed: int
+) -> dict[str, Scheduler]:
     """Configured schedulers by name; a name takes those of these options that its scheduler has."""
     if not schedulers:
         raise OptionError("no schedulers to compare; give at least one name")

@@ -42,7 +42,7 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent, RunLog
 from mmlab.runs.folders import fresh_folder
 from mmlab.runs.monitor import DeviceMonitor
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
@@ -315,10 +315,10 @@ class _Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Share(BatchScheduler):
+class _Share(Scheduler):
     """A scheduler whose plans are one rank's share."""
 
-    whole: BatchScheduler
+    whole: Scheduler
     rank: int
 
     def plan(self, samples: Any, *, epoch: int = 0) -> BatchPlan:
@@ -380,7 +380,7 @@ def _scheduler(
     *,
     seed: int,
     saved: Path | None,
-) -> BatchScheduler:
+) -> Scheduler:
     options = {"seed": seed, **config.scheduler}
     name = options.pop("name", "budget")
     if name != "memory":

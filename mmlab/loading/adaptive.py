@@ -21,7 +21,7 @@ from mmlab.data.complexity import image_complexity
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import OptionError, unknown_name
 from mmlab.loading.loader import PlannedLoader
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import Random
 from mmlab.schedule.weighted import Weighted
 
@@ -72,7 +72,7 @@ class AdaptiveDataLoader(PlannedLoader):
         uniform_share: float = 0.1,
         correct: bool = False,
         num_samples: int | None = None,
-        scheduler: BatchScheduler | None = None,
+        scheduler: Scheduler | None = None,
         seed: int = 0,
         progress: bool = True,
         **options: Any,

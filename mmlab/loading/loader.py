@@ -29,7 +29,7 @@ from mmlab.loading.tuning import Tuner, Tuning, choose_engine
 from mmlab.loading.work import ON_BAD_SAMPLE, Augmentation, BadSample, Done, Job, Recipe, Setting
 from mmlab.machine import num_usable_cores, total_memory_bytes
 from mmlab.runs.events import RunEvent
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Batch
 
@@ -82,7 +82,7 @@ class PlannedLoader:
     def __init__(
         self,
         dataset: MultimodalDataset,
-        scheduler: BatchScheduler,
+        scheduler: Scheduler,
         *,
         engine: str = "auto",
         num_workers: int | Literal["auto"] | None = None,

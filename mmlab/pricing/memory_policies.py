@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmlab.machine import GIB, available_memory_bytes, process_rss_bytes, total_memory_bytes
-from mmlab.schedule.cost import dearest_sample
+from mmlab.schedule.cost import costliest_sample
 from mmlab.types import BatchShape
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Predictive:
         return self.measured * self.caution
 
     def bind(self, sizes: SampleSizes) -> None:
-        """No budget may be below the dearest sample's price, or it could not be planned."""
-        self._floor = dearest_sample(self.cost, sizes, enough=0)[1]
+        """No budget may be below the costliest sample's price, or it could not be planned."""
+        self._floor = costliest_sample(self.cost, sizes, enough=0)[1]
 
     def observe(self, values: Values) -> tuple[float, str]:
         predicted = values.get("predicted_bytes") or self._predicted(values)

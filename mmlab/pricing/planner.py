@@ -14,7 +14,7 @@ from mmlab.machine import device_limit
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.losses.base import Objective
 
@@ -32,7 +32,7 @@ def memory_scheduler(
     saved: Path | None = None,
     progress: bool = True,
     **options: Any,
-) -> BatchScheduler:
+) -> Scheduler:
     """Plan batches that fill a device's memory.
 
     Args:

@@ -24,7 +24,7 @@ from mmlab.schedule.live import LivePlan
 
 if TYPE_CHECKING:
     from mmlab.data.records import Records
-    from mmlab.schedule.base import BatchScheduler
+    from mmlab.schedule.base import Scheduler
     from mmlab.schedule.plan import BatchPlan
     from mmlab.types import Record, SampleSizes
 
@@ -67,7 +67,7 @@ class ResourceAwareScheduler:
         self,
         max_memory_gb: float | None = None,
         *,
-        planner: BatchScheduler | None = None,
+        planner: Scheduler | None = None,
         policy: str = "predictive",
         rank: int = 0,
         emit: Callable[[RunEvent], object] | None = None,
@@ -203,7 +203,7 @@ class ResourceAwareScheduler:
 
         return LivePlan(plan_rest, self._bound(), history)
 
-    def _planner_of(self, value: float) -> BatchScheduler:
+    def _planner_of(self, value: float) -> Scheduler:
         if self.planner is None:
             raise OptionError("no planner; give planner=, for example make_scheduler('memory', ...)")
         if self._policy_name == "halving":
@@ -251,7 +251,7 @@ def _are_equal(one: SampleSizes, other: SampleSizes) -> bool:
 
 
 def _policy_for(
-    name: str, planner: BatchScheduler | None, limit_bytes: float, free_ram: Callable[[], float]
+    name: str, planner: Scheduler | None, limit_bytes: float, free_ram: Callable[[], float]
 ) -> MemoryPolicy:
     if name == "halving" or planner is None:
         batch_size = getattr(planner, "batch_size", None)

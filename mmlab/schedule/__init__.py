@@ -11,7 +11,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "base": ["BatchScheduler"],
+        "base": ["Scheduler"],
+        "classic": ["BatchScheduler"],
         "cost": ["MaxPolynomial", "PaddedTokens"],
         "mixing": ["Mixed"],
         "plan": ["BatchPlan"],

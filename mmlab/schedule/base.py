@@ -1,6 +1,6 @@
 """The base of every scheduler: options in, one epoch's plan out.
 
-A scheduler is a frozen dataclass of its options. To write one, subclass `BatchScheduler`, override `cut` (and
+A scheduler is a frozen dataclass of its options. To write one, subclass `Scheduler`, override `make_batches` (and
 `block_size`, where an epoch can be planned in parts), and add it to `mmlab.schedule.SCHEDULERS`.
 """
 
@@ -25,11 +25,8 @@ BLOCK_SIZE = 32768  # samples planned together where an epoch is planned in part
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchScheduler:
+class Scheduler:
     """Plans the batches of an epoch from sizes alone. Pure: same options, sizes and epoch give the same plan.
-
-    Like `pathlib.Path`, calling the base itself makes the usual kind: `BatchScheduler(batch_size=8)` is the articles'
-    scheduler, sorted by image size and then text length, and `optimize_batch(dataset)` is its method there.
 
     Args:
         seed: chooses the order; epochs differ under one seed.
@@ -40,13 +37,6 @@ class BatchScheduler:
     seed: int = 0
     world_size: int = 1
 
-    def __new__(cls, **options: Any) -> BatchScheduler:
-        if cls is BatchScheduler:
-            from mmlab.schedule.classic import Sorted
-
-            cls = Sorted
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         require_at_least("world_size", self.world_size, 1)
 
@@ -54,7 +44,7 @@ class BatchScheduler:
     def options_among(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Those values that are options of this scheduler.
 
-        >>> BatchScheduler.options_among({"seed": 1, "temperature": 0.5})
+        >>> Scheduler.options_among({"seed": 1, "temperature": 0.5})
         {'seed': 1}
         """
         return {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
@@ -96,10 +86,6 @@ class BatchScheduler:
         rest, position = whole.resumed(state)
         return scheduler._plan_of(rest)._view(0, 1, position)
 
-    def optimize_batch(self, dataset: Any) -> BatchPlan:
-        """The articles' name for planning an epoch; reads `dataset.sizes`, decodes no image."""
-        return self.plan(dataset.sizes)
-
     def limits(self, sizes: SampleSizes) -> Limits:
         """What a batch may cost; no limit unless overridden."""
         return Limits()
@@ -108,13 +94,13 @@ class BatchScheduler:
         """Samples planned together; the whole epoch unless overridden."""
         return num_samples
 
-    def cut(
+    def make_batches(
         self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
         """Batches of `rows`, which come in random order."""
         raise NotImplementedError
 
-    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+    def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         """The batches in the order of training; as they were cut unless overridden."""
         return batches
 

@@ -6,12 +6,12 @@ All have a fixed batch size. Only `random` plans in blocks; the others look at t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.schedule.base import BatchScheduler, require_at_least
-from mmlab.schedule.collisions import occurrences, separate
+from mmlab.schedule.base import Scheduler, require_at_least
+from mmlab.schedule.collisions import occurrences, resolve_collisions
 from mmlab.schedule.columns import Block, Limits
 from mmlab.schedule.cost import FREE
 from mmlab.schedule.metrics import cells
@@ -20,11 +20,12 @@ from mmlab.types import PATCH
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from mmlab.schedule.plan import BatchPlan
     from mmlab.types import SampleSizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedSize(BatchScheduler):
+class FixedSize(Scheduler):
     """The base of schedulers whose batches have a fixed number of samples.
 
     Args:
@@ -39,20 +40,20 @@ class FixedSize(BatchScheduler):
         super().__post_init__()
         require_at_least("batch_size", self.batch_size, 1)
 
-    def cut(
+    def make_batches(
         self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
-        order, starts_bucket = self.line_up(sizes, rows)
+        order, starts_bucket = self.sort_samples(sizes, rows)
         batches = Block(order, _ends_of(starts_bucket, self.batch_size))
         if self.allow_collisions:
             return batches
-        batches, put_out = separate(sizes, batches, FREE, np.inf)
+        batches, put_out = resolve_collisions(sizes, batches, FREE, np.inf)
         turn = occurrences(sizes, put_out)
         by_turn = np.argsort(turn, kind="stable")
         extra = Block(put_out[by_turn], _ends_of(_changes(turn[by_turn]), self.batch_size))
         return Block.join([batches, extra])
 
-    def line_up(
+    def sort_samples(
         self, sizes: SampleSizes, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """(n,) `rows` in the order in which they are cut, and where a new batch must begin."""
@@ -69,20 +70,24 @@ class Random(FixedSize):
     def block_size(self, num_samples: int) -> int:
         return 4096 * self.batch_size
 
-    def line_up(
+    def sort_samples(
         self, sizes: SampleSizes, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         return rows, np.zeros(len(rows), dtype=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sorted(FixedSize):
-    """Sorted by image height and width, then text length: the articles' `BatchScheduler`. The same in every epoch.
+class BatchScheduler(FixedSize):
+    """The articles' scheduler: sorted by image height and width, then text length. The same in every epoch.
 
     When to use: evaluation, where order does not matter. In training, the frozen order biases the optimizer.
     """
 
-    def line_up(
+    def optimize_batch(self, dataset: Any) -> BatchPlan:
+        """Plan an epoch under the articles' name; reads `dataset.sizes` and decodes no image."""
+        return self.plan(dataset.sizes)
+
+    def sort_samples(
         self, sizes: SampleSizes, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         rows = np.sort(rows)
@@ -110,7 +115,7 @@ class LengthGrouped(FixedSize):
         super().__post_init__()
         require_at_least("mega_batch", 1 if self.mega_batch is None else self.mega_batch, 1)
 
-    def line_up(
+    def sort_samples(
         self, sizes: SampleSizes, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         length = sizes.num_tokens[rows] + _patches(sizes, rows)
@@ -129,10 +134,10 @@ class LengthGrouped(FixedSize):
 class Bucketed(FixedSize):
     """The base of schedulers whose batches stay inside a bucket; batches come in random order."""
 
-    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+    def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         return batches.pick(rng.permutation(len(batches.ends)))
 
-    def line_up(
+    def sort_samples(
         self, sizes: SampleSizes, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         keys = self.buckets(sizes, rows)

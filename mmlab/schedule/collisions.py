@@ -23,7 +23,7 @@ _REACH = 256  # places on either side among which a partner is sought
 _MOST_OF_ONE = 32  # samples of one image in a block that are moved about; more are put out at once
 
 
-def separate(
+def resolve_collisions(
     sizes: SampleSizes, batches: Block, cost: MaxPolynomial, budget: float, *, reach: int = _REACH
 ) -> tuple[Block, NDArray[np.int64]]:
     """Part samples of one image.

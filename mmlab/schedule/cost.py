@@ -138,7 +138,7 @@ def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.floa
     return polynomial.at(count, text, -(-height // polynomial.patch) * -(-width // polynomial.patch))
 
 
-def dearest_sample(cost: CostModel, sizes: SampleSizes, *, enough: float) -> tuple[int, float]:
+def costliest_sample(cost: CostModel, sizes: SampleSizes, *, enough: float) -> tuple[int, float]:
     """Row and cost of the sample that costs most by itself; row -1 and a bound where all cost at most `enough`."""
     if not len(sizes):
         return -1, 0.0
@@ -148,8 +148,8 @@ def dearest_sample(cost: CostModel, sizes: SampleSizes, *, enough: float) -> tup
         return -1, bound
     kinds, rows = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
     prices = batch_costs(cost, np.insert(kinds, 0, 1, axis=1).astype(np.int64))
-    dearest = int(np.argmax(prices))
-    return int(rows[dearest]), float(prices[dearest])
+    costliest = int(np.argmax(prices))
+    return int(rows[costliest]), float(prices[costliest])
 
 
 def max_batch_size(cost: CostModel, num_tokens: int, height: int, width: int, budget: float) -> int:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.base import BLOCK_SIZE, BatchScheduler, require_at_least
+from mmlab.schedule.base import BLOCK_SIZE, Scheduler, require_at_least
 from mmlab.schedule.classic import aspect_class
-from mmlab.schedule.collisions import occurrences, separate
+from mmlab.schedule.collisions import occurrences, resolve_collisions
 from mmlab.schedule.columns import Block, Limits
-from mmlab.schedule.cost import FREE, PaddedTokens, dearest_sample, max_batch_size, polynomial_of
+from mmlab.schedule.cost import FREE, PaddedTokens, costliest_sample, max_batch_size, polynomial_of
 from mmlab.schedule.metrics import cells, work
 from mmlab.schedule.ranks import balance
 from mmlab.types import PATCH, BatchShape
@@ -34,7 +34,7 @@ _CLASSES_PER_OCTAVE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget(BatchScheduler):
+class Budget(Scheduler):
     """As many like samples a batch as a hard cost budget allows; never above it.
 
     When to use: training with images of different shapes, texts of different lengths, or both.
@@ -75,7 +75,7 @@ class Budget(BatchScheduler):
         if budget is None:
             text, image = mean_sizes(sizes, _patch_of(self.cost))
             budget = DEFAULT_MEAN_SAMPLES * self._price_of(text, image)
-        row, price = dearest_sample(self.cost, sizes, enough=budget)
+        row, price = costliest_sample(self.cost, sizes, enough=budget)
         if price > budget and self.budget is None:
             budget = price
         if price > budget:
@@ -96,7 +96,7 @@ class Budget(BatchScheduler):
     def block_size(self, num_samples: int) -> int:
         return max(BLOCK_SIZE, self.window or 0)
 
-    def cut(
+    def make_batches(
         self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
@@ -109,13 +109,13 @@ class Budget(BatchScheduler):
         polynomial = polynomial_of(self.cost)
         assert limits.budget is not None
         if polynomial is None:
-            batches, put_out = separate(sizes, batches, FREE, limits.budget, reach=0)
+            batches, put_out = resolve_collisions(sizes, batches, FREE, limits.budget, reach=0)
         else:
-            batches, put_out = separate(sizes, batches, polynomial, limits.budget)
+            batches, put_out = resolve_collisions(sizes, batches, polynomial, limits.budget)
         extra = self._cut_windows(sizes, put_out, occurrences(sizes, put_out), limits)
         return Block.join([batches, extra])
 
-    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+    def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         if not len(batches.ends):
             return batches
         patch, (order, _), starts = _patch_of(self.cost), batches, batches.starts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.base import BatchScheduler, sizes_of
+from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.columns import Block, Limits, Position
 from mmlab.schedule.dense import Budget
 from mmlab.schedule.epoch import BlockSource, EpochBlocks
@@ -35,14 +35,14 @@ def modality_of(sizes: SampleSizes) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing(BatchScheduler):
+class Drawing(Scheduler):
     """The base of schedulers that draw. Override `draw`; the same epoch must give the same draw.
 
     Args:
         inner: forms batches of what was drawn, under this scheduler's `seed` and `world_size`.
     """
 
-    inner: BatchScheduler = field(default_factory=Budget)
+    inner: Scheduler = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +69,7 @@ class Drawing(BatchScheduler):
         return {}
 
     def plan(self, samples: Samples, *, epoch: int = 0) -> DrawnPlan:
-        """As `BatchScheduler.plan`, over the drawn samples."""
+        """As `Scheduler.plan`, over the drawn samples."""
         sizes = sizes_of(samples)
         rows, blocks = self._blocks(sizes, epoch)
         return DrawnPlan(self, blocks, rows, sizes)
@@ -81,7 +81,7 @@ class Drawing(BatchScheduler):
         *,
         world_size: int | None = None,
     ) -> BatchPlan:
-        """As `BatchScheduler.resume`: the rest of the same draw."""
+        """As `Scheduler.resume`: the rest of the same draw."""
         scheduler = self if world_size is None else replace(self, world_size=world_size)
         sizes = sizes_of(samples)
         rows, blocks = scheduler._blocks(sizes, state["epoch"])
@@ -96,18 +96,18 @@ class Drawing(BatchScheduler):
         """That of `inner`."""
         return self.inner.block_size(num_samples)
 
-    def cut(
+    def make_batches(
         self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
         """Batches as `inner` cuts them."""
-        return self._inner.cut(sizes, rows, rng, limits)
+        return self._inner.make_batches(sizes, rows, rng, limits)
 
-    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+    def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         """The order that `inner` gives them."""
-        return self._inner.arrange(sizes, batches, rng)
+        return self._inner.order_batches(sizes, batches, rng)
 
     @property
-    def _inner(self) -> BatchScheduler:
+    def _inner(self) -> Scheduler:
         return replace(self.inner, seed=self.seed, world_size=self.world_size)
 
     def _blocks(self, sizes: SampleSizes, epoch: int) -> tuple[NDArray[np.int64], EpochBlocks]:

@@ -23,7 +23,7 @@ from mmlab.schedule.ranks import split_evenly
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mmlab.schedule.base import BatchScheduler
+    from mmlab.schedule.base import Scheduler
     from mmlab.types import SampleSizes
 
 _KEPT_SAMPLES = 2**20  # epochs up to this long keep their blocks in memory (8 MiB)
@@ -67,7 +67,7 @@ class EpochBlocks:
     pairs (world_size, number of batches). What they left comes first, cut anew for this scheduler's `world_size`.
     """
 
-    scheduler: BatchScheduler
+    scheduler: Scheduler
     sizes: SampleSizes
     epoch: int
     limits: Limits
@@ -170,8 +170,8 @@ class EpochBlocks:
             limits = scheduler.limits(self.sizes)
         key = derive_key(scheduler.seed, self.epoch, number, turn)
         rng = np.random.Generator(np.random.Philox(key))
-        batches = scheduler.cut(self.sizes, rows, rng, limits)
-        return scheduler.arrange(self.sizes, split_evenly(batches, world_size), rng)
+        batches = scheduler.make_batches(self.sizes, rows, rng, limits)
+        return scheduler.order_batches(self.sizes, split_evenly(batches, world_size), rng)
 
     @cached_property
     def _left_over(self) -> tuple[NDArray[np.int64], int]:
@@ -191,7 +191,7 @@ class EpochBlocks:
         return rows, following
 
 
-def _fingerprint(scheduler: BatchScheduler) -> int:
+def _fingerprint(scheduler: Scheduler) -> int:
     """A number that tells apart schedulers whose plans differ for another reason than seed or world size."""
     options = [
         (item.name, getattr(scheduler, item.name))

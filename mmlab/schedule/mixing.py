@@ -123,7 +123,7 @@ class Mixed(Drawing):
             drawn.append(np.flatnonzero(codes == code)[order])
         return np.concatenate(drawn)
 
-    def cut(
+    def make_batches(
         self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
         """Batches of one modality each; the batches of one step, one a rank, are of one modality too."""
@@ -134,14 +134,14 @@ class Mixed(Drawing):
         modality[counts[modality] < self.world_size] = np.argmax(counts)
         parts, places = [], []
         for code in np.unique(modality):
-            batches = inner.cut(sizes, rows[modality == code], rng, limits)
-            parts.append(inner.arrange(sizes, split_evenly(batches, self.world_size), rng))
+            batches = inner.make_batches(sizes, rows[modality == code], rng, limits)
+            parts.append(inner.order_batches(sizes, split_evenly(batches, self.world_size), rng))
             num_steps = len(parts[-1].ends) // self.world_size
             places.append((np.arange(num_steps) + rng.random(num_steps)) / num_steps)
         steps = np.argsort(np.concatenate(places))[:, None] * self.world_size
         return Block.join(parts).pick((steps + np.arange(self.world_size)).ravel())
 
-    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+    def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         """As they were cut."""
         return batches
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.base import BLOCK_SIZE, BatchScheduler, require_at_least
+from mmlab.schedule.base import BLOCK_SIZE, Scheduler, require_at_least
 from mmlab.schedule.columns import Block, Limits
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_sizes
@@ -32,7 +32,7 @@ _POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed(BatchScheduler):
+class Packed(Scheduler):
     """Packs of samples that fill a text stream and an image stream to the brim; no sample is split.
 
     When to use: the model packs sequences, or shapes are so many that padded batches of like samples stay small.
@@ -79,7 +79,7 @@ class Packed(BatchScheduler):
     def block_size(self, num_samples: int) -> int:
         return BLOCK_SIZE
 
-    def cut(
+    def make_batches(
         self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
     ) -> Block:
         from mmlab.schedule._groups import number_groups
@@ -101,7 +101,7 @@ class Packed(BatchScheduler):
         packs = Block(rows[order], ends)
         return shorten_last_step(packs, work(text[order]) + work(image[order]), self.world_size)
 
-    def arrange(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+    def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         if not len(batches.ends):
             return batches
         text, image = self._columns(sizes, batches.order)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import DataError, unknown_name
-from mmlab.schedule.base import BatchScheduler, require_at_least, sizes_of
+from mmlab.schedule.base import Scheduler, require_at_least, sizes_of
 from mmlab.schedule.classic import FixedSize
 from mmlab.schedule.cost import PATCH, PaddedTokens
 from mmlab.schedule.metrics import cells
@@ -105,7 +105,7 @@ def preview(
         changes: options of schedulers, such as `window=4096`; each scheduler takes those that it has.
 
     Raises:
-        OptionError: an unknown name, a number out of range, or a budget below the dearest sample.
+        OptionError: an unknown name, a number out of range, or a budget below the costliest sample.
     """
     from mmlab.schedule.schedulers import SCHEDULERS, scheduler_type
 
@@ -135,7 +135,7 @@ def preview(
 
 
 def _measure(
-    scheduler: BatchScheduler,
+    scheduler: Scheduler,
     sizes: SampleSizes,
     budget: float,
     ranks: int,
@@ -143,7 +143,7 @@ def _measure(
 ) -> dict[str, float | None]:
     few = sizes.take(np.arange(min(len(sizes), 64)))
     rng = np.random.default_rng(0)
-    scheduler.cut(few, np.arange(len(few)), rng, scheduler.limits(sizes))  # compiles, off the clock
+    scheduler.make_batches(few, np.arange(len(few)), rng, scheduler.limits(sizes))  # compiles, off the clock
     start_s = time.process_time()
     plans = [scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)]
     for plan in plans:

@@ -10,19 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from mmlab.errors import OptionError, unknown_name
-from mmlab.schedule.base import BatchScheduler
-from mmlab.schedule.classic import AspectBucket, Bucket, LengthGrouped, Random, Sorted
+from mmlab.schedule.base import Scheduler
+from mmlab.schedule.classic import AspectBucket, BatchScheduler, Bucket, LengthGrouped, Random
 from mmlab.schedule.dense import Budget, Memory
-from mmlab.schedule.mixing import Mixed
 from mmlab.schedule.packed import Packed
-from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.preview import Preview, preview, read_lengths
-from mmlab.schedule.report import PlanReport
-from mmlab.schedule.weighted import Weighted
 
-SCHEDULERS: dict[str, type[BatchScheduler]] = {
+SCHEDULERS: dict[str, type[Scheduler]] = {
     "random": Random,
-    "sorted": Sorted,
+    "sorted": BatchScheduler,
     "bucket": Bucket,
     "length_grouped": LengthGrouped,
     "aspect_bucket": AspectBucket,
@@ -32,7 +27,7 @@ SCHEDULERS: dict[str, type[BatchScheduler]] = {
 }
 
 
-def scheduler_type(name: str) -> type[BatchScheduler]:
+def scheduler_type(name: str) -> type[Scheduler]:
     """The class behind a name in `SCHEDULERS`.
 
     Raises:
@@ -43,7 +38,7 @@ def scheduler_type(name: str) -> type[BatchScheduler]:
     return SCHEDULERS[name]
 
 
-def make_scheduler(name: str, **options: Any) -> BatchScheduler:
+def make_scheduler(name: str, **options: Any) -> Scheduler:
     """A scheduler by its name in `SCHEDULERS`.
 
     >>> make_scheduler("random", batch_size=4)
@@ -58,18 +53,3 @@ def make_scheduler(name: str, **options: Any) -> BatchScheduler:
         if option not in known:
             raise OptionError(f"scheduler {name!r} has no option {option!r}; it has {', '.join(known)}")
     return kind(**options)
-
-
-__all__ = [
-    "SCHEDULERS",
-    "BatchPlan",
-    "BatchScheduler",
-    "Mixed",
-    "PlanReport",
-    "Preview",
-    "Weighted",
-    "make_scheduler",
-    "preview",
-    "read_lengths",
-    "scheduler_type",
-]

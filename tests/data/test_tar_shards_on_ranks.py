@@ -17,7 +17,7 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.readers.tar import TarStore
 from mmlab.loading.loader import PlannedLoader
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Square
@@ -38,10 +38,10 @@ class NotedReads(TarStore):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share(BatchScheduler):
+class Share(Scheduler):
     """One rank's share of a plan."""
 
-    whole: BatchScheduler
+    whole: Scheduler
     rank: int
 
     def plan(self, samples: object, *, epoch: int = 0) -> BatchPlan:

@@ -29,7 +29,7 @@ from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.event_keys import EVENT_KEYS
 from mmlab.runs.events import RunEvent
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.live import LivePlan
 from mmlab.schedule.schedulers import make_scheduler
@@ -54,11 +54,11 @@ def make_sizes(num_samples: int, seed: int = 0) -> SampleSizes:
     )
 
 
-def memory_planner(limit_bytes: float = 3 * MB, **options) -> BatchScheduler:
+def memory_planner(limit_bytes: float = 3 * MB, **options) -> Scheduler:
     return make_scheduler("memory", cost=LINEAR, budget=limit_bytes, **options)
 
 
-def aware(planner: BatchScheduler, events: list[RunEvent] | None = None, **options) -> ResourceAwareScheduler:
+def aware(planner: Scheduler, events: list[RunEvent] | None = None, **options) -> ResourceAwareScheduler:
     emit = None if events is None else events.append
     return ResourceAwareScheduler(planner=planner, emit=emit, free_ram=lambda: 0.5, **options)
 
@@ -254,7 +254,7 @@ def test_an_out_of_memory_lowers_the_budget_and_raises_the_margin_once():
     assert "before the budget was lowered" in events[-1].values["reason"]
 
 
-def test_no_budget_goes_below_the_dearest_sample():
+def test_no_budget_goes_below_the_costliest_sample():
     sizes = make_sizes(60)
     scheduler = aware(memory_planner(1.2 * MB, target_ratio=1.0))
     scheduler.plan(sizes)
@@ -529,7 +529,7 @@ def measured_memory() -> MaxPolynomial:
     return fit_rows(np.array(list(kept)), np.array(list(kept.values())), largest=(64, 40, 25))
 
 
-def full_planner(limit_bytes: float, scale: float = 1.0) -> BatchScheduler:
+def full_planner(limit_bytes: float, scale: float = 1.0) -> Scheduler:
     """Plans full batches by the measured model times `scale`."""
     memory = replace(measured_memory(), coefficients=scale * measured_memory().coefficients)
     options = {"allow_collisions": True, "overhead_ratio": 1.0}

@@ -11,7 +11,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from mmlab.errors import OptionError
-from mmlab.schedule.base import BatchScheduler
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
@@ -66,7 +66,7 @@ def any_sizes(draw: st.DrawFn, min_samples: int = 0, max_samples: int = 120) -> 
     return SampleSizes(num_tokens=tokens, height=height, width=width, group=group)
 
 
-def any_scheduler(name: str, sizes: SampleSizes, **options: object) -> BatchScheduler:
+def any_scheduler(name: str, sizes: SampleSizes, **options: object) -> Scheduler:
     """A scheduler of this name with a budget that the sizes respect."""
     if name == "memory":
         options |= {"cost": BYTES, "budget": 1.1 * BYTES(largest_shape(sizes)) + 20_000}
@@ -81,7 +81,7 @@ def largest_shape(sizes: SampleSizes) -> BatchShape:
     return BatchShape(1, *(int(column.max(initial=0)) for column in columns))
 
 
-def in_blocks(scheduler: BatchScheduler, block_size: int) -> BatchScheduler:
+def in_blocks(scheduler: Scheduler, block_size: int) -> Scheduler:
     """The same scheduler, planning so many samples at a time."""
     kind = type(scheduler)
     small = type(kind.__name__, (kind,), {"block_size": lambda self, num_samples: block_size})

@@ -8,9 +8,9 @@ import pytest
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import mmlab
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
-from mmlab.schedule.base import BatchScheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.types import BatchShape, Record, SampleSizes
@@ -157,8 +157,8 @@ def test_the_articles_call_plans_by_size_and_decodes_nothing():
     class Dataset:
         sizes = SIZES
 
-    scheduler = BatchScheduler(batch_size=8)
-    assert isinstance(scheduler, SCHEDULERS["sorted"])
+    scheduler = mmlab.BatchScheduler(batch_size=8)
+    assert scheduler == make_scheduler("sorted", batch_size=8)
     plan = scheduler.optimize_batch(Dataset())
     keys = [(SIZES.height[row], SIZES.width[row], SIZES.num_tokens[row]) for batch in plan for row in batch]
     assert keys == sorted(keys)

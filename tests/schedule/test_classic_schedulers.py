@@ -32,7 +32,7 @@ def test_length_grouped_is_the_algorithm_of_transformers(batch_size, monkeypatch
     lengths = (SIZES.num_tokens * 2000 + PATCHES).tolist()
     expected = trainer_pt_utils.get_length_grouped_indices((SIZES.num_tokens + PATCHES).tolist(), batch_size)
     scheduler = make_scheduler("length_grouped", batch_size=batch_size)
-    found = scheduler.cut(SIZES, rows, np.random.default_rng(0), Limits()).order
+    found = scheduler.make_batches(SIZES, rows, np.random.default_rng(0), Limits()).order
     assert found.tolist() == expected
     assert len(lengths) == 1003
 

@@ -10,7 +10,7 @@ from mmlab.schedule.cost import (
     MaxPolynomial,
     PaddedTokens,
     batch_costs,
-    dearest_sample,
+    costliest_sample,
     max_batch_size,
     polynomial_of,
 )
@@ -64,14 +64,14 @@ def test_a_patch_without_size_is_refused():
         PaddedTokens(0)
 
 
-def test_the_dearest_sample_is_found_only_where_it_matters():
+def test_the_costliest_sample_is_found_only_where_it_matters():
     sizes = make_sizes(300)
     for cost in (PaddedTokens(), BYTES, PAIRS, SlowTokens()):
         columns = np.stack([np.ones(300, int), sizes.num_tokens, sizes.height, sizes.width], axis=1)
         prices = batch_costs(cost, columns)
-        row, price = dearest_sample(cost, sizes, enough=0)
+        row, price = costliest_sample(cost, sizes, enough=0)
         assert price == prices.max() == prices[row]
-        assert dearest_sample(cost, sizes, enough=1e9)[0] == -1
+        assert costliest_sample(cost, sizes, enough=1e9)[0] == -1
 
 
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 100_000))
