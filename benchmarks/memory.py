@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import add_common_options, goal, print_goals, write_results
+from _common import COCO_LENGTHS, add_common_options, goal, print_goals, write_results
 from _memory_arms import (
     OBJECTIVES,
     VOCAB_SIZE,
@@ -255,13 +255,7 @@ def faults(stride: int) -> dict[str, Any]:
 def policies(quick: bool, lengths: Path) -> Iterator[dict[str, Any]]:
     """One table: the same samples and limit under every policy."""
     num_samples, num_epochs = (100, 1) if quick else (1500, 2)
-    if lengths.exists():
-        sizes = read_lengths(lengths).take(range(num_samples)).resized(Aspect(112**2))
-    else:
-        rng = np.random.default_rng(0)
-        text = np.minimum(200, rng.lognormal(2.6, 0.5, num_samples)).astype(int) + 2
-        high, wide = 16 * rng.integers(3, 11, (2, num_samples))
-        sizes = SampleSizes(num_tokens=text, height=high, width=wide, group=range(num_samples))
+    sizes = read_lengths(lengths).take(range(num_samples)).resized(Aspect(112**2))
     torch.manual_seed(0)
     memory = fit_memory(
         build_model("tiny", vocab_size=VOCAB_SIZE),
@@ -423,9 +417,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", choices=list(MODELS), help="models to take")
     parser.add_argument("--seconds", type=float, default=45.0, help="of real steps for each setting")
-    parser.add_argument(
-        "--lengths", type=Path, default=ROOT.parent / "shared/data/lengths/coco_val2017.csv", metavar="CSV"
-    )
+    parser.add_argument("--lengths", type=Path, default=COCO_LENGTHS, metavar="FILE")
     options = parser.parse_args()
     parts = options.only or ["accuracy", "faults", "policies"]
     named = "_".join(["memory", *(options.only or []), *(["cuda"] if options.device == "cuda" else [])])

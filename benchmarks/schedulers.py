@@ -1,8 +1,8 @@
 """Batch schedulers beside those of other projects: waste, balance, randomness, collisions, and how fast they plan.
 
-    python benchmarks/schedulers.py [--quick] [--lengths CSV] [--json FILE | --out DIR]
+    python benchmarks/schedulers.py [--quick] [--lengths FILE] [--json FILE | --out DIR]
 
-Data: image sizes and text lengths of COCO captions (`--lengths`, where the file is there), a generated distribution
+Data: image sizes and text lengths of COCO captions (`--lengths`, a CSV or Parquet file), a generated distribution
 with long-tailed texts and images of every shape, and the bundled sample. Budget: 32 average samples. Times are CPU
 times of one process; every repetition is kept. `--quick` leaves out ten million samples and repeats less.
 Exit code: 0 done, whether or not every goal is met.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import add_common_options, goal, print_goals, write_results
+from _common import COCO_LENGTHS, add_common_options, goal, print_goals, write_results
 from _peers import PEERS, Peer, batch_size_of, lengths_of
 
 from mmlab.schedule.base import Scheduler
@@ -55,9 +55,7 @@ def main() -> None:
     """Run everything, print a table and the goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_common_options(parser, "schedulers")
-    parser.add_argument(
-        "--lengths", type=Path, default=ROOT.parent / "shared/data/lengths/coco_val2017.csv", metavar="CSV"
-    )
+    parser.add_argument("--lengths", type=Path, default=COCO_LENGTHS, metavar="FILE")
     parser.add_argument("--time-one", nargs=3, metavar=("NAME", "N", "REPEATS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.time_one:
@@ -86,10 +84,7 @@ def main() -> None:
 
 def data_sets(lengths: Path, quick: bool) -> Iterator[tuple[str, SampleSizes]]:
     """Name and sizes of each data set that is there."""
-    if lengths.exists():
-        yield "coco", read_lengths(lengths).resized(Aspect(384 * 384))
-    else:
-        print(f"no {lengths}: the goals for COCO lengths are not judged (give --lengths CSV)")
+    yield "coco", read_lengths(lengths).resized(Aspect(384 * 384))
     yield "wide", wide_sizes(20_000 if quick else 100_000).resized(Aspect(384 * 384))
     sample = ROOT / "data/sample"
     if sample.exists():

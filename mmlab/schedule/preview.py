@@ -166,7 +166,7 @@ def _measure(
 
 
 def read_lengths(path: str | Path) -> SampleSizes:
-    """Read sizes from a CSV with the columns height, width, num_tokens and, optionally, image_id.
+    """Read sizes from a CSV or Parquet file: the columns height, width, num_tokens and, optionally, image_id.
 
     Rows of one `image_id` share an image; without that column every row has its own.
 
@@ -174,7 +174,7 @@ def read_lengths(path: str | Path) -> SampleSizes:
         DataError: a missing file or column, an empty file, or a value that is not a whole number >= 0, with its row.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = _parquet_as_csv(path) if Path(path).suffix == ".parquet" else Path(path).read_text("utf-8-sig")
     except FileNotFoundError:
         raise DataError(f"no file {path}") from None
     rows = list(csv.reader(text.splitlines()))
@@ -193,6 +193,12 @@ def read_lengths(path: str | Path) -> SampleSizes:
     else:
         columns["group"] = np.arange(len(rows) - 1)
     return SampleSizes(**columns)
+
+
+def _parquet_as_csv(path: str | Path) -> str:
+    import pandas as pd
+
+    return pd.read_parquet(path).to_csv(index=False)
 
 
 def _whole_numbers(path: str | Path, rows: list[list[str]], header: list[str], name: str) -> np.ndarray:

@@ -17,7 +17,7 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.types import BatchShape, SampleSizes
 
-COCO_LENGTHS = Path(__file__).parents[3] / "shared/data/lengths/coco_val2017.csv"
+COCO_LENGTHS = Path(__file__).parents[2] / "data/coco_val2017_lengths.parquet"
 BYTES = MaxPolynomial(
     [[5000.0, 3.0, 0.5, 2.0, 0.0], [0.0, 1.0, 1.5, 3.0, 0.25]],
     [(0, 0, 0), (1, 1, 0), (1, 2, 0), (1, 0, 1), (1, 1, 1)],

@@ -53,7 +53,6 @@ def test_the_histograms_count_every_batch():
     assert len(report.cost_histogram.edges) == len(report.cost_histogram.counts) + 1
 
 
-@pytest.mark.skipif(not COCO_LENGTHS.exists(), reason="the COCO lengths are not on this machine")
 def test_the_goals_hold_on_real_captions_and_images():
     sizes = read_lengths(COCO_LENGTHS).resized(Aspect(384 * 384))
     dense = make_scheduler("budget", world_size=8).plan(sizes).report()

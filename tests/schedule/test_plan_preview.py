@@ -3,6 +3,7 @@
 import json
 import time
 
+import pandas as pd
 import pytest
 
 from mmlab.errors import DataError, OptionError
@@ -66,6 +67,10 @@ def test_lengths_are_read_with_and_without_images(tmp_path):
     assert sizes.group[0] == sizes.group[2] != sizes.group[1]
     path.write_text("height,width,num_tokens\n10,20,5\n10,20,5\n")
     assert read_lengths(path).group.tolist() == [0, 1]
+    frame = pd.DataFrame({"image_id": [7, 7], "height": [10, 10], "width": [20, 20], "num_tokens": [5, 6]})
+    frame.to_parquet(tmp_path / "lengths.parquet")
+    sizes = read_lengths(tmp_path / "lengths.parquet")
+    assert (sizes.group.tolist(), sizes.num_tokens.tolist()) == ([0, 0], [5, 6])
 
 
 @pytest.mark.parametrize(
