@@ -24,11 +24,13 @@ runs/scenes/captions.json: | $(READY)
 lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
 
-test: lint notebooks browser  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests
-	$(BIN)/python -m pytest --ignore=tests/browser
+# Two processes share the tests, a file at a time; what measures time, or fills the machine itself, runs alone at the end.
+test: lint notebooks chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 -m "not serial"
+	$(BIN)/python -m pytest --durations=5 -m serial tests
 
-check: lint  ## the quick static part of `test`: lint, format, types, layers, documents
-	$(BIN)/python -m pytest tests/project
+check: lint  ## the inner loop: lint, format, types, layers, documents, and the tests of schedule, data and runs
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
 
 .PHONY: lint
 lint: $(READY)
@@ -37,10 +39,18 @@ lint: $(READY)
 	$(BIN)/mypy
 
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
-	MMLAB_SMOKE=1 $(BIN)/python -m pytest -W default --nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks/*.ipynb
+	MMLAB_SMOKE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -W default --timeout 0 \
+		--nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks/*.ipynb
 
-browser: $(READY)  ## drive the live panel in a real JupyterLab; needs Chromium (apt-get install chromium)
+browser: $(READY) chromium  ## drive the live panel in a real JupyterLab
 	$(BIN)/python -m pytest tests/browser
+
+.PHONY: chromium
+chromium: $(READY)  ## get the browser that the tests drive, where there is none
+	@command -v chromium chromium-browser google-chrome chrome "$${MMLAB_CHROMIUM:-}" >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update && \
+		apt-get install --yes --no-install-recommends chromium; } || $(BIN)/playwright install chromium || { \
+		echo "The browser tests need Chromium: install it (apt-get install chromium), or name one in MMLAB_CHROMIUM." >&2; exit 1; }
 
 strip: $(READY)  ## strip the notebooks for committing
 	$(BIN)/python tests/project/strip_notebooks.py notebooks/*.ipynb
@@ -48,7 +58,8 @@ strip: $(READY)  ## strip the notebooks for committing
 bench: demo  ## run the demo and the benchmarks that need no GPU, and rewrite their result files
 	cp runs/demo/comparison.json benchmarks/results/demo.json
 	cp runs/demo/figure.png docs/images/comparison.png
-	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python $$script --out benchmarks/results; done
+	for script in $(filter-out benchmarks/gpu.py benchmarks/list_results.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python $$script --out benchmarks/results; done
+	$(BIN)/python benchmarks/list_results.py
 
 gpu:  ## measure on a CUDA machine with its own Python packages (no .venv is made)
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out benchmarks/results

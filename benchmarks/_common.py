@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +17,8 @@ from mmlab.machine import versions as library_versions
 
 # image sizes and text lengths of the 25,014 pairs of COCO val2017, see data/README.md
 COCO_LENGTHS = Path(__file__).resolve().parents[1] / "data/coco_val2017_lengths.parquet"
+PACKAGE = Path(__file__).resolve().parents[1] / "mmlab"
+NOT_MEASURED = {"errors", "types", "cli"}  # rooms in which nothing is computed that a figure depends on
 Row = Mapping[str, Any]
 Goal = Mapping[str, Any]  # name, goal (text), measured, met
 
@@ -37,6 +42,30 @@ def versions() -> dict[str, str | None]:
     return {**library_versions(), "cuda": torch.version.cuda}
 
 
+def is_docstring(node: ast.stmt) -> bool:
+    """Whether a statement is a bare constant, as docstrings are."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def room_digest(room: str) -> str:
+    """A short digest of a room's code; comments, docstrings and layout do not count."""
+    digest = hashlib.sha256()
+    for path in sorted([*PACKAGE.glob(f"{room}.py"), *PACKAGE.glob(f"{room}/**/*.py")]):
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and is_docstring(body[0]):
+                del body[0]
+        digest.update(f"{path.relative_to(PACKAGE)}\n{ast.dump(tree)}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def measured_code() -> dict[str, str]:
+    """Room -> digest, for every room of mmlab that this process has loaded: the code that its figures are of."""
+    rooms = {name.split(".")[1] for name in sys.modules if name.startswith("mmlab.")} - NOT_MEASURED
+    return {room: room_digest(room) for room in sorted(rooms)}
+
+
 def add_common_options(
     parser: argparse.ArgumentParser, name: str, *, quick: str = "under a minute", out: str = ""
 ) -> None:
@@ -58,13 +87,14 @@ def goal(name: str, bound: str, measured: float | str, met: bool) -> dict[str, A
 
 
 def write_results(path: str | Path, rows: Sequence[Row], goals: Sequence[Goal]) -> Path:
-    """Write one JSON file: machine, versions, date, rows and goals."""
+    """Write one JSON file: machine, versions, date, the code measured, rows and goals."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "machine": machine(),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": measured_code(),
         "rows": list(rows),
         "goals": list(goals),
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-from tests.browser.jupyter import PATIENCE_MS, Notebook, Server, chromium_path, launch
+from tests.browser.jupyter import PATIENCE_MS, Notebook, Server, launch
 
 HERE = Path(__file__).parent
 
@@ -21,7 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def playwright() -> Iterator[Playwright]:
-    chromium_path()  # says clearly what is missing
     with sync_playwright() as started:
         yield started
 
