@@ -14,7 +14,7 @@ from mmlab.model.fusion_model import FusionModel
 from mmlab.model.parameters import learning, parameter_groups
 from mmlab.model.presets import build_model
 from mmlab.parallel.branches.pipelining import PipelinedBranches
-from mmlab.parallel.engines import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.optimizer import RestartableAdamW

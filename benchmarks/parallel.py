@@ -5,7 +5,7 @@
 Four parts. `strategies`: `mmlab bench parallel` with every strategy, and other projects' data parallel loops where they
 are installed; beside it the model of scaling and its error. `article`: the same with ResNet-50 and BERT, the setting of
 the claim of 40 % more parallelism. `extrapolate`: four ranks, predicted from what two showed. `balance`: what the ranks
-of one step wait for each other, with batches of a budget; measured with two ranks, by the plan with eight. Ranks are
+of one step wait for each other, with batches of a budget; measured with two ranks, by the plan with eight. ProcessGroup are
 processes, as many threads in every arm; with more ranks than cores they share them, and the rows say so. Every
 repetition is kept. `--quick` is too small to tell strategies apart.
 Exit code: 0 done, whether or not every goal is met.

@@ -30,7 +30,7 @@ from typing import Any
 from mmlab.errors import DataError, OptionError, unknown_name
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import PRESETS, ModelConfig
-from mmlab.parallel.engines import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions
 from mmlab.schedule.schedulers import SCHEDULERS
 from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.fusion_trainer import FusionTrainer

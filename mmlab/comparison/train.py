@@ -32,10 +32,10 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import resolve_device, this_process, versions
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
-from mmlab.parallel.engines import Abandoned, ParallelOptions
 from mmlab.parallel.faults import START_S, TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
+from mmlab.parallel.strategies import CollectiveFailed, ParallelOptions
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.runs.control import Control
@@ -155,7 +155,7 @@ class _Run:
         loading = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         planner: Any = _Share(whole=scheduler, rank=shares[0], seed=scheduler.seed, world_size=shares[1])
         if isinstance(scheduler, Memory) and config.scheduler.get("follow", True):
-            agree = partial(Ranks().largest, device=torch.device(device))
+            agree = partial(ProcessGroup().largest, device=torch.device(device))
             planner = ResourceAwareScheduler(planner=scheduler, rank=shares[0], emit=log.emit, agree=agree)
         self._loader = PlannedLoader(
             train_set, planner, device=None if device == "cpu" else device, emit=log.emit, **loading
@@ -242,7 +242,7 @@ class _Run:
         except Exception as error:
             cause, watch = error, current_watch()
             if watch is not None and (
-                broke_off(error) or isinstance(error, Abandoned)
+                broke_off(error) or isinstance(error, CollectiveFailed)
             ):  # in one of torch's own
                 cause = watch.explained(error)
             details = {"message": str(cause), "traceback": traceback.format_exc()}
@@ -400,7 +400,7 @@ def _scheduler(
         **options,
     )
     # what is free differs between ranks and moments; plans must not: the least counts
-    least = -Ranks().largest(-scheduler.budget, torch.device(device))
+    least = -ProcessGroup().largest(-scheduler.budget, torch.device(device))
     return replace(scheduler, budget=int(least))
 
 
@@ -412,7 +412,7 @@ def _model(config: RunConfig, vocab_size: int, seed: int) -> torch.nn.Module:
         return build(**config.model, vocab_size=vocab_size)
 
 
-def _saved_in(path: Path | None, own: Checkpoints, ranks: Ranks) -> Path | None:
+def _saved_in(path: Path | None, own: Checkpoints, ranks: ProcessGroup) -> Path | None:
     """The checkpoint to go on from: the newest of this run's own, or of what was asked for."""
     if path is None:
         return own.newest(ranks)

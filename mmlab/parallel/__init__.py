@@ -11,7 +11,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "bench": ["bench_parallel"],
         "branches": ["BranchParallel", "BranchRanks"],
-        "engines": ["Engine", "ParallelOptions", "make_engine"],
-        "ranks": ["Ranks"],
+        "strategies": ["ParallelOptions", "make_strategy"],
+        "process_group": ["ProcessGroup"],
     },
 )

@@ -36,9 +36,9 @@ from mmlab.model.parameters import learning, parameter_groups, parts_of
 from mmlab.parallel.branches.branch_parallel import BranchParallel
 from mmlab.parallel.branches.branch_ranks import BranchRanks
 from mmlab.parallel.branches.placement import BranchPlacement
-from mmlab.parallel.engines import ParallelOptions, make_engine
 from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
+from mmlab.parallel.strategies import ParallelOptions, make_strategy
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes, step_memory
@@ -93,7 +93,7 @@ class FusionTrainer:
         on_out_of_memory: "split" does the step again in parts, with the same gradient; "raise" leaves it to the caller;
             "auto" splits where the parallel strategy can.
         on_nonfinite: what to do when a loss, or a gradient without a scaler, is not finite: "raise" or "skip".
-        parallel: how the ranks that `torchrun` started share a step: a name in `mmlab.parallel.engines.STRATEGIES`,
+        parallel: how the ranks that `torchrun` started share a step: a name in `mmlab.parallel.strategies.STRATEGIES`,
             or `ParallelOptions`. In a single process only "branch" changes anything: it makes a `BranchParallel`.
         seed: of dropout and drawn negatives.
         emit: takes each `RunEvent`, for example `RunLog(folder).emit`.
@@ -150,14 +150,14 @@ class FusionTrainer:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         require_device(str(self.device))
         self.precision = Precision.parse(precision, self.device)
-        self.ranks, options = Ranks(), ParallelOptions.parse(parallel)
-        self._engine = make_engine(options, self.ranks, self.device)
+        self.ranks, options = ProcessGroup(), ParallelOptions.parse(parallel)
+        self._engine = make_strategy(options, self.ranks, self.device)
         splits = on_out_of_memory == "split" or (on_out_of_memory == "auto" and self._engine.splits)
         self._engine.check(scales=self.precision.scales, splits=splits, compiles=bool(compile))
         if options.strategy == "branch" and self.ranks.world_size == 1:
             model = _branches_at_once(model, self.device, options.image_device)
         self.model = taking_batches(model)
-        if not self._engine.lockstep:  # else no device may have room for all of it
+        if not self._engine.requires_equal_steps:  # else no device may have room for all of it
             self.model.to(self.device)
         freeze_parameters(self.model, freeze)
         if checkpointing:
@@ -189,11 +189,11 @@ class FusionTrainer:
             self.model, weight_decay=weight_decay, lr_factors=lr_factors, layer_decay=layer_decay
         )
         self._norms_of: NormsOfParts | None = None if self.branches is None else self.branches.part_norms
-        if self._engine.lockstep:
+        if self._engine.requires_equal_steps:
             shares = Shares(self.ranks.world_size, lambda numbers: self.ranks.sums(numbers, self.device))
             self._norms_of = partial(part_norms, shares=shares)
         self.optimizer = RestartableAdamW(
-            by_sharing(groups) if self._engine.lockstep else groups,
+            by_sharing(groups) if self._engine.requires_equal_steps else groups,
             lr=lr,
             fused=self.device.type in ("cpu", "cuda"),
         )
@@ -282,7 +282,7 @@ class FusionTrainer:
         with self._live or nullcontext(), self.precision.arithmetic():
             if self.weighting.wants_grad_norms(self.step + 1):
                 norms = self._gradient.norms_by_objective(counted, doing)
-            reduce = self._engine.willing(predicted_bytes, self.step)
+            reduce = self._engine.should_overlap(predicted_bytes, self.step)
             means, num_parts = self._gradient.compute(counted, weights, doing, reduce=reduce)
             if not math.isfinite(sum(means.values())):  # its gradient may look sound all the same
                 self.model.zero_grad(set_to_none=True)
@@ -337,7 +337,7 @@ class FusionTrainer:
         """Name the samples at fault, and raise or go on, as asked."""
         self._window.forget()
         ids, whom = [], "no sample by itself: the gradient overflowed"
-        if self._engine.lockstep:
+        if self._engine.requires_equal_steps:
             whom = "some sample of this step: under fsdp they cannot be looked at one by one"
         else:
             self._weights_and_moments.gather()
@@ -482,7 +482,7 @@ class FusionTrainer:
             if hasattr(loader, "start_batch"):  # it can go on by itself
                 state["loader"] = loader.state_dict()  # type: ignore[attr-defined]
             checkpoints.start_interval()  # on every rank, or those that do not write ask for the next one at once
-            if self._engine.lockstep or self.ranks.rank == 0:
+            if self._engine.requires_equal_steps or self.ranks.rank == 0:
                 saved = checkpoints.save(state, values=found)
             if self.ranks.rank == 0:
                 self._emit_event("checkpoint", saved)

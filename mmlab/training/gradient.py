@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from mmlab.parallel.branches.branch_ranks import BranchRanks
-from mmlab.parallel.engines import Abandoned, Engine
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
+from mmlab.parallel.strategies import CollectiveFailed, ReduceStrategy
 from mmlab.schedule.metrics import work
-from mmlab.training.losses.all_ranks import AllRanks, Interrupted, JoinedRows
+from mmlab.training.losses.all_ranks import AllRanks, GlobalBatch, Interrupted
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.precision import NormsOfParts, Precision
 from mmlab.training.window import Window
@@ -35,7 +35,7 @@ class Counted(NamedTuple):
 
     batches: list[Batch | None]  # None in the place of nothing to learn from, where ranks' numbers must agree
     counts: dict[str, float]  # by objective, on this rank
-    joined: list[JoinedRows]  # what all ranks hold, of each micro-batch, where an objective joins it
+    joined: list[GlobalBatch]  # what all ranks hold, of each micro-batch, where an objective joins it
 
     @property
     def learnt(self) -> list[Batch]:
@@ -60,8 +60,8 @@ class StepGradient:
     objectives: Mapping[str, Objective]
     precision: Precision
     device: torch.device
-    ranks: Ranks
-    engine: Engine
+    ranks: ProcessGroup
+    engine: ReduceStrategy
     window: Window
     all_ranks: AllRanks | None
     branches: BranchRanks | None
@@ -82,13 +82,13 @@ class StepGradient:
             counts = [
                 {name: goal.count(batch) for name, goal in self.objectives.items()} for batch in batches
             ]
-            joined: list[JoinedRows] = []
+            joined: list[GlobalBatch] = []
         else:
             counts, joined = self.all_ranks.meet(batches, self.objectives, doing)
         tried = [batch if any(count.values()) else None for batch, count in zip(batches, counts, strict=True)]
         if self.all_ranks is None:
             tried = [batch for batch in tried if batch is not None]
-        self.window.stand_in = batches[0] if self.engine.lockstep else None
+        self.window.stand_in = batches[0] if self.engine.requires_equal_steps else None
         return Counted(
             tried, {name: sum(count[name] for count in counts) for name in self.objectives}, joined
         )
@@ -120,14 +120,14 @@ class StepGradient:
             )
         except Interrupted:
             pass  # the rank that gave up is named below
-        except Abandoned:
+        except CollectiveFailed:
             raise
         except Exception as error:
             problem = error
         if not reduced:
-            self.ranks.agree(problem, self.device, doing)
+            self.ranks.raise_if_any_failed(problem, self.device, doing)
             self.engine.reduce(self.parameters)
-        return self._means(terms, totals, told=self.engine.tell() if reduced else []), num_parts
+        return self._means(terms, totals, told=self.engine.extra_stats() if reduced else []), num_parts
 
     def norms_by_objective(self, counted: Counted, doing: str) -> dict[str, float]:
         """L2 norm of the gradient of each objective's mean by itself."""
@@ -154,9 +154,10 @@ class StepGradient:
 
     def _agree_on(self, counted: Counted, *, reduce: bool) -> tuple[dict[str, float], int, bool]:
         """Counts over all ranks; micro-batches of the longest window; whether the backward pass reduces."""
-        counts, lockstep = counted.counts, self.engine.lockstep
+        counts, lockstep = counted.counts, self.engine.requires_equal_steps
         places = [
-            self.ranks.in_place(number) for number in (self._work(counted.batches), len(counted.batches))
+            self.ranks.one_hot_by_rank(number)
+            for number in (self._work(counted.batches), len(counted.batches))
         ]
         told = [*counts.values(), not (reduce or lockstep), *places[0], *places[1]]
         sums = iter(self.ranks.sums(told, self.device))
@@ -170,7 +171,7 @@ class StepGradient:
         """Over all ranks, of what there was anything of; with what engines have to say."""
         shares = self.retried(terms.means)
         sums = self.ranks.sums([*(shares.get(name, 0.0) for name in self.objectives), *told], self.device)
-        self.engine.hear(sums[len(self.objectives) :])
+        self.engine.apply_extra_stats(sums[len(self.objectives) :])
         return {name: total for name, total in zip(self.objectives, sums, strict=False) if totals[name]}
 
     def _work(self, batches: Sequence[Batch | None]) -> float:

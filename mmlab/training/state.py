@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mmlab.parallel.branches.branch_ranks import BranchRanks
-from mmlab.parallel.engines import Engine
+from mmlab.parallel.strategies import ReduceStrategy
 
 Group = Mapping[str, Any]  # options of the optimizer, and "params"
 
@@ -31,7 +31,7 @@ class WeightsAndMoments:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[Group],
-        engine: Engine,
+        engine: ReduceStrategy,
         branches: BranchRanks | None,
         device: torch.device,
     ) -> None:
@@ -52,7 +52,7 @@ class WeightsAndMoments:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the whole, or this rank's share of it."""
-        if self._engine.lockstep:
+        if self._engine.requires_equal_steps:
             self._load_shares(state)
             return
         self._model.load_state_dict(state["model"])
@@ -70,7 +70,7 @@ class WeightsAndMoments:
             whole = self._optimizer.state_dict()
             self._branches.forget_moments(self._optimizer)
             return whole
-        if not self._engine.lockstep:
+        if not self._engine.requires_equal_steps:
             return self._optimizer.state_dict()
         known = ((place, self._optimizer.state.get(weight)) for place, weight in enumerate(self._order))
         state = {place: values for place, values in known if values}

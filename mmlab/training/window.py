@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from mmlab.errors import OptionError, RunError
-from mmlab.parallel.engines import Abandoned, Engine, Roots
-from mmlab.training.losses.all_ranks import AGAIN, AllRanks, Interrupted, JoinedRows
+from mmlab.parallel.strategies import CollectiveFailed, ReduceStrategy, Roots
+from mmlab.training.losses.all_ranks import AGAIN, AllRanks, GlobalBatch, Interrupted
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.losses.names import OBJECTIVES, OwnLoss
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
@@ -62,7 +62,7 @@ class Window:
         recover: bool = True,
         forward: Callable[[Batch], Any] | None = None,
         all_ranks: AllRanks | None = None,
-        engine: Engine | None = None,
+        engine: ReduceStrategy | None = None,
     ) -> None:
         self.model, self.objectives, self.precision, self.device = model, objectives, precision, device
         self._devices: list[torch.device] = getattr(model, "branch_devices", [device])
@@ -72,7 +72,7 @@ class Window:
         self.stand_in: Batch | None = (
             None  # gone through for nothing where this rank has no micro-batch and must
         )
-        self._all_ranks, self._joined = all_ranks, list[JoinedRows]()
+        self._all_ranks, self._joined = all_ranks, list[GlobalBatch]()
         joint = {} if all_ranks is None else all_ranks.goals
         self._local = {name: goal for name, goal in objectives.items() if name not in joint}
         self._phase, self._rows = "forward", slice(0, 0)
@@ -89,7 +89,7 @@ class Window:
         batches: Sequence[Batch | None],
         counts: Mapping[str, float],
         weights: Mapping[str, float] | None = None,
-        joined: Sequence[JoinedRows] = (),
+        joined: Sequence[GlobalBatch] = (),
         *,
         reduce: bool = False,
         length: int = 0,
@@ -112,7 +112,7 @@ class Window:
         Raises:
             RunError: a sample does not fit by itself, or a loss that cannot be computed in parts does not fit.
             Interrupted: another rank gave up.
-            Abandoned: ranks cannot agree on anything any more.
+            CollectiveFailed: ranks cannot agree on anything any more.
         """
         self._joined = [*joined]
         batches = [*batches, *[None] * (max(len(joined), length) - len(batches))]
@@ -170,11 +170,11 @@ class Window:
         except Exception as error:
             problem = error
         if told is None and self._engine is not None and (reduce or self._all_ranks is not None):
-            waited_for = not self._num_exchanges or self._engine.lockstep
+            waited_for = not self._num_exchanges or self._engine.requires_equal_steps
             if reduce and (own or problem is not None) and waited_for:
                 try:
-                    self._engine.complete(problem)
-                except Abandoned as error:
+                    self._engine.drain_reduction(problem)
+                except CollectiveFailed as error:
                     raise error from problem
             own = own if problem is None else AGAIN + 1 + self._engine.ranks.rank
             told = self._verdict(own)
@@ -263,7 +263,7 @@ class Window:
             with self.precision.autocast():
                 loss = terms.add({name: goal(output, batch) for name, goal in self._local.items()})
         taught = self._teach(output, number, terms)
-        if self._engine is not None and self._engine.lockstep and self._all_ranks is not None:
+        if self._engine is not None and self._engine.requires_equal_steps and self._all_ranks is not None:
             taught += _nothing_taught(output)
         return loss, taught
 

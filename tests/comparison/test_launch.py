@@ -1,4 +1,4 @@
-"""Ranks started from a program: results and errors come back, and the caller is left as it was."""
+"""ProcessGroup started from a program: results and errors come back, and the caller is left as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks share a build: no image twice, bitwise what one process makes, and a killed rank costs its part alone."""
+"""ProcessGroup share a build: no image twice, bitwise what one process makes, and a killed rank costs its part alone."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from mmlab.errors import RunError
-from mmlab.parallel.engines import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions
 from mmlab.pricing.breakdown import price
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.meters import LiveBytes

@@ -1,6 +1,6 @@
 """Run as a script: one run that goes on with another number of ranks, and perhaps another strategy, each time.
 
-Takes the configuration, the folder of runs, and stages as JSON: [ranks, strategy, step to stop after or null]. Ranks
+Takes the configuration, the folder of runs, and stages as JSON: [ranks, strategy, step to stop after or null]. ProcessGroup
 write a line for every step: stage, epoch, step, learning rate and the samples' ids. Prints all lines, as JSON.
 """
 

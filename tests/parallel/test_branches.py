@@ -16,7 +16,7 @@ from mmlab.model.presets import build_model
 from mmlab.parallel.branches.branch_parallel import BranchParallel
 from mmlab.parallel.branches.placement import BranchPlacement
 from mmlab.parallel.branches.timeline import Span, Timeline, busy_s, overlap
-from mmlab.parallel.engines import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmlab.errors import OptionError
-from mmlab.parallel.engines import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions
 from tests.training.test_out_of_memory import make_trainer, run_on_ranks, weights, window
 
 

@@ -13,7 +13,7 @@ from mmlab.errors import DataError, OptionError, RunError
 from mmlab.model.packing import enable_packing
 from mmlab.parallel.branches.pipelining import PipelinedBranches
 from mmlab.parallel.branches.timeline import Timeline, overlap
-from mmlab.parallel.engines import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.weighting import make_weighting

@@ -17,7 +17,7 @@ from mmlab.comparison.preparation import make_datasets
 from mmlab.comparison.train import train
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.events import RunEvent, read_events
@@ -45,7 +45,7 @@ class Recording(PlannedLoader):
 
 def follow(data: str) -> None:
     """The memory model predicts too little, and not the same share of it for every batch."""
-    ranks = Ranks()
+    ranks = ProcessGroup()
     dataset, _ = make_datasets(data, image="aspect:32", seed=0, progress=False)
     torch.manual_seed(0)
     device = VirtualDevice()

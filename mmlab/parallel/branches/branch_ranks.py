@@ -40,7 +40,7 @@ from mmlab.errors import OptionError, RunError
 from mmlab.model.fusion_model import IMAGE_MODULES, Encoded, FusionModel
 from mmlab.parallel.branches.timeline import BACKWARD, FORWARD, FUSION, IMAGE, TEXT, WAIT, Timeline
 from mmlab.parallel.branches.wire import PeerFailed, Wire
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.names import parse_objectives
@@ -95,9 +95,9 @@ class BranchRanks:
         device: torch.device | str = "cpu",
         ahead: int = 1,
         image_layers: int | None = None,
-        ranks: Ranks | None = None,
+        ranks: ProcessGroup | None = None,
     ) -> None:
-        self.ranks, self.device = ranks or Ranks(), torch.device(device)
+        self.ranks, self.device = ranks or ProcessGroup(), torch.device(device)
         if self.ranks.world_size < 2:
             raise OptionError(
                 "branches take two ranks or more, the last for the texts and the others for the images, found "
@@ -200,7 +200,7 @@ class BranchRanks:
             problem = error
             self._give_up()
         self._failed = True
-        self.ranks.agree(problem, self.device, doing)
+        self.ranks.raise_if_any_failed(problem, self.device, doing)
         self._failed = False
         self._number += len(batches)
         for wire in self._wires:
@@ -271,12 +271,12 @@ class BranchRanks:
             return [Wire(self._text_rank, groups[self.ranks.rank], self.device, self.ranks)]
         return [Wire(rank, group, self.device, self.ranks) for rank, group in enumerate(groups)]
 
-    def _among_image_ranks(self) -> Ranks | None:
+    def _among_image_ranks(self) -> ProcessGroup | None:
         """Those that share the images, where there are several; all ranks make the group."""
         if self.num_image_ranks == 1:
             return None
         group = distributed.new_group(range(self.num_image_ranks))
-        return Ranks(group=group) if self.is_image_rank else None
+        return ProcessGroup(group=group) if self.is_image_rank else None
 
     def _own_weights(self) -> list[nn.Parameter]:
         named = self.model.named_parameters()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmlab.errors import OptionError, unknown_name
 from mmlab.model.fusion_model import Encoded, FusionModel
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.losses.names import parse_objectives
 from mmlab.types import Batch
@@ -46,7 +46,7 @@ class PipelinedBranches:
     ) -> None:
         from torch.distributed import pipelining  # takes a second to load
 
-        ranks = Ranks()
+        ranks = ProcessGroup()
         if ranks.world_size != 2:
             raise OptionError(f"two stages need two ranks, found {ranks.world_size}; start with torchrun")
         if schedule not in SCHEDULES:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64)
 _MOST_TENSORS, _MOST_DIMS, _ALIGNED_BYTES = 4, 4, 16
@@ -38,7 +38,7 @@ class Wire:
         ranks: counts what this one waits.
     """
 
-    def __init__(self, peer: int, group: Any, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, peer: int, group: Any, device: torch.device, ranks: ProcessGroup) -> None:
         self.peer, self.device, self._ranks = peer, device, ranks
         self._group = group
         self._sent: list[tuple[Any, Tensor]] = []  # work in progress and the bytes that it reads

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmlab.errors import DataError
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 
 _WEIGHTS, _STATE, _PROGRESS, MANIFEST = "weights.safetensors", "state.pt", "progress.json", "manifest.json"
 _SHARDS = "shards"
@@ -22,7 +22,7 @@ SAVING = "save a checkpoint"
 _Files = dict[str, dict[str, Any]]  # size and digest by path, as in the manifest
 
 
-def check(path: Path, ranks: Ranks) -> None:
+def check(path: Path, ranks: ProcessGroup) -> None:
     """See whether a checkpoint is whole; each rank reads some of its files.
 
     Raises:
@@ -40,7 +40,7 @@ def check(path: Path, ranks: Ranks) -> None:
                 return f"{path} is damaged: {name} should be {expected}, found {there or 'no such file'}"
         return None
 
-    if found := [message for message in ranks.together(damage, f"read {path}") if message]:
+    if found := [message for message in ranks.gather_objects(damage, f"read {path}") if message]:
         raise DataError(found[0])
 
 
@@ -51,7 +51,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         DataError: a file is missing, truncated or altered.
     """
     path = Path(path)
-    check(path, Ranks(alone=True))
+    check(path, ProcessGroup(alone=True))
     return read_state(path)
 
 
@@ -87,7 +87,9 @@ def is_shared_out(state: Mapping[str, Any]) -> bool:
     return any(hasattr(tensor, "to_local") for tensor in state["model"].values())
 
 
-def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: Ranks) -> int:
+def write_state(
+    folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: ProcessGroup
+) -> int:
     """Write a checkpoint's files and bring them to the disk; a collective of those ranks.
 
     Args:
@@ -98,7 +100,7 @@ def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any
         Bytes of all files.
     """
     shards = _write_shards(folder / _SHARDS, state, ranks) if is_shared_out(state) else {}
-    return ranks.first(lambda: _write_rest(folder, state, values, shards), SAVING)
+    return ranks.run_on_main(lambda: _write_rest(folder, state, values, shards), SAVING)
 
 
 def _write_rest(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], shards: _Files) -> int:
@@ -127,7 +129,7 @@ def _write_weights(path: Path, model: Mapping[str, Tensor]) -> None:
     save_file(weights, path, metadata=aliases or None)
 
 
-def _write_shards(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> _Files:
+def _write_shards(folder: Path, state: Mapping[str, Any], ranks: ProcessGroup) -> _Files:
     """Let every rank write its shares, and bring them to the disk; a collective."""
     from mmlab.training.checkpoint.shards import files_of, save_shards
 
@@ -138,10 +140,10 @@ def _write_shards(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> _File
         sync(folder)
         return {f"{_SHARDS}/{file.name}": _size_and_digest(file) for file in files_of(folder, ranks.rank)}
 
-    ranks.together(lambda: _must_be_there(folder.parent), SAVING)
+    ranks.gather_objects(lambda: _must_be_there(folder.parent), SAVING)
     save_shards(folder, state["model"], moments)
     files: _Files = {}
-    for found in ranks.together(digests, SAVING):
+    for found in ranks.gather_objects(digests, SAVING):
         files |= found
     return files
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import DataError, OptionError
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.runs.events import RunEvent
 from mmlab.training.checkpoint.files import (
     SAVING,
@@ -118,18 +118,18 @@ class Checkpoints:
         """
         started = time.perf_counter()
         progress = state["progress"]
-        ranks = Ranks(alone=not is_shared_out(state))
-        path = ranks.first(lambda: self._begin(progress["step"]), SAVING)
+        ranks = ProcessGroup(alone=not is_shared_out(state))
+        path = ranks.run_on_main(lambda: self._begin(progress["step"]), SAVING)
         unfinished = self._aside(path)
         try:
             num_bytes = write_state(unfinished, state, values or {}, ranks)
-            ranks.first(lambda: unfinished.rename(path), SAVING)
+            ranks.run_on_main(lambda: unfinished.rename(path), SAVING)
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self.start_interval()
-        ranks.first(lambda: self._tidy(values or {}), SAVING)
+        ranks.run_on_main(lambda: self._tidy(values or {}), SAVING)
         return {
             "path": path.relative_to(self.folder.parent).as_posix(),
             "checkpoint_bytes": num_bytes,
@@ -157,7 +157,7 @@ class Checkpoints:
             old.rename(self._aside(old))
         self._clear_away()
 
-    def newest(self, ranks: Ranks | None = None) -> Path | None:
+    def newest(self, ranks: ProcessGroup | None = None) -> Path | None:
         """The newest checkpoint that is whole; None where there is none at all.
 
         Args:
@@ -166,8 +166,8 @@ class Checkpoints:
         Raises:
             DataError: all are damaged.
         """
-        ranks = ranks or Ranks(alone=True)
-        paths = ranks.first(lambda: self.paths, f"look for checkpoints in {self.folder}")
+        ranks = ranks or ProcessGroup(alone=True)
+        paths = ranks.run_on_main(lambda: self.paths, f"look for checkpoints in {self.folder}")
         for path in reversed(paths):
             try:
                 check(path, ranks)

@@ -16,7 +16,7 @@ more. Contrastive and matching need pairs; text-only samples are learnt from by 
 image-only samples by none.
 """
 
-from mmlab.training.losses.all_ranks import AllRanks, Interrupted, JoinedRows
+from mmlab.training.losses.all_ranks import AllRanks, GlobalBatch, Interrupted
 from mmlab.training.losses.base import LossTerms, Objective, pairs
 from mmlab.training.losses.contrastive import (
     Contrastive,
@@ -32,8 +32,8 @@ __all__ = [
     "OBJECTIVES",
     "AllRanks",
     "Contrastive",
+    "GlobalBatch",
     "Interrupted",
-    "JoinedRows",
     "LossTerms",
     "MaskedLanguage",
     "Matching",

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms, Objective, at_least_fp32, pairs, sample_weights
 from mmlab.training.losses.contrastive import Contrastive, negatives_among
 from mmlab.training.out_of_memory import retried
@@ -42,7 +42,7 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedRows:
+class GlobalBatch:
     """The samples of all ranks' micro-batches of one number, rank by rank."""
 
     rank: int  # this one
@@ -71,11 +71,13 @@ class AllRanks:
         goals: these objectives, by name.
     """
 
-    def __init__(self, goals: Mapping[str, Contrastive], ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, goals: Mapping[str, Contrastive], ranks: ProcessGroup, device: torch.device) -> None:
         self.goals, self.ranks, self.device = dict(goals), ranks, device
 
     @classmethod
-    def of(cls, objectives: Mapping[str, Objective], ranks: Ranks, device: torch.device) -> AllRanks | None:
+    def of(
+        cls, objectives: Mapping[str, Objective], ranks: ProcessGroup, device: torch.device
+    ) -> AllRanks | None:
         """For the objectives that want it; None where none does, or in a single process."""
         goals = {
             name: goal
@@ -86,7 +88,7 @@ class AllRanks:
 
     def meet(
         self, batches: Sequence[Batch], objectives: Mapping[str, Objective], doing: str
-    ) -> tuple[list[dict[str, int]], list[JoinedRows]]:
+    ) -> tuple[list[dict[str, int]], list[GlobalBatch]]:
         """Count each micro-batch of a window by objective, and learn what the other ranks have; a collective.
 
         Raises:
@@ -102,7 +104,7 @@ class AllRanks:
             mine = torch.cat([mine, *(_columns(number, batch) for number, batch in enumerate(batches))])
         except Exception as error:
             problem = error
-        self.ranks.agree(problem, self.device, doing)
+        self.ranks.raise_if_any_failed(problem, self.device, doing)
         joined = self._joined(mine)
         for count, rows in zip(counts, joined, strict=False):
             count |= dict.fromkeys(self.goals, rows.counts[self.ranks.rank])
@@ -118,7 +120,7 @@ class AllRanks:
         return AGAIN + 1 + self.ranks.rank
 
     def teach(
-        self, output: Any, rows: JoinedRows, terms: LossTerms, scaled: Callable[[Tensor], Tensor]
+        self, output: Any, rows: GlobalBatch, terms: LossTerms, scaled: Callable[[Tensor], Tensor]
     ) -> Taught:
         """The joined losses: this rank's share goes to the terms, its gradients come back; a collective.
 
@@ -156,7 +158,7 @@ class AllRanks:
             taught.append((logit_scale, scale_grad))
         return [(tensor, gradient) for tensor, gradient in taught if tensor.requires_grad]
 
-    def _gathered(self, output: Any, rows: JoinedRows) -> tuple[Tensor, Tensor]:
+    def _gathered(self, output: Any, rows: GlobalBatch) -> tuple[Tensor, Tensor]:
         """Image and text embeddings of all ranks, (N, D) each."""
         num_rows, width, dtype = max(rows.sizes), 0, torch.float32
         mine = into = None
@@ -186,7 +188,7 @@ class AllRanks:
         joined = torch.cat(parts).to(mine.dtype if output is None else output.image_embedding.dtype)
         return joined[:, :half], joined[:, half:]
 
-    def _joined(self, mine: Tensor) -> list[JoinedRows]:
+    def _joined(self, mine: Tensor) -> list[GlobalBatch]:
         """What each number's micro-batches hold, from the columns of this rank's window."""
         longest = int(self.ranks.largest(len(mine), self.device))
         if not longest:
@@ -206,7 +208,7 @@ class AllRanks:
             counted = negatives_among(whole.bool(), groups).any(1)
             counts = [int(counted[end - size : end].sum()) for size, end in zip(sizes, ends, strict=True)]
             joined.append(
-                JoinedRows(
+                GlobalBatch(
                     rank=self.ranks.rank,
                     sizes=sizes,
                     counts=tuple(counts),

@@ -6,7 +6,7 @@ its bucket is sent whether or not this rank used it; what no rank used is told a
 no gradient afterwards, as in a single process.
 
 A rank that fails within such a pass leaves the others waiting in it. So it goes on to the end of the reduction with
-whatever it has (`complete`), then says so, and all do the window again, without overlap.
+whatever it has (`drain_reduction`), then says so, and all do the window again, without overlap.
 
 Costs: one more set of gradients, the buckets, while micro-batches are accumulated; a call into Python for each weight
 and backward pass. The reduction ends in a mean, so the losses are multiplied by the number of ranks.
@@ -28,17 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmlab.errors import OptionError
 from mmlab.machine import device_limit
-from mmlab.parallel.engines import Abandoned, Engine, ParallelOptions, Roots
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
+from mmlab.parallel.strategies import CollectiveFailed, ParallelOptions, ReduceStrategy, Roots
 
 NEAR_LIMIT = 0.9  # of the device's memory: from here on a step is likely enough to fail
 _CAREFUL_STEPS = 100  # after one that ran out of memory, where nothing predicts it
 
 
-class Overlapped(Engine):
+class DDPStrategy(ReduceStrategy):
     """The strategy `ddp`."""
 
-    def __init__(self, options: ParallelOptions, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, options: ParallelOptions, ranks: ProcessGroup, device: torch.device) -> None:
         super().__init__(options, ranks, device)
         self.scale = float(ranks.world_size)
         self._used: set[int] = set()
@@ -70,7 +70,7 @@ class Overlapped(Engine):
             weight.register_post_accumulate_grad_hook(partial(self._note, index))
         self._compress()
 
-    def willing(self, predicted_bytes: float | None, step: int) -> bool:
+    def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
         self._used.clear()
         self._armed = False
         if self.ranks.world_size == 1:
@@ -90,7 +90,7 @@ class Overlapped(Engine):
             self._armed = True
         return loss, taught
 
-    def complete(self, problem: Exception | None) -> None:
+    def drain_reduction(self, problem: Exception | None) -> None:
         try:
             if not self._armed:
                 self._ddp().backward()
@@ -99,15 +99,15 @@ class Overlapped(Engine):
                     self._touch(weight)
             self._ddp._check_reducer_finalized()
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            raise Abandoned(
+            raise CollectiveFailed(
                 f"rank {self.ranks.rank} failed inside the reduction of gradients, which cannot be taken up again: "
                 f"{problem or error}; resume from the last checkpoint, with strategy='reduce' if memory ran out there"
             ) from error
 
-    def tell(self) -> list[float]:
+    def extra_stats(self) -> list[float]:
         return [float(index in self._used) for index in range(len(self._weights))]
 
-    def hear(self, sums: Sequence[float]) -> None:
+    def apply_extra_stats(self, sums: Sequence[float]) -> None:
         for weight, num_ranks in zip(self._weights, sums, strict=False):  # none without overlap
             if not num_ranks:
                 weight.grad = None

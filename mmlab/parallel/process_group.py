@@ -27,10 +27,10 @@ _NUM_TIMED = 10  # exchanges that tell what one costs
 Result = TypeVar("Result")
 
 
-class Ranks:
+class ProcessGroup:
     """The process group of a run, or a lone process.
 
-    Every method but `note`, `in_place` and `waiting` is a collective: all ranks call it, in the same order.
+    Every method but `note`, `one_hot_by_rank` and `waiting` is a collective: all ranks call it, in the same order.
 
     Args:
         alone: this process has nothing to say to the others, though there may be some.
@@ -90,11 +90,11 @@ class Ranks:
             return list(numbers)
         return self._reduced(numbers, device, distributed.ReduceOp.MAX)
 
-    def in_place(self, number: float) -> list[float]:
+    def one_hot_by_rank(self, number: float) -> list[float]:
         """This rank's number among zeros, (world_size,): summed over the ranks, that of each."""
         return [number if rank == self.rank else 0.0 for rank in range(self.world_size)]
 
-    def agree(self, problem: Exception | None, device: torch.device, doing: str) -> None:
+    def raise_if_any_failed(self, problem: Exception | None, device: torch.device, doing: str) -> None:
         """Go on only if no rank has a problem.
 
         Raises:
@@ -111,7 +111,7 @@ class Ranks:
             words = "" if watch is None else watch.words_of(rank)
             raise RunError(f"rank {rank} could not do {doing}: {words or 'its own error says why'}")
 
-    def together(self, work: Callable[[], Result], doing: str) -> list[Result]:
+    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
         """What `work` returns on every rank, by rank; small things that can be pickled.
 
         Args:
@@ -138,9 +138,9 @@ class Ranks:
             raise RunError("; ".join(failures)) from problem
         return [found for found, _ in answers]
 
-    def first(self, work: Callable[[], Result], doing: str) -> Result:
-        """What `work` returns on rank 0, which alone does it; see `together`."""
-        return self.together(lambda: work() if self.rank == 0 else None, doing)[0]  # type: ignore[return-value]
+    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
+        """What `work` returns on rank 0, which alone does it; see `gather_objects`."""
+        return self.gather_objects(lambda: work() if self.rank == 0 else None, doing)[0]  # type: ignore[return-value]
 
     def gather(self, rows: torch.Tensor, into: torch.Tensor, device: torch.device) -> None:
         """Every rank's rows (N, ...), one rank after the other, into a tensor of (world_size x N, ...)."""

@@ -3,7 +3,7 @@
 ========  ==================================================================================================
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
 reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
-fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.sharded`)
+fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.fsdp`)
 branch    all ranks see all samples: the last trains text branch and fusion, the others images (`mmlab.parallel.branches`)
 ========  ==================================================================================================
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mmlab.errors import OptionError, RunError, unknown_name
-from mmlab.parallel.ranks import Ranks
+from mmlab.parallel.process_group import ProcessGroup
 
 STRATEGIES = ("ddp", "reduce", "fsdp", "branch")
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 Roots = tuple[Tensor | None, list[tuple[Tensor, Any]]]  # of a graph: a loss; tensors with gradients of theirs
 
 
-class Abandoned(RunError):
+class CollectiveFailed(RunError):
     """A rank failed where the others cannot be told: they end when its process does, or at the group's timeout."""
 
 
@@ -104,20 +104,20 @@ class ParallelOptions:
         return cls(strategy=options) if isinstance(options, str) else options
 
 
-class Engine:
+class ReduceStrategy:
     """Gradients are summed after the last backward pass; the strategy `reduce`, and what a single process has.
 
     Attributes:
-        lockstep: every rank must go through the model equally often, if need be for nothing.
+        requires_equal_steps: every rank must go through the model equally often, if need be for nothing.
         splits: a rank can go through a micro-batch again in parts, by itself.
         scale: factor on the losses of a window that is reduced in its backward pass.
     """
 
-    lockstep = False
+    requires_equal_steps = False
     splits = True
     scale = 1.0
 
-    def __init__(self, options: ParallelOptions, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, options: ParallelOptions, ranks: ProcessGroup, device: torch.device) -> None:
         self.options, self.ranks, self.device = options, ranks, device
 
     def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
@@ -130,7 +130,7 @@ class Engine:
     def prepare(self, model: nn.Module) -> None:
         """Take the model, on its device and with its trained weights marked, before an optimizer does."""
 
-    def willing(self, predicted_bytes: float | None, step: int) -> bool:
+    def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
         """Whether this rank would have the coming window reduced during its backward pass; the others may not.
 
         Args:
@@ -146,24 +146,24 @@ class Engine:
         """
         return work()
 
-    def complete(self, problem: Exception | None) -> None:
+    def drain_reduction(self, problem: Exception | None) -> None:
         """After a failure here: take part in the reduction that the other ranks wait in; its outcome means nothing.
 
         Args:
             problem: None where memory ran out.
 
         Raises:
-            Abandoned: the reduction itself failed.
+            CollectiveFailed: the reduction itself failed.
         """
 
-    def tell(self) -> list[float]:
+    def extra_stats(self) -> list[float]:
         """What is to be summed over the ranks after a window that was reduced, beside the losses."""
         return []
 
     def be_careful(self, step: int) -> None:
         """A step ran out of memory; if nothing predicts it, the next ones are to be done so that it costs least."""
 
-    def hear(self, sums: Sequence[float]) -> None:
+    def apply_extra_stats(self, sums: Sequence[float]) -> None:
         """The sums of what was told, to set the gradients right by; none after a window that was not reduced."""
 
     def reduce(self, weights: Sequence[nn.Parameter]) -> None:
@@ -179,7 +179,7 @@ class Engine:
         return work()
 
 
-class OneBranchEach(Engine):
+class OneBranchEach(ReduceStrategy):
     """The strategy `branch`, of which `mmlab.parallel.branches.BranchRanks` does the work."""
 
     splits = False
@@ -194,16 +194,16 @@ class OneBranchEach(Engine):
             raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")
 
 
-def make_engine(options: ParallelOptions, ranks: Ranks, device: torch.device) -> Engine:
+def make_strategy(options: ParallelOptions, ranks: ProcessGroup, device: torch.device) -> ReduceStrategy:
     """The engine of a strategy; in a single process the one that does nothing."""
     if ranks.world_size > 1 and options.strategy == "fsdp":
-        from mmlab.parallel.sharded import Sharded
+        from mmlab.parallel.fsdp import FSDPStrategy
 
-        return Sharded(options, ranks, device)
+        return FSDPStrategy(options, ranks, device)
     if ranks.world_size > 1 and options.strategy == "branch":
         return OneBranchEach(options, ranks, device)
     if ranks.world_size > 1 and options.strategy == "ddp" and options.overlap != "never":
-        from mmlab.parallel.overlapped import Overlapped
+        from mmlab.parallel.ddp import DDPStrategy
 
-        return Overlapped(options, ranks, device)
-    return Engine(options, ranks, device)
+        return DDPStrategy(options, ranks, device)
+    return ReduceStrategy(options, ranks, device)

@@ -25,15 +25,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmlab.errors import OptionError
-from mmlab.parallel.engines import Abandoned, Engine, Result, Roots
+from mmlab.parallel.strategies import CollectiveFailed, ReduceStrategy, Result, Roots
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|stages|h)\.\d+$")
 
 
-class Sharded(Engine):
+class FSDPStrategy(ReduceStrategy):
     """The strategy `fsdp`."""
 
-    lockstep = True
+    requires_equal_steps = True
     splits = False
 
     def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
@@ -78,27 +78,27 @@ class Sharded(Engine):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
-    def willing(self, predicted_bytes: float | None, step: int) -> bool:
+    def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
         return True
 
     def run(self, work: Callable[[], Roots], *, reduce: bool) -> Roots:
         self._root.set_requires_gradient_sync(reduce)
         return self._root(work)
 
-    def complete(self, problem: Exception | None) -> None:
-        raise Abandoned(
+    def drain_reduction(self, problem: Exception | None) -> None:
+        raise CollectiveFailed(
             f"rank {self.ranks.rank} failed where the ranks gather weights from each other: {problem}; resume from the "
             "last checkpoint, with smaller batches if memory ran out"
         )
 
-    def tell(self) -> list[float]:
+    def extra_stats(self) -> list[float]:
         gradients = [weight.grad for weight in self._scalars]
         return [
             *(float(gradient is not None) for gradient in gradients),
             *(0.0 if gradient is None else float(gradient) for gradient in gradients),
         ]
 
-    def hear(self, sums: Sequence[float]) -> None:
+    def apply_extra_stats(self, sums: Sequence[float]) -> None:
         num_ranks, totals = sums[: len(self._scalars)], sums[len(self._scalars) :]
         for weight, is_used, total in zip(self._scalars, num_ranks, totals, strict=False):
             weight.grad = torch.full_like(weight, total) if is_used else None
@@ -113,7 +113,7 @@ class Sharded(Engine):
         try:
             return self._root(work)
         except torch.OutOfMemoryError as error:
-            self.complete(error)
+            self.drain_reduction(error)
             raise
         finally:
             self._root.reshard()
