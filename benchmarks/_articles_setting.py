@@ -166,7 +166,7 @@ def make_arms(scenes: Path, folder: Path, num_epochs: int) -> list[Arm]:
         planned = PlannedLoader(
             dataset,
             make_scheduler(name, budget=BATCH_SIZE * float(batch_costs(COST, dataset.sizes.alone).mean())),
-            engine="threads",
+            backend="threads",
             cache=SampleCache(folder / name, key=cache_key(dataset)),
         )
         plan = planned.plan

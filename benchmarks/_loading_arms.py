@@ -294,7 +294,7 @@ def planned_loader(corpus: Corpus, *, cached: bool = False, **options: Any) -> G
     try:
         yield loader
     finally:
-        loader._engine.close()
+        loader._backend.close()
 
 
 @contextmanager
@@ -313,8 +313,8 @@ def raw_decoding(corpus: Corpus, num_workers: int) -> Generator[Epoch]:
 
 ARTICLE = Peer("DataLoader, PIL, v1 transforms, 2 workers", "torchvision", torch_loader)
 LIMIT = Peer("raw libjpeg-turbo decode, 2 threads", "simplejpeg", raw_decoding)
-OURS = Peer("mmlab, threads, 2 workers", "mmlab", partial(ours, engine="threads"))
-OURS_TORCH = Peer("mmlab, torch, 2 workers", "mmlab", partial(ours, engine="torch"))
+OURS = Peer("mmlab, threads, 2 workers", "mmlab", partial(ours, backend="threads"))
+OURS_TORCH = Peer("mmlab, torch, 2 workers", "mmlab", partial(ours, backend="torch"))
 PEERS = (
     *(
         replace(ARTICLE, name=f"DataLoader, PIL, v1 transforms, {n} workers", num_workers=n)
@@ -334,7 +334,9 @@ PEERS = (
     Peer("litdata, torchvision.io", "litdata", litdata),
 )
 CROPS = (  # random-resized crops, an area of 8 to 100 %
-    Peer("mmlab, threads", "mmlab", partial(ours, engine="threads", augment=Augment(crop_scale=(0.08, 1.0)))),
+    Peer(
+        "mmlab, threads", "mmlab", partial(ours, backend="threads", augment=Augment(crop_scale=(0.08, 1.0)))
+    ),
     Peer(
         "DataLoader, PIL, v1 transforms",
         "torchvision",
@@ -347,6 +349,6 @@ CROPS = (  # random-resized crops, an area of 8 to 100 %
     ),
 )
 CACHED = (
-    Peer("mmlab, cached, threads", "mmlab", partial(ours, engine="threads", cached=True)),
-    Peer("mmlab, cached, no workers", "mmlab", partial(ours, engine="threads", cached=True), 0),
+    Peer("mmlab, cached, threads", "mmlab", partial(ours, backend="threads", cached=True)),
+    Peer("mmlab, cached, no workers", "mmlab", partial(ours, backend="threads", cached=True), 0),
 )

@@ -64,9 +64,9 @@ class KillsOnce:
 def killed_worker(corpus: Corpus) -> int:
     """SIGKILL to a worker process in the middle of a batch."""
     mark = corpus.folder / "killed"
-    with planned_loader(corpus, engine="torch", num_workers=2) as loader:
+    with planned_loader(corpus, backend="torch", num_workers=2) as loader:
         kills = KillsOnce(loader.dataset.records.ids[len(corpus) // 2], mark)
-    with planned_loader(corpus, engine="torch", num_workers=2, augment=kills) as loader:
+    with planned_loader(corpus, backend="torch", num_workers=2, augment=kills) as loader:
         wrong = num_wrong(loader, corpus)
     assert mark.exists(), "no worker was killed"
     return wrong
@@ -74,14 +74,14 @@ def killed_worker(corpus: Corpus) -> int:
 
 def flipped_byte(corpus: Corpus) -> int:
     """A byte of a cached image changes."""
-    with planned_loader(corpus, cached=True, engine="threads", num_workers=2):
+    with planned_loader(corpus, cached=True, backend="threads", num_workers=2):
         pass
     data = min((corpus.folder / "cache").glob("*.data"))
     image = max(np.fromfile(data.with_suffix(".index"), ENTRIES), key=lambda entry: int(entry["num_bytes"]))
     content = bytearray(data.read_bytes())
     content[int(image["offset"]) + int(image["num_bytes"]) // 2] ^= 0x10
     data.write_bytes(content)
-    with planned_loader(corpus, cached=True, engine="threads", num_workers=2) as loader:
+    with planned_loader(corpus, cached=True, backend="threads", num_workers=2) as loader:
         return num_wrong(loader, corpus)
 
 
@@ -90,7 +90,7 @@ def full_disk(corpus: Corpus) -> int:
     folder = corpus.folder / "cache"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={TMPFS_MIB}m", "tmpfs", str(folder)], check=True)
-    with planned_loader(corpus, cached=True, engine="threads", num_workers=2) as loader:
+    with planned_loader(corpus, cached=True, backend="threads", num_workers=2) as loader:
         assert loader.dataset.cache is not None
         assert loader.dataset.cache.stats().num_left_out > 0, "the disk did not fill up"
         return num_wrong(loader, corpus)
@@ -103,7 +103,7 @@ def killed_builder(corpus: Corpus) -> int:
         while not any(path.stat().st_size for path in folder.glob("*.data")):
             time.sleep(0.001)
         builder.kill()
-    with planned_loader(corpus, cached=True, engine="threads", num_workers=2) as loader:
+    with planned_loader(corpus, cached=True, backend="threads", num_workers=2) as loader:
         return num_wrong(loader, corpus)
 
 
@@ -116,7 +116,7 @@ def build(corpus: Corpus) -> int:
 def num_wrong(found: Iterable[Batch], corpus: Corpus) -> int:
     """How many batches are missing, or differ in any bit from those of an undisturbed loader without a cache."""
     batches = list(found)
-    with planned_loader(corpus, engine="threads", num_workers=0) as loader:
+    with planned_loader(corpus, backend="threads", num_workers=0) as loader:
         expected = list(loader)
     differ = sum(not same(batch, other) for batch, other in zip(batches, expected, strict=False))
     return differ + abs(len(batches) - len(expected))
@@ -130,15 +130,15 @@ def same(batch: Batch, other: Batch) -> bool:
     )
 
 
-def resume(corpus: Corpus, engine: str) -> dict[str, Any]:
+def resume(corpus: Corpus, backend: str) -> dict[str, Any]:
     """Stop in mid-epoch, go on in a new loader: how long until the next batch is there, and whether it is the one."""
-    with planned_loader(corpus, engine=engine, num_workers=2) as loader:
+    with planned_loader(corpus, backend=backend, num_workers=2) as loader:
         batches = iter(loader)
         for _ in range(len(loader) // 2):
             next(batches)
         state = json.loads(json.dumps(loader.state_dict()))
         rest = list(batches)
-    with planned_loader(corpus, engine=engine, num_workers=2) as loader:
+    with planned_loader(corpus, backend=backend, num_workers=2) as loader:
         started = time.perf_counter()
         loader.load_state_dict(state)
         batches = iter(loader)
@@ -146,7 +146,7 @@ def resume(corpus: Corpus, engine: str) -> dict[str, Any]:
         resume_s = time.perf_counter() - started
         found += batches
     wrong = sum(not same(batch, other) for batch, other in zip(found, rest, strict=True))
-    return {"kind": "resume", "engine": engine, "resume_s": resume_s, "num_wrong_batches": wrong}
+    return {"kind": "resume", "backend": backend, "resume_s": resume_s, "num_wrong_batches": wrong}
 
 
 FAULTS = {

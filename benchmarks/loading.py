@@ -82,7 +82,7 @@ def main() -> None:
         rows += compare_tuning(corpus, batches, num_turns, quick=options.quick)
         rows += measure_waits(corpus, batches, np.median(rows[0]["images_per_s"]))
         rows += [run_fault(name, fault_folder(corpus, name)) for name in FAULTS]
-        rows += [resume(corpus, engine) for engine in ("threads", "torch") for _ in range(num_turns)]
+        rows += [resume(corpus, backend) for backend in ("threads", "torch") for _ in range(num_turns)]
     goals = judge(rows)
     print(f"\n{table(rows)}\n")
     print_goals(goals)
@@ -171,26 +171,26 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
     )
     fixed = [
         Peer(
-            f"mmlab, {engine}, {n} workers, {ahead} ahead",
+            f"mmlab, {backend}, {n} workers, {ahead} ahead",
             "mmlab",
-            partial(ours, engine=engine, prefetch=ahead),
+            partial(ours, backend=backend, prefetch=ahead),
             n,
         )
-        for engine, n, ahead in product(("threads", "torch"), workers, prefetches)
-        if engine == "threads" or ahead >= n
+        for backend, n, ahead in product(("threads", "torch"), workers, prefetches)
+        if backend == "threads" or ahead >= n
     ]
     rows = compare("search", fixed, corpus, batches, 1 if quick else 2)
     best = fixed[int(np.argmax([np.median(row["images_per_s"]) for row in rows]))]
-    options = {"engine": "auto", "num_workers": "auto", "prefetch": "auto"}
+    options = {"backend": "auto", "num_workers": "auto", "prefetch": "auto"}
     with planned_loader(corpus, **options) as loader:
         settle(loader, batches, limit_s=5 if quick else 60)
         tuning = loader.tuning
-        setting = {"num_workers": loader._engine.num_workers, "prefetch": loader._engine.prefetch}
-        engine = "torch" if tuning.engine.startswith("torch") else "threads"
+        setting = {"num_workers": loader._backend.num_workers, "prefetch": loader._backend.prefetch}
+        backend = "torch" if tuning.backend.startswith("torch") else "threads"
     tuned = Peer(
         TUNED,
         "mmlab",
-        partial(ours, engine=engine, prefetch=setting["prefetch"]),
+        partial(ours, backend=backend, prefetch=setting["prefetch"]),
         setting["num_workers"],
     )
     articles = [
@@ -199,7 +199,7 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
     best = replace(best, name=f"best fixed: {best.name}")
     rows += compare("tuning", (tuned, best, *articles), corpus, batches, num_turns)
     trace = [{key: getattr(trial, key) for key in trial.__slots__} for trial in tuning.trials]
-    return [*rows, {"kind": "trace", "engine": tuning.engine, **setting, "trials": trace}]
+    return [*rows, {"kind": "trace", "backend": tuning.backend, **setting, "trials": trace}]
 
 
 def settle(loader: Any, batches: Rows, limit_s: float) -> None:

@@ -37,7 +37,7 @@ from mmlab.training.fusion_trainer import FusionTrainer
 
 Section = dict[str, Any]
 
-LOADER_OPTIONS = ("engine", "num_workers", "prefetch", "on_bad_sample", "max_bad_samples", "max_ram_gb")
+LOADER_OPTIONS = ("backend", "num_workers", "prefetch", "on_bad_sample", "max_bad_samples", "max_ram_gb")
 CACHE_OPTIONS = ("cache", "cache_limit_gib")
 _DATA = {
     "path": "str",

@@ -1,7 +1,7 @@
-"""The loader: a plan decides which samples form a batch, an engine reads, decodes and pads them ahead of training.
+"""The loader: a plan decides which samples form a batch, a backend reads, decodes and pads them ahead of training.
 
 Here dataset and schedule meet. Order comes from the plan alone and each sample from (seed, epoch, record id): batches
-do not depend on the engine, the number of workers or where an epoch was resumed, bit for bit. `mmlab.loading` has the
+do not depend on the backend, the number of workers or where an epoch was resumed, bit for bit. `mmlab.loading` has the
 stages; the loader adds what belongs to an epoch: position, bad samples and reports.
 """
 
@@ -22,10 +22,10 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.loading.collate import collate
 from mmlab.loading.copying import Copier
-from mmlab.loading.processes import TorchEngine
+from mmlab.loading.processes import TorchBackend
 from mmlab.loading.stages import StageReport
-from mmlab.loading.threads import ThreadEngine
-from mmlab.loading.tuning import Tuner, Tuning, choose_engine
+from mmlab.loading.threads import ThreadBackend
+from mmlab.loading.tuning import Tuner, Tuning, choose_backend
 from mmlab.loading.work import ON_BAD_SAMPLE, Augmentation, BadSample, Done, Job, Recipe, Setting
 from mmlab.machine import num_usable_cores, total_memory_bytes
 from mmlab.runs.events import RunEvent
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedLoader", "collate", "default_num_workers"]
 
-ENGINES = ("auto", "threads", "torch")
+BACKENDS = ("auto", "threads", "torch")
 _REPORT_S = 1.0  # between two reports of the stages
 
 
@@ -56,7 +56,7 @@ class PlannedLoader:
         dataset: what to load.
         scheduler: plans each epoch from `dataset.sizes`. The plan is read only as far ahead as `prefetch`, so a
             scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may plan the rest of the epoch anew.
-        engine: `threads` in this process, `torch` for a DataLoader with worker processes, `auto` chooses.
+        backend: `threads` in this process, `torch` for a DataLoader with worker processes, `auto` chooses.
         num_workers: threads or processes that decode; 0 decodes in the caller's thread; None takes
             `default_num_workers()`; `auto` starts from that and searches while training waits (see `tuning`).
         prefetch: batches prepared ahead; None takes two a worker; `auto` searches as well.
@@ -74,7 +74,7 @@ class PlannedLoader:
             bad samples and dead workers are Python warnings.
 
     Raises:
-        OptionError: an unknown engine or policy, or a number out of range.
+        OptionError: an unknown backend or policy, or a number out of range.
     """
 
     weights: NDArray[np.float64] | None = None  # (N,) of each sample's loss; batches carry them where given
@@ -84,7 +84,7 @@ class PlannedLoader:
         dataset: MultimodalDataset,
         scheduler: Scheduler,
         *,
-        engine: str = "auto",
+        backend: str = "auto",
         num_workers: int | Literal["auto"] | None = None,
         prefetch: int | Literal["auto"] | None = None,
         pin_memory: bool | None = None,
@@ -96,8 +96,8 @@ class PlannedLoader:
         max_ram_gb: float | None = None,
         emit: Callable[[RunEvent], object] | None = None,
     ) -> None:
-        if engine not in ENGINES:
-            raise unknown_name("engine", engine, ENGINES)
+        if backend not in BACKENDS:
+            raise unknown_name("backend", backend, BACKENDS)
         if on_bad_sample not in ON_BAD_SAMPLE:
             raise unknown_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
         workers = num_workers if isinstance(num_workers, int) else default_num_workers()
@@ -125,8 +125,8 @@ class PlannedLoader:
         asked = {"num_workers": num_workers, "prefetch": prefetch}
         self._tuned = [name for name, value in asked.items() if value == "auto"]
         self._tuner: Tuner | None = None
-        self._asked_engine, self._engine_reason = engine, engine
-        self._engine = self._make_engine(engine)
+        self._asked_backend, self._backend_reason = backend, backend
+        self._backend = self._make_backend(backend)
         self._plan: BatchPlan | Iterable[list[int]] = scheduler.plan(self._recipe.sizes, epoch=0)
         self._num_done = 0  # batches of the epoch that were delivered, or had nothing to deliver
         self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator, at the same place
@@ -186,7 +186,7 @@ class PlannedLoader:
         Workers otherwise stay for the next epoch, and end with the loader.
         """
         self._closed = True
-        self._engine.close()
+        self._backend.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -196,10 +196,10 @@ class PlannedLoader:
 
     def _deliver(self) -> Iterator[Batch]:
         jobs = self._jobs()
-        self._prepare_engine()
-        engine, tuner = self._engine, self._tuner
+        self._prepare_backend()
+        backend, tuner = self._backend, self._tuner
         try:
-            with closing(engine.run(jobs)) as outcomes:
+            with closing(backend.run(jobs)) as outcomes:
                 while True:
                     self._check_open()
                     started = perf_counter()
@@ -207,20 +207,20 @@ class PlannedLoader:
                     if done is None:
                         break
                     wait_s = perf_counter() - started
-                    engine.meter.deliver(len(done.job.rows), wait_s, done.num_hits)
+                    backend.meter.deliver(len(done.job.rows), wait_s, done.num_hits)
                     self._take_bad_samples(done)
                     self._num_done = done.job.number + 1
                     self._plan_state = self._plan_states.pop(done.job.number, None)
                     self._report_stages(min_s=_REPORT_S)
                     if tuner is not None and (setting := tuner.observe(len(done.job.rows), wait_s)):
-                        engine.resize(setting)
+                        backend.resize(setting)
                     if done.batch is not None:
                         yield self._finish(done.batch, done.rows)
                 self._report_stages(min_s=0)
         except GeneratorExit:  # let go of half-way; workers may stay for another epoch
             raise
         except BaseException:
-            engine.close()
+            backend.close()
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class PlannedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration begin with the very batch that would have come; nothing is decoded again.
 
-        The engine and the number of workers may be others than before, and so may the number of ranks: the samples
+        The backend and the number of workers may be others than before, and so may the number of ranks: the samples
         that are left of the epoch are then cut anew, and `len` is what was done by this rank's count and what is left.
 
         Raises:
@@ -265,34 +265,34 @@ class PlannedLoader:
 
     def stage_report(self) -> StageReport:
         """How busy each stage was in the current or last epoch, and which one is short."""
-        return self._engine.meter.report()
+        return self._backend.meter.report()
 
     @property
     def tuning(self) -> Tuning:
-        """The settings that were tried for `auto`, and the engine in use."""
-        return Tuning([] if self._tuner is None else self._tuner.trials, self._engine_reason)
+        """The settings that were tried for `auto`, and the backend in use."""
+        return Tuning([] if self._tuner is None else self._tuner.trials, self._backend_reason)
 
-    def _make_engine(self, name: str) -> ThreadEngine | TorchEngine:
+    def _make_backend(self, name: str) -> ThreadBackend | TorchBackend:
         options: dict[str, Any] = {
             **self._start._asdict(),
             "copier": self._copier,
             "max_bytes": self._max_bytes,
         }
         if name == "torch" and self._start.num_workers:
-            return TorchEngine(self._recipe, **options, warn=partial(_warn, self._emit))
-        return ThreadEngine(self._recipe, **options)
+            return TorchBackend(self._recipe, **options, warn=partial(_warn, self._emit))
+        return ThreadBackend(self._recipe, **options)
 
-    def _prepare_engine(self) -> None:
-        """Before an epoch: choose the engine if that was left open, and begin to measure."""
-        if self._asked_engine == "auto":
-            self._asked_engine, self._engine_reason = choose_engine(self._recipe, self._start.num_workers)
-            if self._asked_engine == "torch":
-                self._engine = self._make_engine("torch")
-        setting = Setting(self._engine.num_workers, self._engine.prefetch)
+    def _prepare_backend(self) -> None:
+        """Before an epoch: choose the backend if that was left open, and begin to measure."""
+        if self._asked_backend == "auto":
+            self._asked_backend, self._backend_reason = choose_backend(self._recipe, self._start.num_workers)
+            if self._asked_backend == "torch":
+                self._backend = self._make_backend("torch")
+        setting = Setting(self._backend.num_workers, self._backend.prefetch)
         if self._tuner is not None:
             self._tuner.begin_epoch(self._num_batches())
         elif self._tuned and setting.num_workers:
-            ram_bytes, max_bytes = self._engine.ram_bytes, self._max_bytes
+            ram_bytes, max_bytes = self._backend.ram_bytes, self._max_bytes
             self._tuner = Tuner(setting, self._tuned, ram_bytes=ram_bytes, max_bytes=max_bytes)
             self._tuner.begin_epoch(self._num_batches())
 
@@ -348,7 +348,7 @@ class PlannedLoader:
                 )
 
     def _report_stages(self, min_s: float) -> None:
-        if self._emit is not None and (report := self._engine.meter.since_last(min_s=min_s)) is not None:
+        if self._emit is not None and (report := self._backend.meter.since_last(min_s=min_s)) is not None:
             cache = self.dataset.cache
             for row in report.rows:
                 if row["stage"] == "read" and cache is not None:

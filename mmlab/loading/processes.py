@@ -1,11 +1,11 @@
-"""The `torch` engine: torch's DataLoader with worker processes, each of which does whole batches.
+"""The `torch` backend: torch's DataLoader with worker processes, each of which does whole batches.
 
 Workers stay for the next epoch. One that dies is noticed within about 5 s (torch looks after that long without data)
 and named with the sample it held; the batches that were not delivered are done again by new workers.
 
 Workers are forked where that is safe: on Linux, before CUDA is in use. Elsewhere they start afresh and import the
 classes they need; a class that was defined in a notebook cell cannot be imported, which is said before a worker fails
-at it. The `threads` engine has no such limits.
+at it. The `threads` backend has no such limits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mmlab.loading.work import Done, Job, Recipe, Setting
 _MAX_DEATHS = 2  # of workers, without a batch delivered in between
 
 
-class TorchEngine:
+class TorchBackend:
     """Does jobs with a DataLoader's worker processes.
 
     Args:
@@ -288,6 +288,6 @@ def start_method(recipe: Recipe) -> str:
     if unreachable:
         raise OptionError(
             "worker processes cannot import the dataset, its cache or its augmentation: "
-            f"{reason}; use engine='threads', or define it in a module"
+            f"{reason}; use backend='threads', or define it in a module"
         )
     return "forkserver" if "forkserver" in methods else "spawn"

@@ -1,4 +1,4 @@
-"""The `threads` engine: every stage has threads of its own in this process, and a queue before it.
+"""The `threads` backend: every stage has threads of its own in this process, and a queue before it.
 
 Samples pass through read and decode in any order; batches come out in the plan's. At most `prefetch` batches are under
 way or ready, few encoded images wait for a decoding thread, and a batch that does not fit into `max_bytes` beside the
@@ -97,7 +97,7 @@ class _Stage(NamedTuple):
     work: Callable[..., Any]  # (ticket, ...) -> what goes into the sink; None: nothing yet
 
 
-class ThreadEngine:
+class ThreadBackend:
     """Does jobs with threads; `run` starts them, and ends them however it is left.
 
     Args:

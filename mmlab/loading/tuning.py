@@ -1,4 +1,4 @@
-"""Choosing the engine, and finding the number of workers and of batches ahead, by measuring.
+"""Choosing the backend, and finding the number of workers and of batches ahead, by measuring.
 
 The search runs in training itself: nothing is loaded for its sake alone. A change is compared with the best setting so
 far in alternation, three windows of about half a second each. It is kept where batches come 5 % faster by the medians,
@@ -49,13 +49,13 @@ class Tuning:
     """The trace of a search, in order."""
 
     trials: list[Trial]
-    engine: str  # the one in use, and why
+    backend: str  # the one in use, and why
 
     def __str__(self) -> str:
-        return f"{as_text(Trial.__slots__, [asdict(trial) for trial in self.trials])}\n{self.engine}"
+        return f"{as_text(Trial.__slots__, [asdict(trial) for trial in self.trials])}\n{self.backend}"
 
     def _repr_html_(self) -> str:
-        return f"{as_html(Trial.__slots__, [asdict(trial) for trial in self.trials])}<p>engine: {self.engine}</p>"
+        return f"{as_html(Trial.__slots__, [asdict(trial) for trial in self.trials])}<p>backend: {self.backend}</p>"
 
 
 class Tuner:
@@ -168,7 +168,7 @@ class Tuner:
         )
 
 
-def choose_engine(recipe: Recipe, num_workers: int) -> tuple[str, str]:
+def choose_backend(recipe: Recipe, num_workers: int) -> tuple[str, str]:
     """`threads` unless they get in each other's way, as they do where Python code does the decoding; and why.
 
     A few samples are made by one thread and then by several (about a third of a second in all).
@@ -196,7 +196,7 @@ def choose_engine(recipe: Recipe, num_workers: int) -> tuple[str, str]:
 
 
 def verdict(gains: Sequence[float], num_threads: int) -> tuple[str, str]:
-    """The engine, and why, from how many times as fast as one thread several were, round by round.
+    """The backend, and why, from how many times as fast as one thread several were, round by round.
 
     The best round counts: what disturbs one, on a busy machine, makes threads look worse than they are.
     """

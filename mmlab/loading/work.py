@@ -1,6 +1,6 @@
 """What is done to the samples of a batch, whichever thread or process does it.
 
-A `Recipe` is pure: a job gives the same batch wherever and whenever it is done. So a resumed run, another engine and
+A `Recipe` is pure: a job gives the same batch wherever and whenever it is done. So a resumed run, another backend and
 another number of workers see the same pixels, and work lost with a killed worker is simply done again.
 """
 

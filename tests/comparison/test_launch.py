@@ -51,7 +51,7 @@ from mmlab.config import load_config
 from mmlab.launch import train_on
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored
-changes = ["trainer.num_epochs=10000", "data.engine=torch", "data.num_workers=1"]
+changes = ["trainer.num_epochs=10000", "data.backend=torch", "data.num_workers=1"]
 try:
     train_on(load_config(sys.argv[1], changes), num_processes=2, runs=sys.argv[2])
 except KeyboardInterrupt:

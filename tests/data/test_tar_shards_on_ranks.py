@@ -57,7 +57,7 @@ def read_an_epoch(folder: str, epoch: int) -> list[str]:
     dataset = MultimodalDataset(records, image_policy=Square(32))
     whole = make_scheduler("random", batch_size=2, world_size=world_size)
     share = Share(whole=whole, rank=rank, world_size=world_size)
-    with PlannedLoader(dataset, share, engine="torch", num_workers=2) as loader:
+    with PlannedLoader(dataset, share, backend="torch", num_workers=2) as loader:
         loader.set_epoch(epoch)
         found = [record_id for batch in loader for record_id in batch.record_ids]
     distributed.destroy_process_group()

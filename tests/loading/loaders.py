@@ -14,18 +14,18 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Batch
 
-ENGINES = {
-    "here": {"engine": "threads", "num_workers": 0},
-    "threads": {"engine": "threads", "num_workers": 3, "prefetch": 3},
-    "torch": {"engine": "torch", "num_workers": 2},
+BACKENDS = {
+    "here": {"backend": "threads", "num_workers": 0},
+    "threads": {"backend": "threads", "num_workers": 3, "prefetch": 3},
+    "torch": {"backend": "torch", "num_workers": 2},
 }
 
 
-def make_loader(dataset, engine: str = "here", **options) -> PlannedLoader:
+def make_loader(dataset, backend: str = "here", **options) -> PlannedLoader:
     scheduler = options.pop("scheduler", None)
     if scheduler is None:
         scheduler = make_scheduler("budget", budget=200, seed=3)
-    return PlannedLoader(dataset, scheduler, **{**ENGINES[engine], **options})
+    return PlannedLoader(dataset, scheduler, **{**BACKENDS[backend], **options})
 
 
 class Noise:

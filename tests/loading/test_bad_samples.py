@@ -15,7 +15,7 @@ from mmlab.errors import DataError, OptionError, RunError
 from mmlab.runs.events import RunEvent, RunLog, read_events
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect
-from tests.loading.loaders import ENGINES, assert_same, make_loader
+from tests.loading.loaders import BACKENDS, assert_same, make_loader
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def bad_ids(dataset: MultimodalDataset) -> set[str]:
     return {record_id for record_id, path in pairs if path in paths}
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_raise_stops_at_the_batch_that_holds_it(broken: MultimodalDataset, engine: str) -> None:
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_raise_stops_at_the_batch_that_holds_it(broken: MultimodalDataset, backend: str) -> None:
     events: list[RunEvent] = []
-    loader = make_loader(broken, engine, emit=events.append)
+    loader = make_loader(broken, backend, emit=events.append)
     batches = []
     with pytest.raises(DataError, match=r"record '.*': cannot read image .*mend or remove the file"):
         batches += loader  # in place: what came before the error stays
@@ -52,10 +52,10 @@ def test_raise_stops_at_the_batch_that_holds_it(broken: MultimodalDataset, engin
     assert event.values["policy"] == "raise"
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_skip_leaves_out_those_and_no_others(broken: MultimodalDataset, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_skip_leaves_out_those_and_no_others(broken: MultimodalDataset, tmp_path: Path, backend: str) -> None:
     with RunLog(tmp_path / "run") as log:
-        loader = make_loader(broken, engine, on_bad_sample="skip", emit=log.emit)
+        loader = make_loader(broken, backend, on_bad_sample="skip", emit=log.emit)
         seen = [record_id for batch in loader for record_id in batch.record_ids]
     assert sorted(seen) == sorted(set(broken.records.ids) - bad_ids(broken))
     events = [event.values for event in read_events(log.path)[0] if event.kind == "bad_sample"]
@@ -69,11 +69,11 @@ def test_skip_leaves_out_those_and_no_others(broken: MultimodalDataset, tmp_path
 
 def test_replacements_fit_the_plan_and_are_the_same_for_everybody(broken: MultimodalDataset) -> None:
     runs, events = {}, {}
-    for engine in ENGINES:
-        events[engine] = []
-        loader = make_loader(broken, engine, on_bad_sample="replace", emit=events[engine].append)
-        runs[engine] = list(loader)
-        for batch, shape in zip(runs[engine], loader.plan.shapes, strict=True):
+    for backend in BACKENDS:
+        events[backend] = []
+        loader = make_loader(broken, backend, on_bad_sample="replace", emit=events[backend].append)
+        runs[backend] = list(loader)
+        for batch, shape in zip(runs[backend], loader.plan.shapes, strict=True):
             assert len(set(batch.record_ids)) == len(batch) == shape.batch_size
             assert all(side <= limit for side, limit in zip(batch.shape, shape, strict=True))
     assert_same(runs["threads"], runs["here"])

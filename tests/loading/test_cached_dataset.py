@@ -82,8 +82,8 @@ def test_batches_are_bitwise_the_same_cold_warm_and_without(
     scheduler = make_scheduler("random", batch_size=8)
     for _ in range(2):
         pairs = zip(
-            PlannedLoader(dataset, scheduler, num_workers=2, engine="threads"),
-            PlannedLoader(cached, scheduler, num_workers=2, engine="threads"),
+            PlannedLoader(dataset, scheduler, num_workers=2, backend="threads"),
+            PlannedLoader(cached, scheduler, num_workers=2, backend="threads"),
             strict=True,
         )
         for plain, batch in pairs:

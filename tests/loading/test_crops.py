@@ -62,9 +62,9 @@ def test_a_crop_is_decoded_from_the_stored_image_to_the_planned_size(dataset: Mu
         assert int(batch.pixel_mask[place].sum()) == height * width
 
 
-@pytest.mark.parametrize("engine", ["threads", "torch"])
-def test_crops_do_not_depend_on_the_engine_and_change_with_the_epoch(dataset, engine: str) -> None:
-    reference, loader = make_loader(dataset, augment=AUGMENT), make_loader(dataset, engine, augment=AUGMENT)
+@pytest.mark.parametrize("backend", ["threads", "torch"])
+def test_crops_do_not_depend_on_the_backend_and_change_with_the_epoch(dataset, backend: str) -> None:
+    reference, loader = make_loader(dataset, augment=AUGMENT), make_loader(dataset, backend, augment=AUGMENT)
     images = []
     for epoch in (0, 3):
         reference.set_epoch(epoch)

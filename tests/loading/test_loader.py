@@ -84,7 +84,7 @@ def test_iterating_leaves_the_global_generator_alone(dataset: MultimodalDataset)
 
 
 def test_a_loader_that_is_let_go_of_ends_its_workers_at_once(dataset: MultimodalDataset) -> None:
-    loader = PlannedLoader(dataset, make_scheduler("random", batch_size=8), engine="torch", num_workers=1)
+    loader = PlannedLoader(dataset, make_scheduler("random", batch_size=8), backend="torch", num_workers=1)
     for _ in loader:
         pass
     (worker,) = multiprocessing.active_children()

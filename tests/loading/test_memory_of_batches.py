@@ -15,7 +15,7 @@ from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.work import Job, Recipe
 from mmlab.types import Square
-from tests.loading.loaders import ENGINES, Noise, assert_same, make_loader
+from tests.loading.loaders import BACKENDS, Noise, assert_same, make_loader
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def test_an_augmentation_may_give_back_a_view_of_what_it_took(cached: Multimodal
     assert_same(turned, list(make_loader(plain, augment=turn)))
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("backend", list(BACKENDS))
 @pytest.mark.filterwarnings("ignore:damaged cache")
 def test_what_was_read_into_a_batch_and_is_damaged_is_made_again(
-    cached: MultimodalDataset, engine: str
+    cached: MultimodalDataset, backend: str
 ) -> None:
     plain = copy.copy(cached)
     plain.cache = None
@@ -81,16 +81,16 @@ def test_what_was_read_into_a_batch_and_is_damaged_is_made_again(
         content = np.fromfile(shard, np.uint8)
         content[:: 64 * 1024] ^= 1
         content.tofile(shard)
-    assert_same(list(make_loader(cached, engine)), list(make_loader(plain, engine)))
-    assert engine == "torch" or cached.cache.stats().num_damaged > 0
+    assert_same(list(make_loader(cached, backend)), list(make_loader(plain, backend)))
+    assert backend == "torch" or cached.cache.stats().num_damaged > 0
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("backend", list(BACKENDS))
 def test_a_batch_is_its_own_when_the_cache_is_overwritten_and_evicted(
-    cached: MultimodalDataset, engine: str
+    cached: MultimodalDataset, backend: str
 ) -> None:
     expected = copy.deepcopy(list(make_loader(cached)))
-    batches = list(make_loader(cached, engine))
+    batches = list(make_loader(cached, backend))
     for shard in cached.cache.folder.glob("*.data"):
         with shard.open("r+b") as file:  # what a mapped page shows at once
             file.write(bytes(np.full(shard.stat().st_size, 77, np.uint8)))

@@ -32,9 +32,9 @@ def saved(state: dict) -> dict:
 def test_the_next_batch_is_the_one_that_would_have_come(dataset, name: str, before: str, after: str) -> None:
     options = {"batch_size": 5} if name == "random" else {"budget": 200}
 
-    def loader(engine: str):
+    def loader(backend: str):
         made = make_loader(
-            dataset, engine, scheduler=make_scheduler(name, seed=7, **options), augment=Noise(), prefetch=4
+            dataset, backend, scheduler=make_scheduler(name, seed=7, **options), augment=Noise(), prefetch=4
         )
         made.set_epoch(2)
         return made
@@ -107,10 +107,10 @@ def test_weights_of_an_adaptive_loader_come_with_their_samples(dataset) -> None:
 def test_decisions_of_a_closed_loop_are_part_of_the_state(dataset, before: str, after: str) -> None:
     """Batches shrink in mid-epoch; those that were drawn ahead stay as they are, before and after the resume."""
 
-    def loader(engine: str):
+    def loader(backend: str):
         planner = make_scheduler("random", batch_size=8)
         scheduler = ResourceAwareScheduler(1, planner=planner, policy="halving")
-        return make_loader(dataset, engine, scheduler=scheduler, augment=Noise(), prefetch=2)
+        return make_loader(dataset, backend, scheduler=scheduler, augment=Noise(), prefetch=2)
 
     def train(made, num_batches: int | None = None) -> list:
         batches = []

@@ -1,4 +1,4 @@
-"""Whatever the data come from, every engine makes the same batches of them, and a model takes a step on these."""
+"""Whatever the data come from, every backend makes the same batches of them, and a model takes a step on these."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SOURCES: list[Callable] = [
 
 
 @pytest.mark.parametrize("make_source", SOURCES)
-def test_every_engine_loads_every_source(make_source, records, tmp_path, monkeypatch) -> None:
+def test_every_backend_loads_every_source(make_source, records, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = make_source(records, tmp_path)
     found = read_records(source, allow_missing_modality=True, progress=False)
@@ -99,8 +99,8 @@ def test_every_engine_loads_every_source(make_source, records, tmp_path, monkeyp
     scheduler = make_scheduler("random", batch_size=5, seed=1)
     expected = list(make_loader(dataset, scheduler=scheduler))
     assert sorted(id_ for batch in expected for id_ in batch.record_ids) == sorted(found.ids)
-    for engine in ("threads", "torch"):
-        assert_same(list(make_loader(dataset, engine, scheduler=scheduler)), expected)
+    for backend in ("threads", "torch"):
+        assert_same(list(make_loader(dataset, backend, scheduler=scheduler)), expected)
 
     torch.manual_seed(0)
     small = dict.fromkeys(("image_dim", "text_dim", "hidden_dim", "embed_dim"), 32)

@@ -12,13 +12,13 @@ from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.stages import StageMeter
 from mmlab.runs.events import RunLog, read_events
-from tests.loading.loaders import ENGINES, Slow, make_loader
+from tests.loading.loaders import BACKENDS, Slow, make_loader
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path, backend: str) -> None:
     with RunLog(tmp_path) as log:
-        loader = make_loader(dataset, engine, augment=Slow(0.02), emit=log.emit)
+        loader = make_loader(dataset, backend, augment=Slow(0.02), emit=log.emit)
         started = time.perf_counter()
         batches = list(loader)
         duration_s = time.perf_counter() - started
@@ -41,7 +41,9 @@ def test_nothing_is_short_where_training_is_slow(dataset) -> None:
     loader = make_loader(dataset, "threads", prefetch=4)
     for number, _ in enumerate(loader):
         if number == 0:
-            loader._engine.meter = StageMeter(loader._engine.meter.num_threads, shared=False)  # not the start
+            loader._backend.meter = StageMeter(
+                loader._backend.meter.num_threads, shared=False
+            )  # not the start
         time.sleep(0.03)
     report = loader.stage_report()
     assert report.wait_ratio < 0.05
@@ -52,9 +54,9 @@ def test_hits_of_the_cache_are_in_the_events(dataset, tmp_path: Path) -> None:
     own = MultimodalDataset(dataset.records, tokenizer=dataset.tokenizer, image_policy=dataset.image_policy)
     cache = SampleCache(tmp_path / "cache", key=cache_key(own))
     ratios, sizes = [], []
-    for engine in ENGINES:
+    for backend in BACKENDS:
         events: list = []
-        list(make_loader(own, engine, cache=cache, emit=events.append))
+        list(make_loader(own, backend, cache=cache, emit=events.append))
         (read,) = [event.values for event in events if event.values.get("stage") == "read"][-1:]
         ratios.append(read["cache_hit_ratio"])
         sizes.append(read["cache_bytes"])

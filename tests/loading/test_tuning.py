@@ -1,4 +1,4 @@
-"""The search widens what is short, within its limit, and stops; the engine is chosen by what threads achieve."""
+"""The search widens what is short, within its limit, and stops; the backend is chosen by what threads achieve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.loading import tuning
-from mmlab.loading.tuning import Tuner, choose_engine, verdict
+from mmlab.loading.tuning import Tuner, choose_backend, verdict
 from mmlab.loading.work import Recipe, Setting
 from mmlab.schedule.schedulers import make_scheduler
 from tests.loading.loaders import Slow, assert_same, make_loader
@@ -35,14 +35,14 @@ def test_workers_are_added_as_long_as_batches_come_faster(dataset) -> None:
         prefetch="auto",
         augment=Slow(0.02),
     )
-    start = loader._engine.num_workers
+    start = loader._backend.num_workers
     for epoch in range(60):
         loader.set_epoch(epoch)
         batches = list(loader)
         if loader._tuner.done:
             break
     assert loader._tuner.done, loader.tuning
-    assert loader._engine.num_workers > start
+    assert loader._backend.num_workers > start
     trials = loader.tuning.trials
     assert trials[0].verdict == "start"
     assert any(trial.verdict.startswith("kept: x") for trial in trials)
@@ -52,13 +52,13 @@ def test_workers_are_added_as_long_as_batches_come_faster(dataset) -> None:
     assert_same(batches, list(reference))  # whatever was tried
 
 
-@pytest.mark.parametrize("engine", ["threads", "torch"])
-def test_tuning_in_mid_epoch_changes_no_batch(dataset, engine: str) -> None:
-    loader = make_loader(dataset, engine, num_workers=1, prefetch=2, augment=Slow(0.002))
+@pytest.mark.parametrize("backend", ["threads", "torch"])
+def test_tuning_in_mid_epoch_changes_no_batch(dataset, backend: str) -> None:
+    loader = make_loader(dataset, backend, num_workers=1, prefetch=2, augment=Slow(0.002))
     iterator = iter(loader)
     batches = [next(iterator) for _ in range(3)]
     for setting in (Setting(3, 6), Setting(1, 1)):
-        loader._engine.resize(setting)
+        loader._backend.resize(setting)
         batches += [next(iterator) for _ in range(3)]
     assert_same([*batches, *iterator], list(make_loader(dataset)))
 
@@ -75,16 +75,16 @@ class Counted:
         return image
 
 
-@pytest.mark.parametrize("engine", ["threads", "torch"])
-def test_tuning_in_mid_epoch_makes_nothing_twice(dataset, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("backend", ["threads", "torch"])
+def test_tuning_in_mid_epoch_makes_nothing_twice(dataset, tmp_path: Path, backend: str) -> None:
     loader = make_loader(
-        dataset, engine, num_workers=2, prefetch=6, augment=Counted(tmp_path / "made"), on_bad_sample="skip"
+        dataset, backend, num_workers=2, prefetch=6, augment=Counted(tmp_path / "made"), on_bad_sample="skip"
     )
     batches = []
     for number, batch in enumerate(loader):
         batches.append(batch)
         if number in (1, 4):
-            loader._engine.resize(Setting(number, 2 * number))
+            loader._backend.resize(Setting(number, 2 * number))
     assert_same(batches, list(make_loader(dataset)))
     assert sorted((tmp_path / "made").read_text().split("\n")[:-1]) == sorted(dataset.records.ids)
 
@@ -167,18 +167,18 @@ def test_what_does_not_help_is_taken_back(search) -> None:
     assert tuner._setting == (2, 4)
 
 
-def test_the_engine_is_chosen_by_what_threads_achieve() -> None:
+def test_the_backend_is_chosen_by_what_threads_achieve() -> None:
     assert verdict([0.9, 1.8, 1.7], 2) == ("threads", "threads (2 threads were 1.80 times as fast as one)")
     assert verdict([0.9, 1.05, 1.0], 2) == ("torch", "torch (2 threads were 1.05 times as fast as one)")
     assert verdict([1.6, 1.9], 4)[0] == "torch"
 
 
-def test_measuring_an_engine_needs_samples_and_threads(dataset) -> None:
-    assert choose_engine(Recipe(dataset=dataset), 1)[0] == "threads"
+def test_measuring_a_backend_needs_samples_and_threads(dataset) -> None:
+    assert choose_backend(Recipe(dataset=dataset), 1)[0] == "threads"
     rows = np.fromiter(chain.from_iterable(repeat(range(len(dataset)), 4)), int)
     many = MultimodalDataset(
         dataset.records.select(rows), tokenizer=dataset.tokenizer, image_policy=dataset.image_policy
     )
-    name, reason = choose_engine(Recipe(dataset=many), 4)
+    name, reason = choose_backend(Recipe(dataset=many), 4)
     assert name in ("threads", "torch")
     assert "times as fast as one" in reason

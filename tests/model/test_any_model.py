@@ -130,7 +130,7 @@ def parts_with_gradient(trainer: FusionTrainer, step) -> set[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_under_every_padded_scheduler(name, scheduler, dataset, tokenizer):
     trainer = FusionTrainer(build(name, tokenizer), lr=5e-3, device="cpu")
-    loader = PlannedLoader(dataset, plan(scheduler), engine="threads", num_workers=0)
+    loader = PlannedLoader(dataset, plan(scheduler), backend="threads", num_workers=0)
     history = []
     parts = parts_with_gradient(trainer, lambda: history.extend(trainer.fit(loader, num_epochs=2)))
     losses = [values["loss"] for values in history if not math.isnan(values["loss"])]
@@ -141,7 +141,7 @@ def test_every_model_trains_under_every_padded_scheduler(name, scheduler, datase
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_learns_a_batch(name, dataset, tokenizer):
     trainer = FusionTrainer(build(name, tokenizer), lr=1e-2, device="cpu")
-    (batch, *_) = PlannedLoader(dataset, plan("random"), engine="threads", num_workers=0)
+    (batch, *_) = PlannedLoader(dataset, plan("random"), backend="threads", num_workers=0)
     before = trainer.evaluate([batch])["loss"]
     trainer.fit([batch] * 20)
     after = trainer.evaluate([batch])["loss"]
@@ -192,7 +192,9 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     assert dataset.image_policy == Square(SIDE)
     assert dataset.sizes.num_tokens.max() == 12
     model = LossModel(MODELS[kind](processor.tokenizer), processor=processor)
-    (batch,) = PlannedLoader(dataset, make_scheduler("random", batch_size=8), engine="threads", num_workers=0)
+    (batch,) = PlannedLoader(
+        dataset, make_scheduler("random", batch_size=8), backend="threads", num_workers=0
+    )
     images = [np.asarray(pixels.permute(1, 2, 0)) for pixels in batch.pixel_values]
     options = {"do_resize": False, "return_tensors": "pt"}
     theirs = processor.image_processor(images, **options)["pixel_values"]

@@ -104,7 +104,7 @@ def stopped_twice(folder: Path, steps: tuple[int, int], dataset: MultimodalDatas
     [
         *((name, "fp32", 1, {}) for name in SCHEDULERS),
         ("budget", "fp16", 3, {"num_workers": 2}),
-        ("random", "bf16", 2, {"num_workers": 2, "engine": "torch"}),
+        ("random", "bf16", 2, {"num_workers": 2, "backend": "torch"}),
     ],
 )
 def test_a_run_resumed_twice_is_bitwise_the_same_run(

@@ -1,4 +1,4 @@
-"""Every engine gives the same batches, draws no further ahead than it was told, and leaves nothing running."""
+"""Every backend gives the same batches, draws no further ahead than it was told, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmlab.errors import OptionError, RunError
 from mmlab.loading.processes import start_method
 from mmlab.loading.work import Recipe
 from mmlab.types import Aspect
-from tests.loading.loaders import ENGINES, Killed, Noise, Slow, assert_same, make_loader
+from tests.loading.loaders import BACKENDS, Killed, Noise, Slow, assert_same, make_loader
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +28,11 @@ def _nothing_is_left() -> Iterator[None]:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("engine", ["threads", "torch"])
+@pytest.mark.parametrize("backend", ["threads", "torch"])
 @pytest.mark.parametrize("prefetch", [1, 5])
-def test_batches_do_not_depend_on_the_engine(dataset, engine: str, prefetch: int) -> None:
+def test_batches_do_not_depend_on_the_backend(dataset, backend: str, prefetch: int) -> None:
     reference = make_loader(dataset, augment=Noise())
-    loader = make_loader(dataset, engine, augment=Noise(), prefetch=prefetch)
+    loader = make_loader(dataset, backend, augment=Noise(), prefetch=prefetch)
     for epoch in (0, 4):
         reference.set_epoch(epoch)
         loader.set_epoch(epoch)
@@ -59,7 +59,7 @@ class Drawn:
 
 
 @pytest.mark.parametrize(
-    ("engine", "options", "ahead"),
+    ("backend", "options", "ahead"),
     [
         ("here", {}, 0),
         ("threads", {"prefetch": 1}, 1),
@@ -68,16 +68,16 @@ class Drawn:
         ("torch", {"prefetch": 4}, 4),
     ],
 )
-def test_batches_are_drawn_as_far_ahead_as_asked(dataset, engine: str, options: dict, ahead: int) -> None:
+def test_batches_are_drawn_as_far_ahead_as_asked(dataset, backend: str, options: dict, ahead: int) -> None:
     scheduler = Drawn(30)
-    loader = make_loader(dataset, engine, scheduler=scheduler, **options)
+    loader = make_loader(dataset, backend, scheduler=scheduler, **options)
     for number, _ in enumerate(loader, start=1):
         assert scheduler.count == min(30, number + ahead)
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_leaving_half_way_ends_the_work(dataset, engine: str) -> None:
-    loader = make_loader(dataset, engine)
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_leaving_half_way_ends_the_work(dataset, backend: str) -> None:
+    loader = make_loader(dataset, backend)
     iterator = iter(loader)
     first = next(iterator)
     del iterator
@@ -93,10 +93,10 @@ class Wrong:
         raise KeyError("a mistake in an augmentation")
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_a_mistake_in_users_code_comes_out_as_it_is(dataset, engine: str) -> None:
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_mistake_in_users_code_comes_out_as_it_is(dataset, backend: str) -> None:
     with pytest.raises(KeyError, match="a mistake in an augmentation"):
-        list(make_loader(dataset, engine, augment=Wrong()))
+        list(make_loader(dataset, backend, augment=Wrong()))
 
 
 def test_a_worker_that_never_had_a_batch_ends_too(dataset) -> None:
@@ -114,14 +114,14 @@ def test_an_interrupt_ends_the_threads(dataset) -> None:
     interrupt.join()
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_a_closed_loader_has_ended_everything_and_says_so(dataset, engine: str) -> None:
-    with make_loader(dataset, engine, augment=Slow(0.01)) as loader:
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_closed_loader_has_ended_everything_and_says_so(dataset, backend: str) -> None:
+    with make_loader(dataset, backend, augment=Slow(0.01)) as loader:
         batches = iter(loader)
         first = next(batches)
         state = loader.state_dict()
         workers = multiprocessing.active_children()
-        assert len(workers) == (2 if engine == "torch" else 0)
+        assert len(workers) == (2 if backend == "torch" else 0)
         loader.close()
         assert not any(worker.is_alive() for worker in workers)
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("mmlab-")] == []
@@ -129,14 +129,14 @@ def test_a_closed_loader_has_ended_everything_and_says_so(dataset, engine: str) 
             next(batches)
     with pytest.raises(RunError, match=r"this loader is closed; make a new one"):
         iter(loader)
-    successor = make_loader(dataset, engine, augment=Slow(0))
+    successor = make_loader(dataset, backend, augment=Slow(0))
     successor.load_state_dict(state)
     assert_same([first, *successor], list(make_loader(dataset)))
 
 
-@pytest.mark.parametrize("engine", ["threads", "torch"])
-def test_who_waits_for_a_batch_is_told_that_the_loader_was_closed(dataset, engine: str) -> None:
-    loader = make_loader(dataset, engine, augment=Slow(0.3))
+@pytest.mark.parametrize("backend", ["threads", "torch"])
+def test_who_waits_for_a_batch_is_told_that_the_loader_was_closed(dataset, backend: str) -> None:
+    loader = make_loader(dataset, backend, augment=Slow(0.3))
     closing = threading.Timer(0.5, loader.close)
     closing.start()
     with pytest.raises(RunError, match="closed"):
@@ -193,7 +193,7 @@ def test_workers_start_afresh_where_cuda_is_in_use(dataset, monkeypatch: pytest.
     assert_same(list(loader), list(make_loader(dataset, augment=Noise())))
     del loader
     local = type("Local", (Aspect,), {})(32 * 32)
-    with pytest.raises(OptionError, match=r"worker processes cannot import .* use engine='threads'"):
+    with pytest.raises(OptionError, match=r"worker processes cannot import .* use backend='threads'"):
         start_method(Recipe(dataset=dataset, augment=lambda image, **key: local))
 
 
@@ -212,12 +212,12 @@ class InACell(MultimodalDataset):
 dataset = InACell(read_records(sys.argv[1], progress=False))
 assert start_method(PlannedLoader(dataset, make_scheduler("random"))._recipe) == "fork"
 left_over = []
-for engine in ("threads", "torch"):
-    left_over.append(iter(PlannedLoader(dataset, make_scheduler("random", batch_size=4), engine=engine, num_workers=2)))
+for backend in ("threads", "torch"):
+    left_over.append(iter(PlannedLoader(dataset, make_scheduler("random", batch_size=4), backend=backend, num_workers=2)))
     next(left_over[-1])
 torch.cuda.is_initialized = lambda: True
 try:
-    next(iter(PlannedLoader(dataset, make_scheduler("random"), engine="torch", num_workers=2)))
+    next(iter(PlannedLoader(dataset, make_scheduler("random"), backend="torch", num_workers=2)))
 except OptionError as error:
     print(error)
 """
@@ -232,4 +232,4 @@ def test_a_notebook_may_end_at_any_moment_and_is_told_what_cannot_work(scenes) -
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "it was defined in a notebook or an interactive session; use engine='threads'" in done.stdout
+    assert "it was defined in a notebook or an interactive session; use backend='threads'" in done.stdout
