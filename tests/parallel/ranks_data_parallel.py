@@ -1,4 +1,4 @@
-"""Run by torchrun on several ranks: gradients summed in the backward pass are those of one process with all samples."""
+"""On several ranks: gradients summed in the backward pass are those of one process with all samples."""
 
 from __future__ import annotations
 
@@ -269,7 +269,6 @@ def memory_is_what_was_priced() -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     same_gradient(rank, world_size)
     all_negatives(rank, world_size)
@@ -278,10 +277,3 @@ def main() -> None:
         goes_on_whichever_operation_fails(rank)
         all_raise_when_one_gives_up(rank)
         compressed(rank, world_size)
-    print("ok")
-
-
-if __name__ == "__main__":
-    distributed.init_process_group("gloo")
-    main()
-    distributed.destroy_process_group()

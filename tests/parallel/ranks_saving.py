@@ -1,13 +1,8 @@
-"""Run by torchrun on several ranks: what they share out, all of them save, and any number of ranks reads.
-
-Takes what to do and a folder of checkpoints: `save` two of them, and beside each the whole state as one file; `load`
-the newest, which is to be of the step given; `fail` while saving.
-"""
+"""Called on several ranks: what they share out all of them save, and any number of ranks reads."""
 
 from __future__ import annotations
 
 import resource
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +43,9 @@ def is_same(found, expected) -> bool:
     )
 
 
-def save(folder: Path, rank: int, world_size: int) -> None:
+def save(folder: Path) -> None:
+    """Two checkpoints, and beside each the whole state as one file."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
     trainer, checkpoints = sharded(), Checkpoints(folder)
     for _ in range(3):
         trainer.train_step(window(rank))
@@ -65,7 +62,9 @@ def save(folder: Path, rank: int, world_size: int) -> None:
         assert live.peak_bytes - before_bytes < limit_bytes
 
 
-def load(folder: Path, rank: int, world_size: int, step: int) -> None:
+def load(folder: Path, step: int) -> None:
+    """The newest, which is to be of the step given."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
     expected = torch.load(folder.with_name(f"step-{step}.pt"), weights_only=True)
     trainer, events = sharded(), []
     checkpoints = Checkpoints(folder, emit=events.append)
@@ -85,7 +84,9 @@ def load(folder: Path, rank: int, world_size: int, step: int) -> None:
         assert is_same(whole_state(trainer), following)
 
 
-def fail(folder: Path, rank: int) -> None:
+def fail(folder: Path) -> None:
+    """Where first one rank, then the other, cannot write."""
+    rank = distributed.get_rank()
     trainer, checkpoints = sharded(), Checkpoints(folder)
     trainer.train_step(window(rank))
     checkpoints.save(trainer.state_dict())
@@ -111,21 +112,3 @@ def fail(folder: Path, rank: int) -> None:
     assert nothing_is_left()
     checkpoints.save(trainer.state_dict())
     assert checkpoints.newest() == folder / "000002-step-1"
-
-
-def main(what: str, folder: Path, *step: str) -> None:
-    torch.set_num_threads(1)
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if what == "save":
-        save(folder, rank, world_size)
-    elif what == "load":
-        load(folder, rank, world_size, int(*step))
-    else:
-        fail(folder, rank)
-    print("ok")
-
-
-if __name__ == "__main__":
-    distributed.init_process_group("gloo")
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
-    distributed.destroy_process_group()

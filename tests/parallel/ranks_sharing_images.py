@@ -1,4 +1,4 @@
-"""Run by torchrun on three ranks or more: all but the last share the images of every micro-batch."""
+"""On three ranks or more: all but the last share the images of every micro-batch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,6 @@ def batch_normalisation_is_refused() -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     rank = distributed.get_rank()
     same_gradient(rank)
     they_stay_alike_and_follow_one_process(rank)
@@ -150,10 +149,3 @@ def main() -> None:
     one_rank_gives_up_and_all_others_say_so(rank)
     a_message_that_cannot_be_made_leaves_nobody_waiting(rank)
     batch_normalisation_is_refused()
-    print("ok")
-
-
-if __name__ == "__main__":
-    distributed.init_process_group("gloo")
-    main()
-    distributed.destroy_process_group()

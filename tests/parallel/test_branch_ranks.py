@@ -17,8 +17,9 @@ from mmlab.runs.events import read_events
 from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.fusion_trainer import FusionTrainer
 from tests.configs import TINY_MODEL
+from tests.parallel import ranks_sharing_images, two_ranks_of_branches
 from tests.parallel.test_branches import build
-from tests.training.test_out_of_memory import run_on_ranks, run_on_two_ranks
+from tests.ranks import run_ranks
 
 CONFIG = (
     """
@@ -43,12 +44,12 @@ strategy = "branch"
 
 
 def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
-    run_on_two_ranks("two_ranks_of_branches.py")
+    run_ranks(two_ranks_of_branches.main, 2)
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_ranks_that_share_the_images_have_the_gradient_of_one_process(num_ranks: int):
-    run_on_ranks("ranks_sharing_images.py", num_ranks)
+    run_ranks(ranks_sharing_images.main, num_ranks)
 
 
 def test_a_run_on_three_ranks_follows_that_of_one_process(scenes: Path, tmp_path: Path):

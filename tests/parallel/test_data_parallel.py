@@ -6,21 +6,23 @@ import pytest
 
 from mmlab.errors import OptionError
 from mmlab.parallel.strategies import ParallelOptions
-from tests.training.test_out_of_memory import make_trainer, run_on_ranks, weights, window
+from tests.parallel import ranks_compiled, ranks_data_parallel, ranks_sharded
+from tests.ranks import run_ranks
+from tests.training.test_out_of_memory import make_trainer, weights, window
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_gradient_summed_in_the_backward_pass_is_that_of_one_process(num_ranks):
-    run_on_ranks("ranks_data_parallel.py", num_ranks)
+    run_ranks(ranks_data_parallel.main, num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_steps_with_weights_shared_out_are_those_of_one_process(num_ranks):
-    run_on_ranks("ranks_sharded.py", num_ranks)
+    run_ranks(ranks_sharded.main, num_ranks)
 
 
 def test_compiled_code_has_the_gradient_of_one_process_too():
-    run_on_ranks("ranks_compiled.py", 2)
+    run_ranks(ranks_compiled.main, 2)
 
 
 def test_in_a_single_process_the_strategy_changes_nothing():

@@ -14,8 +14,10 @@ from mmlab.errors import DataError
 from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.checkpoint.shards import load_shards
+from tests.parallel import ranks_saving
+from tests.ranks import run_ranks
 from tests.training.test_checkpoint import flip_a_bit, truncate
-from tests.training.test_out_of_memory import make_trainer, run_on_ranks
+from tests.training.test_out_of_memory import make_trainer
 
 SHARDS = ["__0_0.distcp", "__1_0.distcp", ".metadata"]
 
@@ -24,7 +26,7 @@ SHARDS = ["__0_0.distcp", "__1_0.distcp", ".metadata"]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("ranks") / "checkpoints"
-    run_on_ranks("ranks_saving.py", 2, "save", str(folder))
+    run_ranks(ranks_saving.save, 2, folder)
     return folder
 
 
@@ -38,7 +40,7 @@ def expected(saved: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_four_ranks_read_what_two_have_written(saved):
-    run_on_ranks("ranks_saving.py", 4, "load", str(saved), "2")
+    run_ranks(ranks_saving.load, 4, saved, 2)
 
 
 def test_one_process_reads_what_two_have_written(saved):
@@ -85,11 +87,11 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_used(saved, tmp_p
 def test_ranks_agree_on_what_is_damaged_and_go_on_bitwise(saved, tmp_path):
     folder = copied(saved, tmp_path)
     truncate(folder / "000002-step-2" / "shards" / SHARDS[1])
-    run_on_ranks("ranks_saving.py", 2, "load", str(folder), "1")
+    run_ranks(ranks_saving.load, 2, folder, 1)
 
 
 def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_left(tmp_path):
-    run_on_ranks("ranks_saving.py", 2, "fail", str(tmp_path / "checkpoints"))
+    run_ranks(ranks_saving.fail, 2, tmp_path / "checkpoints")
 
 
 def test_shards_of_another_model_are_refused(saved):

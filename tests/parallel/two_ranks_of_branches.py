@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: the image branch here, the text branch there, and one process's loss and gradient."""
+"""On two ranks: the image branch here, the text branch there, and one process's loss and gradient."""
 
 from __future__ import annotations
 
@@ -288,7 +288,6 @@ def what_cannot_work_is_refused() -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     rank = distributed.get_rank()
     same_gradient(rank)
     weights_follow_one_process_with_clipping(rank)
@@ -301,10 +300,3 @@ def main() -> None:
     one_rank_gives_up_and_the_other_says_so(rank)
     torchs_pipeline_has_the_gradient_of_a_window(rank)
     what_cannot_work_is_refused()
-    print("ok")
-
-
-if __name__ == "__main__":
-    distributed.init_process_group("gloo")
-    main()
-    distributed.destroy_process_group()

@@ -1,11 +1,10 @@
-"""Run by torchrun on two ranks, on a configuration: batches follow the memory that either rank is seen to use.
+"""On two ranks: batches follow the memory that either rank is seen to use.
 
 Rank 1 runs out of memory once besides. Both must decide alike, at the same step, and see each sample once.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,10 +102,6 @@ def resume(config: Path, runs: Path) -> None:
     assert {"rank_wait_s", "predicted_wait_ratio", "predicted_bytes"} <= steps[-1].values.keys()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    follow(sys.argv[1])
-    resume(Path(sys.argv[2]), Path(sys.argv[3]))
-    distributed.destroy_process_group()
-    print("ok")
+def main(scenes: Path, config: Path, runs: Path) -> None:
+    follow(str(scenes))
+    resume(config, runs)

@@ -37,7 +37,8 @@ from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.types import Aspect, Batch, SampleSizes
 from tests.batches import make_batch
 from tests.configs import TINY_MODEL
-from tests.training.test_out_of_memory import run_on_two_ranks
+from tests.pricing import ranks_following
+from tests.ranks import run_ranks
 
 TINY = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
 MB = 10**6
@@ -419,7 +420,7 @@ device = "cpu"
 def test_two_processes_follow_what_either_of_them_needs(tmp_path: Path, scenes: Path) -> None:
     config = tmp_path / "small.toml"
     config.write_text(CONFIG.format(scenes=scenes))
-    run_on_two_ranks("ranks_following.py", str(scenes), str(config), str(tmp_path))
+    run_ranks(ranks_following.main, 2, scenes, config, tmp_path)
 
 
 # the article's rule, and what is refused

@@ -10,11 +10,13 @@ from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.names import parse_objectives
 from tests.batches import make_batch
-from tests.training.test_out_of_memory import Classifier, gradient, make_trainer, run_on_two_ranks
+from tests.ranks import run_ranks
+from tests.training import two_ranks_all_negatives
+from tests.training.test_out_of_memory import Classifier, gradient, make_trainer
 
 
 def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
-    run_on_two_ranks("two_ranks_all_negatives.py")
+    run_ranks(two_ranks_all_negatives.main, 2)
 
 
 def test_in_one_process_the_option_is_the_plain_loss():

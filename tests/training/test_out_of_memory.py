@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +17,7 @@ from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.losses.masked_language import MaskedLanguage
 from tests.batches import make_batch
+from tests.ranks import run_ranks
 
 SIZES = [(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32), (5, 16, 64), (7, 48, 48), (2, 32, 16)]
 STRIDE = 31  # between the operations that fail; benchmarks/memory.py takes every one
@@ -197,29 +195,10 @@ def test_a_loss_that_compares_samples_is_not_computed_in_parts():
         trainer.train_step([make_batch([(4, 32, 32)] * 4)])
 
 
-def run_on_two_ranks(script: str, *arguments: str) -> None:
-    run_on_ranks(script, 2, *arguments)
-
-
-def run_on_ranks(script: str, num_ranks: int, *arguments: str) -> None:
-    """Processes run a script beside this file; each says ok at its end."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-        str(Path(__file__).with_name(script)),
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("ok") == num_ranks
-
-
 def test_one_rank_runs_out_of_memory_and_both_go_on_together():
-    run_on_two_ranks("two_ranks_one_out_of_memory.py")
+    from tests.training.two_ranks_one_out_of_memory import main  # which imports this module
+
+    run_ranks(main, 2)
 
 
 def test_out_of_memory_is_an_event_with_its_phase():
