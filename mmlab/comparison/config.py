@@ -33,7 +33,7 @@ from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.strategies import ParallelOptions
 from mmlab.schedule.schedulers import SCHEDULERS
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.options import TrainOptions
 
 Section = dict[str, Any]
 
@@ -72,7 +72,7 @@ _KINDS: dict[
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "float": ("a number", _is_number),
-    "Sequence[str]": (
+    "tuple[str, ...]": (
         "a list of texts",
         lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     ),
@@ -173,7 +173,7 @@ def _known(sections: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "data": {**_DATA, **{name: loader[name] for name in LOADER_OPTIONS}},
         "model": {**_MODEL, **{item.name: str(item.type) for item in fields(ModelConfig)}},
         "scheduler": {"name": "str", **_of_scheduler(scheduler)},
-        "trainer": {"num_epochs": "int", **_options(FusionTrainer, but="parallel")},
+        "trainer": {"num_epochs": "int", **{item.name: str(item.type) for item in fields(TrainOptions)}},
         "parallel": {
             **{item.name: str(item.type) for item in fields(ParallelOptions)},
             "timeout_s": "float",

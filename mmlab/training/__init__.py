@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "checkpoint": ["Checkpoints"],
         "fusion_trainer": ["FusionTrainer"],
         "losses": ["MaskedLanguage"],
+        "options": ["TrainOptions"],
         "precision": ["Precision"],
         "weighting": ["WEIGHTINGS", "make_weighting"],
     },

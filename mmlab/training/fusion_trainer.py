@@ -48,7 +48,7 @@ from mmlab.training.losses.all_ranks import AllRanks
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import OBJECTIVES, parse_objectives
 from mmlab.training.optimizer import RestartableAdamW, warmup_cosine
-from mmlab.training.options import check_options, check_ranges, check_weighting
+from mmlab.training.options import TrainOptions, change_options, check_weighting
 from mmlab.training.out_of_memory import Result, retried
 from mmlab.training.padding import measure_padding
 from mmlab.training.precision import NormsOfParts, Precision, Shares, StepResult, part_norms
@@ -69,33 +69,11 @@ class FusionTrainer:
     Args:
         model: a module whose forward takes one argument `batch` gets the `Batch` and its output goes to the
             objectives; any other is wrapped in `LossModel`.
-        objectives: names in `mmlab.training.losses.OBJECTIVES`, or objects by name; their means are added. Unused with a
-            `LossModel`. "contrastive_all_ranks" is "contrastive" with negatives from all ranks.
-        weighting: factors of several objectives: a name in `mmlab.training.weighting.WEIGHTINGS`, or a `Weighting`.
-        weighting_on: which losses the weighting follows: "training", those of every step, or "held_out", those of the
-            evaluations in `fit`, so that its interval is over at the first evaluation after so many steps.
-        eval_every: optimizer steps between evaluations in mid-epoch; None leaves those after each epoch.
-        eval_batches: held-out batches of an evaluation in mid-epoch, the loader's first; None takes all.
-        precision: "fp32", "tf32", "bf16" or "fp16".
-        device: "cpu", "cuda:0"; None takes a GPU if there is one.
-        lr: highest learning rate, reached after `warmup_ratio` of the steps, then a cosine down to zero.
-        weight_decay: on weights of two or more dimensions; not on biases, norms or the temperature.
-        total_steps: length of the schedule; None lets `fit` work it out (and `train_step` alone keep `lr` constant).
-        accumulation_steps: micro-batches in one optimizer step.
-        max_grad_norm: L2 limit of the whole gradient, or a limit for each part (image, text, fusion, heads).
-        lr_factors: factors on the learning rate of parts.
-        layer_decay: factor on the learning rate for each layer below an encoder's last.
-        freeze: names of parameters that are not trained, with wildcards (`image_encoder.*`).
-        checkpointing: compute activations again in the backward pass instead of keeping them.
-        compile: True calls the model through `torch.compile`, see `mmlab.model.compiling`; evaluation does not. A name
-            chooses another of torch's backends.
-        channels_last: keep images and convolutions in the memory order that tensor cores prefer.
-        on_out_of_memory: "split" does the step again in parts, with the same gradient; "raise" leaves it to the caller;
-            "auto" splits where the parallel strategy can.
-        on_nonfinite: what to do when a loss, or a gradient without a scaler, is not finite: "raise" or "skip".
+        options: see `TrainOptions`; `changes` are options by name that replace those.
+        objectives: names, or objects by name, in place of the options'.
+        weighting: a name, or a `Weighting`, in place of the options'.
         parallel: how the ranks that `torchrun` started share a step: a name in `mmlab.parallel.strategies.STRATEGIES`,
             or `ParallelOptions`. In a single process only "branch" changes anything: it makes a `BranchParallel`.
-        seed: of dropout and drawn negatives.
         emit: takes each `RunEvent`, for example `RunLog(folder).emit`.
         memory: predicts a step's peak in bytes; the prediction is logged beside what was measured.
         live: counts live tensors during each step, exactly but slowly; the way to a peak on a CPU.
@@ -108,54 +86,45 @@ class FusionTrainer:
     def __init__(
         self,
         model: nn.Module,
+        options: TrainOptions | None = None,
         *,
-        objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
-        weighting: str | Weighting = "fixed",
-        weighting_on: str = "training",
-        eval_every: int | None = None,
-        eval_batches: int | None = None,
-        precision: str | Precision = "fp32",
-        device: torch.device | str | None = None,
-        lr: float = 1e-4,
-        weight_decay: float = 0.01,
-        warmup_ratio: float = 0.05,
-        total_steps: int | None = None,
-        accumulation_steps: int = 1,
-        max_grad_norm: float | Mapping[str, float] = 1.0,
-        lr_factors: Mapping[str, float] | None = None,
-        layer_decay: float = 1.0,
-        freeze: Sequence[str] = (),
-        checkpointing: bool = False,
-        compile: bool | str = False,
-        channels_last: bool = False,
-        on_out_of_memory: str = "auto",
-        on_nonfinite: str = "raise",
+        objectives: Sequence[str] | Mapping[str, Objective] | None = None,
+        weighting: str | Weighting | None = None,
         parallel: str | ParallelOptions = "ddp",
-        seed: int = 0,
         emit: Callable[[RunEvent], object] | None = None,
         memory: CostModel | None = None,
         live: LiveBytes | None = None,
+        **changes: Any,
     ) -> None:
-        check_options(on_out_of_memory, on_nonfinite, max_grad_norm)
-        check_ranges(
-            lr=(lr, 0, math.inf),
-            weight_decay=(weight_decay, 0, math.inf),
-            warmup_ratio=(warmup_ratio, 0, 1),
-            total_steps=(1 if total_steps is None else total_steps, 1, math.inf),
-            accumulation_steps=(accumulation_steps, 1, math.inf),
-            eval_every=(1 if eval_every is None else eval_every, 1, math.inf),
-            eval_batches=(1 if eval_batches is None else eval_batches, 1, math.inf),
-            seed=(seed, 0, math.inf),
+        named = None if objectives is None or isinstance(objectives, Mapping) else tuple(objectives)
+        if named is not None:
+            changes["objectives"] = named
+        if isinstance(weighting, str):
+            changes["weighting"] = weighting
+        self.options = chosen = change_options(options, changes)
+        objectives = objectives if isinstance(objectives, Mapping) else chosen.objectives
+        weighting = weighting if isinstance(weighting, Weighting) else chosen.weighting
+        (eval_every, eval_batches, device, precision) = (
+            chosen.eval_every,
+            chosen.eval_batches,
+            chosen.device,
+            chosen.precision,
         )
+        weighting_on, lr, weight_decay = chosen.weighting_on, chosen.lr, chosen.weight_decay
+        warmup_ratio, total_steps = chosen.warmup_ratio, chosen.total_steps
+        accumulation_steps, max_grad_norm = chosen.accumulation_steps, chosen.max_grad_norm
+        lr_factors, layer_decay, freeze = chosen.lr_factors, chosen.layer_decay, chosen.freeze
+        checkpointing, compile, channels_last = chosen.checkpointing, chosen.compile, chosen.channels_last
+        on_out_of_memory, on_nonfinite, seed = chosen.on_out_of_memory, chosen.on_nonfinite, chosen.seed
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         require_device(str(self.device))
         self.precision = Precision.parse(precision, self.device)
-        self.ranks, options = ProcessGroup(), ParallelOptions.parse(parallel)
-        self._engine = make_strategy(options, self.ranks, self.device)
+        self.ranks, shared = ProcessGroup(), ParallelOptions.parse(parallel)
+        self._engine = make_strategy(shared, self.ranks, self.device)
         splits = on_out_of_memory == "split" or (on_out_of_memory == "auto" and self._engine.splits)
         self._engine.check(scales=self.precision.scales, splits=splits, compiles=bool(compile))
-        if options.strategy == "branch" and self.ranks.world_size == 1:
-            model = _branches_at_once(model, self.device, options.image_device)
+        if shared.strategy == "branch" and self.ranks.world_size == 1:
+            model = _branches_at_once(model, self.device, shared.image_device)
         self.model = taking_batches(model)
         if not self._engine.requires_equal_steps:  # else no device may have room for all of it
             self.model.to(self.device)
@@ -167,14 +136,14 @@ class FusionTrainer:
         self._engine.prepare(self.model)
         self.objectives = parse_objectives(self.model, objectives)
         self.branches: BranchRanks | None = None  # where the ranks are a branch each
-        if options.strategy == "branch" and self.ranks.world_size > 1:
+        if shared.strategy == "branch" and self.ranks.world_size > 1:
             self.branches = BranchRanks(
                 self.model,
                 objectives=self.objectives,
                 precision=self.precision,
                 device=self.device,
-                ahead=options.ahead,
-                image_layers=options.image_layers,
+                ahead=shared.ahead,
+                image_layers=shared.image_layers,
                 ranks=self.ranks,
             )
         if isinstance(weighting, str):

@@ -1,9 +1,11 @@
-"""What a trainer refuses before anything begins."""
+"""`TrainOptions`: every option of a training step, the same for Python, TOML, the command line and the panel."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from mmlab.errors import OptionError, unknown_name
 from mmlab.model.parameters import PARTS
@@ -14,36 +16,126 @@ OUT_OF_MEMORY_POLICIES = ("auto", "split", "raise")
 WEIGHTING_ON = ("training", "held_out")
 
 
-def check_options(
-    on_out_of_memory: str, on_nonfinite: str, max_grad_norm: float | Mapping[str, float]
-) -> None:
-    """Refuse names that are not known, and limits that let nothing through."""
-    if on_out_of_memory not in OUT_OF_MEMORY_POLICIES:
-        raise unknown_name("policy for out-of-memory", on_out_of_memory, OUT_OF_MEMORY_POLICIES)
-    if on_nonfinite not in NONFINITE_POLICIES:
-        raise unknown_name("policy for losses that are not finite", on_nonfinite, NONFINITE_POLICIES)
-    for part in max_grad_norm if isinstance(max_grad_norm, Mapping) else ():
-        if part not in PARTS:
-            raise unknown_name("part of the model", part, PARTS)
-    limits = max_grad_norm.values() if isinstance(max_grad_norm, Mapping) else [max_grad_norm]
-    if not all(limit > 0 for limit in limits):
-        raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {max_grad_norm}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """How a model is trained. Values are plain, so that they can stand in a TOML file.
+
+    >>> TrainOptions(lr=1e-3, precision="bf16").lr
+    0.001
+
+    Args:
+        objectives: names in `mmlab.training.losses.OBJECTIVES`; their means are added. A model that computes its own
+            loss does not use them. "contrastive_all_ranks" is "contrastive" with the negatives of all ranks.
+        weighting: how the factors of several objectives are chosen, a name in `mmlab.training.weighting.WEIGHTINGS`.
+        weighting_on: the losses that the weighting follows: "training", those of every step, or "held_out", those of
+            the evaluations in `fit`.
+        eval_every: optimizer steps between evaluations within an epoch; None evaluates after each epoch only.
+        eval_batches: held-out batches of an evaluation within an epoch, the loader's first; None takes all.
+        precision: "fp32", "tf32", "bf16" or "fp16".
+        device: "cpu" or "cuda:0"; None takes a GPU if there is one.
+        lr: highest learning rate, reached after `warmup_ratio` of the steps; a cosine then takes it to zero.
+        weight_decay: of weights with two or more dimensions; biases, norms and the temperature have none.
+        warmup_ratio: share of the steps in which the learning rate rises.
+        total_steps: length of the schedule; None lets `fit` work it out. `train_step` alone then keeps `lr` constant.
+        accumulation_steps: micro-batches in one optimizer step.
+        max_grad_norm: L2 limit of the whole gradient, or a limit for each part (image, text, fusion, heads).
+        lr_factors: factors on the learning rate of parts.
+        layer_decay: factor on the learning rate for each layer below an encoder's last.
+        freeze: names of parameters that are not trained, with wildcards (`image_encoder.*`).
+        checkpointing: recompute activations in the backward pass instead of keeping them.
+        compile: True calls the model through `torch.compile`, see `mmlab.model.compiling`; a name chooses the backend.
+            Evaluation is not compiled.
+        channels_last: keep images and convolutions in the memory order that tensor cores prefer.
+        on_out_of_memory: "split" runs the step again in parts, with the same gradient; "raise" raises the error;
+            "auto" splits where strategy and objectives allow it.
+        on_nonfinite: "raise" or "skip" a step whose loss, or whose gradient without a loss scale, is not finite.
+        seed: of dropout and drawn negatives.
+
+    Raises:
+        OptionError: an unknown name, or a number out of range.
+    """
+
+    objectives: tuple[str, ...] = ("contrastive",)
+    weighting: str = "fixed"
+    weighting_on: str = "training"
+    eval_every: int | None = None
+    eval_batches: int | None = None
+    precision: str = "fp32"
+    device: str | None = None
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.05
+    total_steps: int | None = None
+    accumulation_steps: int = 1
+    max_grad_norm: float | Mapping[str, float] = 1.0
+    lr_factors: Mapping[str, float] | None = None
+    layer_decay: float = 1.0
+    freeze: tuple[str, ...] = ()
+    checkpointing: bool = False
+    compile: bool | str = False
+    channels_last: bool = False
+    on_out_of_memory: str = "auto"
+    on_nonfinite: str = "raise"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "objectives", tuple(self.objectives))
+        object.__setattr__(self, "freeze", tuple(self.freeze))
+        object.__setattr__(self, "device", None if self.device is None else str(self.device))
+        for what, name, known in (
+            ("policy for out-of-memory", self.on_out_of_memory, OUT_OF_MEMORY_POLICIES),
+            ("policy for losses that are not finite", self.on_nonfinite, NONFINITE_POLICIES),
+            ("losses for the weighting", self.weighting_on, WEIGHTING_ON),
+        ):
+            if name not in known:
+                raise unknown_name(what, name, known)
+        for name, least, most in (
+            ("lr", 0, math.inf),
+            ("weight_decay", 0, math.inf),
+            ("warmup_ratio", 0, 1),
+            ("total_steps", 1, math.inf),
+            ("accumulation_steps", 1, math.inf),
+            ("eval_every", 1, math.inf),
+            ("eval_batches", 1, math.inf),
+            ("seed", 0, math.inf),
+        ):
+            number = getattr(self, name)
+            if number is not None and not least <= number <= most:
+                bounds = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
+                raise OptionError(f"{name} must be {bounds}, found {number}")
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        by_part = isinstance(self.max_grad_norm, Mapping)
+        limits = (
+            dict(self.max_grad_norm) if isinstance(self.max_grad_norm, Mapping) else {"": self.max_grad_norm}
+        )
+        for part, limit in limits.items():
+            if by_part and part not in PARTS:
+                raise unknown_name("part of the model", part, PARTS)
+            if not limit > 0:
+                raise OptionError(
+                    f"max_grad_norm must be above 0 (infinity does not clip), found {self.max_grad_norm}"
+                )
+
+
+def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> TrainOptions:
+    """The options, or the default ones, with some changed.
+
+    Raises:
+        OptionError: no such option, an unknown name, or a number out of range.
+    """
+    known = [item.name for item in fields(TrainOptions)]
+    for name in changes:
+        if name not in known:
+            raise unknown_name("option of the trainer", name, known)
+    return replace(options or TrainOptions(), **changes)
 
 
 def check_weighting(weighting: Weighting, on: str) -> None:
-    """Refuse weights that follow what there is none of."""
-    if on not in WEIGHTING_ON:
-        raise unknown_name("losses for the weighting", on, WEIGHTING_ON)
+    """Refuse a weighting that needs training gradients where it is given held-out losses."""
     if on == "held_out" and weighting.wants_norms:
         raise OptionError(
             f"{type(weighting).__name__.lower()} needs the gradients of training steps, which held-out losses have "
             "none of; use weighting_on='training', or the weighting 'trend' or 'uncertainty'"
         )
-
-
-def check_ranges(**numbers: tuple[float, float, float]) -> None:
-    """Each number, the least and the most that it may be."""
-    for name, (number, least, most) in numbers.items():
-        if not least <= number <= most:
-            bounds = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
-            raise OptionError(f"{name} must be {bounds}, found {number}")
