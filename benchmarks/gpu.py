@@ -1,4 +1,4 @@
-"""Measure on a machine with a CUDA device: readings, precisions, live bytes, branches, decoding, schedulers.
+"""Measure on a machine with a CUDA device: readings, precisions, live bytes, branches, schedulers.
 
     PYTHONPATH=. python benchmarks/gpu.py --out DIR        (or: make gpu)
 
@@ -49,7 +49,6 @@ class Bench:
     num_repeats: int = 7
     steps_per_repeat: int = 3
     num_warmup_steps: int = 4
-    decode_images: int = 256  # of 480 x 640 pixels
     compare_images: int = 600
     compare_model: str = "small"
     compare_image: str = "aspect:224"
@@ -246,61 +245,6 @@ def branches(bench: Bench) -> Result:
     return {"model": bench.model, "sizes": rows}, goals
 
 
-def decode(bench: Bench) -> Result:
-    """JPEGs decoded and resized to 224 x 224 by the device in one batch, by one core, and by all: in turns."""
-    import io
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-    from PIL import Image
-
-    from mmlab.data.decode import decode_image, decode_on_device
-    from mmlab.machine import num_usable_cores
-    from mmlab.types import Square
-
-    policy, encoded = Square(224), []
-    for seed in range(16):
-        grain = np.random.default_rng(seed).integers(0, 256, (120, 160, 3), dtype=np.uint8)
-        file = io.BytesIO()
-        Image.fromarray(grain).resize((640, 480), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
-        encoded.append(file.getvalue())
-    encoded = [encoded[number % len(encoded)] for number in range(bench.decode_images)]
-    try:
-        first = decode_on_device(encoded, policy, bench.device)[0]
-    except RuntimeError as error:
-        raise Skipped(f"torchvision decodes no JPEG on {bench.device}: {error}") from error
-    errors = np.abs(first.cpu().permute(1, 2, 0).numpy().astype(int) - decode_image(encoded[0], policy))
-    rates: dict[str, list[float]] = {"device": [], "one core": [], "all cores": []}
-    with ThreadPoolExecutor(num_usable_cores()) as pool:
-        for _ in range(bench.num_repeats):
-            for name, run in {
-                "device": lambda: decode_on_device(encoded, policy, bench.device),
-                "one core": lambda: [decode_image(content, policy) for content in encoded],
-                "all cores": lambda: list(pool.map(lambda content: decode_image(content, policy), encoded)),
-            }.items():
-                started = time.perf_counter()
-                run()
-                _synchronize(bench.device)
-                rates[name].append(len(encoded) / (time.perf_counter() - started))
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    row = {
-        "num_images": len(encoded),
-        "image_bytes": len(encoded[0]),
-        "num_cores": num_usable_cores(),
-        "images_per_s": rates,
-        "median_images_per_s": median,
-        "mean_difference": float(errors.mean()),
-        "max_difference": int(errors.max()),
-    }
-    ratio = median["device"] / median["all cores"]
-    return row, [
-        goal("device decodes, over all cores", ">= 1", ratio, ratio >= 1),
-        goal(
-            "device's pixels, mean difference in levels", "<= 2", row["mean_difference"], errors.mean() <= 2
-        ),
-    ]
-
-
 def compare_schedulers(bench: Bench) -> Result:
     """The main job on this device, on generated data."""
     from mmlab.comparison.experiment import compare
@@ -365,7 +309,6 @@ CASES = {
     "precisions": Case(precisions, 60),
     "live_bytes": Case(live_bytes, 20),
     "branches": Case(branches, 30),
-    "decode": Case(decode, 15),
     "compare": Case(compare_schedulers, 90),
 }
 

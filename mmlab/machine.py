@@ -28,14 +28,24 @@ _MEMORY_LIMITS = (  # of a container: control groups of version 2 and 1
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 _MEMORY_USED = ("memory.current", "memory.usage_in_bytes")  # beside each of them
+_CPU_QUOTAS = (  # of a container: quota and period, in one file or in two
+    (Path("/sys/fs/cgroup/cpu.max"),),
+    (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
+)
 GIB = 2**30
 IDENTITY = ("process_id", "host_name", "boot_id", "process_start_s")  # of a process, see `describe_process`
 SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "tokenizers", "numpy", "pandas", "pillow", "numba")
 
 
 def num_usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may run on; where its container has a quota of CPU time, no more than that allows."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for paths in _CPU_QUOTAS:
+        if all(path.exists() for path in paths):
+            quota, period = " ".join(path.read_text() for path in paths).split()
+            if quota not in ("max", "-1"):  # else there is no limit
+                cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
+    return cores
 
 
 def total_memory_bytes() -> int:

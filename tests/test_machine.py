@@ -1,8 +1,11 @@
 """What training may use: a device's memory or the given one, less others' use, less what is no tensor."""
 
+import os
+
 import pytest
 import torch
 
+from mmlab import machine
 from mmlab.errors import OptionError
 from mmlab.machine import CONTEXT_BYTES, GIB, MemoryLimit, device_limit, memory_limit, total_memory_bytes
 
@@ -69,3 +72,31 @@ def test_an_unknown_kind_of_device_is_refused():
 def test_the_parts_add_up():
     limit = MemoryLimit(device="cuda", total_bytes=10 * GIB, others_bytes=3 * GIB, context_bytes=GIB)
     assert limit.usable_bytes == 6 * GIB
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch):
+    """A folder of control groups, of versions 2 and 1, on a machine of eight cores."""
+    (tmp_path / "cpu").mkdir()
+    v1 = tmp_path / "cpu/cpu.cfs_quota_us", tmp_path / "cpu/cpu.cfs_period_us"
+    monkeypatch.setattr(machine, "_CPU_QUOTAS", ((tmp_path / "cpu.max",), v1))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max", 8), ("50000", 1), ("100000", 1), ("150000", 2), ("200000", 2), ("1600000", 8)],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_usable_cores_heed_the_containers_quota(cgroup, version, quota, cores):
+    if version == 2:
+        (cgroup / "cpu.max").write_text(f"{quota} 100000\n")
+    else:
+        (cgroup / "cpu/cpu.cfs_quota_us").write_text("-1\n" if quota == "max" else f"{quota}\n")
+        (cgroup / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert machine.num_usable_cores() == cores
+
+
+def test_without_a_quota_all_cores_are_usable(cgroup):
+    assert machine.num_usable_cores() == 8

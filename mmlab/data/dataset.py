@@ -1,12 +1,13 @@
 """The dataset: one record in, one decoded image and its tokens out.
 
-Texts are tokenised once, when the dataset is made, into one flat integer column (4 bytes a token), which
-every forked worker shares; images are read and decoded on access. Nothing is padded here: that is the batch's
-affair (`mmlab.loading.loader`).
+Texts are tokenised once, when the dataset is made, into one flat integer column, which forked workers share: 4 bytes a
+token and 8 bytes a text, so that a million captions of 13 tokens take 62 MB, and twice that while the column is made.
+Images are read and decoded on access. Nothing is padded here; collating a batch does that (`mmlab.loading.collate`).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
-from mmlab.data.text import load_tokenizer
+from mmlab.data.text import encode_texts, load_tokenizer
 from mmlab.errors import DataError, OptionError
 from mmlab.types import ImagePolicy, Region, Square, processor_policy
 
@@ -102,16 +103,9 @@ class MultimodalDataset(Dataset[Sample]):
         self.max_tokens = max_tokens
         self.cache: Any = None  # a `SampleStore`
         self.image_policy = image_policy if image_policy is not None else Square(224)
-        encoded = _encode(tokenizer, records.texts)
-        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-        self.num_truncated = int((lengths > max_tokens).sum())
-        encoded = [_cut(ids, max_tokens) for ids in encoded]
-        lengths = np.minimum(lengths, max_tokens)
+        self._token_ids, lengths, self.num_truncated = _token_columns(tokenizer, records.texts, max_tokens)
         self.records = records.with_num_tokens(lengths)
         self._offsets = np.concatenate(([0], np.cumsum(lengths)))
-        self._token_ids = np.fromiter(
-            (token for ids in encoded for token in ids), np.int32, self._offsets[-1]
-        )
 
     @property
     def sizes(self) -> SampleSizes:
@@ -188,13 +182,18 @@ class MultimodalDataset(Dataset[Sample]):
         )
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None]) -> list[list[int]]:
-    """Token ids of every text, special tokens included; an absent text has none."""
-    present = [text for text in texts if text is not None]
-    ids = iter(tokenizer(present, truncation=False, verbose=False)["input_ids"] if present else [])
-    return [[] if text is None else next(ids) for text in texts]
+def _token_columns(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None], max_tokens: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+    """Ids of all texts in one column, special tokens included; how many each has; how many texts were cut.
 
-
-def _cut(ids: list[int], max_tokens: int) -> list[int]:
-    """Keep the first tokens and the closing special token."""
-    return ids if len(ids) <= max_tokens else [*ids[: max_tokens - 1], ids[-1]]
+    A text that is too long keeps its first tokens and the closing special token.
+    """
+    column, lengths, num_truncated = array("i"), np.zeros(len(texts), np.int64), 0
+    for row, ids in encode_texts(tokenizer, texts):
+        if len(ids) > max_tokens:
+            ids = [*ids[: max_tokens - 1], ids[-1]]
+            num_truncated += 1
+        column.fromlist(ids)
+        lengths[row] = len(ids)
+    return np.array(column, np.int32), lengths, num_truncated

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from mmlab.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from mmlab.data.records import Records
 
@@ -34,7 +34,7 @@ _SPECIAL = {
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # all they need is in tokenizer.json
 _MAX_ALPHABET = 1000  # distinct characters that get tokens of their own; rarer ones become [UNK]
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
-_BATCH_SIZE = 8192  # texts per call into the tokenizer
+_BATCH_SIZE = 2048  # texts per call into the tokenizer
 
 
 def estimate_num_tokens(text: str | None) -> int:
@@ -90,28 +90,29 @@ def load_tokenizer(
     return tokenizer
 
 
-def measure_tokens(
-    records: Records, tokenizer: PreTrainedTokenizerFast, max_tokens: int | None = None
-) -> Records:
-    """The same records with `num_tokens` as this tokenizer counts, special tokens included; zero without a text.
-
-    Args:
-        max_tokens: the length at which the tokenizer will truncate.
-    """
-    rows = [row for row, text in enumerate(records.texts) if text is not None]
+def measure_tokens(records: Records, tokenizer: PreTrainedTokenizerFast) -> Records:
+    """The same records with `num_tokens` as this tokenizer counts, special tokens included; zero without a text."""
     num_tokens = np.zeros(len(records), dtype=np.int32)
+    for row, ids in encode_texts(tokenizer, records.texts):
+        num_tokens[row] = len(ids)
+    return records.with_num_tokens(num_tokens)
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None]
+) -> Iterator[tuple[int, list[int]]]:
+    """Row and token ids of every text that is there, in order; holds the ids of some thousand texts at a time."""
+    rows = [row for row, text in enumerate(texts) if text is not None]
     for start in range(0, len(rows), _BATCH_SIZE):
         part = rows[start : start + _BATCH_SIZE]
         encoded = tokenizer(
-            [records.texts[row] for row in part],
-            truncation=max_tokens is not None,
-            max_length=max_tokens,
+            [texts[row] for row in part],
+            truncation=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        num_tokens[part] = [len(ids) for ids in encoded["input_ids"]]
-    return records.with_num_tokens(num_tokens)
+        yield from zip(part, encoded["input_ids"], strict=True)
 
 
 def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -49,7 +49,6 @@ def toy(gpu: ModuleType) -> Any:
         num_repeats=2,
         steps_per_repeat=1,
         num_warmup_steps=1,
-        decode_images=4,
         compare_images=20,
         compare_model="tiny",
         compare_image="aspect:32",
@@ -125,29 +124,6 @@ def test_branches_on_streams_of_their_own_learn_the_same(gpu: ModuleType, toy: A
     }
     assert found["first_losses"]["one stream"] == found["first_losses"]["two streams"]
     assert goals[0]["measured"] == found["speedup"] > 0
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
-)
-def test_decoding_is_measured_and_compared(gpu: ModuleType, toy: Any) -> None:
-    row, goals = gpu.decode(toy)
-    assert {name: len(values) for name, values in row["images_per_s"].items()} == {
-        "device": 2,
-        "one core": 2,
-        "all cores": 2,
-    }
-    assert row["mean_difference"] < 2
-    assert goals[1]["met"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.filterwarnings(
-    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
-)
-def test_decoding_without_a_device_is_skipped_with_the_reason(gpu: ModuleType, toy: Any) -> None:
-    with pytest.raises(gpu.Skipped, match="torchvision decodes no JPEG on cuda: "):
-        gpu.decode(gpu.Bench(device="cuda", decode_images=1))
 
 
 def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> None:

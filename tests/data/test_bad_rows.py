@@ -96,6 +96,35 @@ def test_values_of_json_lines(images, entry, reason):
     assert error.value.bad_rows[0].reason.startswith(reason)
 
 
+@pytest.mark.parametrize("row", ["good.jpg,a \0 b", "good\0.jpg,y", "good.jpg,\0"])
+def test_a_nul_byte_is_the_fault_of_its_row(images, row):
+    path = images.raw("set/data.csv", f"image,text\ngood.jpg,x\n{row}\ngood.jpg,z\n".encode())
+    with pytest.warns(UserWarning, match="1 of 3 rows"):
+        records = read_records(path, errors="report")
+    assert records.texts == ["x", "z"]
+    assert [(bad.row, bad.reason) for bad in records.bad_rows] == [("line 3", "holds a NUL byte; remove it")]
+
+
+def test_a_linked_image_folder_is_named_once_with_what_to_do(folder):
+    folder.image("photos/a.jpg")
+    for number in range(30):
+        folder.image(f"photos/{number}.jpg")
+    (folder.path / "set").mkdir()
+    (folder.path / "set/images").symlink_to(folder.path / "photos")
+    rows = [[f"images/{number}.jpg", "x"] for number in range(30)]
+    path = folder.csv("set/data.csv", [["image", "text"], *rows, ["images/gone.jpg", "x"]])
+    with pytest.raises(DataError, match="31 of 31 rows") as error:
+        read_records(path)
+    assert len(error.value.bad_rows) == 31
+    lines = str(error.value).splitlines()
+    assert len(lines) == 4
+    photos = os.path.realpath(folder.path / "photos")
+    assert lines[1].startswith("  line 2: images/0.jpg: leads outside")
+    assert f"is a symlink to {photos}" in lines[1]
+    assert lines[1].endswith("(30 rows)")
+    assert "line 32: images/gone.jpg: file not found" in lines[2]
+
+
 def test_duplicate_and_missing_ids(images):
     rows = [["good.jpg", "x", "1"], ["good.jpg", "y", "2"], ["good.jpg", "z", "1"], ["good.jpg", "w", ""]]
     assert reasons(images, rows, ("image", "text", "id")) == {

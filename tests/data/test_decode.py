@@ -12,12 +12,11 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmlab.data.decode import decode_image, decode_on_device, resize_region
+from mmlab.data.decode import decode_image
 from mmlab.errors import DataError
 from mmlab.types import Aspect, Region, Square
 
@@ -124,7 +123,6 @@ def test_a_region_is_cut_from_the_displayed_image(kind: str, orientation: int) -
     found = decode_image(encoded, Square(40), region)
     expected = Image.fromarray(cut).resize((40, 40), Image.Resampling.BILINEAR)
     assert difference(found, expected).max() <= 1
-    assert difference(resize_region(whole, region, 40, 40), found).max() <= 1
 
 
 @pytest.mark.parametrize("region", [(0, 0, 21, 5), (0, 16, 5, 15), (-1, 0, 5, 5), (3, 3, 0, 4)])
@@ -229,10 +227,6 @@ def bomb(kind: str, side: int) -> bytes:
 def test_decompression_bombs_are_refused_from_the_header(kind: str) -> None:
     with pytest.raises(DataError, match=r"Image size \(400000000 pixels\) exceeds limit of 178956970 pixels"):
         decode_image(bomb(kind, 20_000), Square(8))
-    with pytest.raises(DataError, match=r"9000 x 9000 = 81,000,000 pixels is over the limit of 1,000,000"):
-        decode_image(bomb(kind, 9000), Square(8), max_pixels=1_000_000)
-    with pytest.raises(DataError, match=r"over the limit of 1,000,000"):
-        decode_on_device([bomb(kind, 9000)], Square(8), "cpu", max_pixels=1_000_000)
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------
@@ -243,10 +237,9 @@ def test_importing_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("step", ["decode", "resize"])
-def test_other_threads_run_while_one_decodes_or_resizes(step: str) -> None:
-    large = np.asarray(photo(4000, 5000))
-    encoded = encode(Image.fromarray(large), quality=90) if step == "decode" else b""
+@pytest.mark.parametrize("policy", [WHOLE, Aspect(3000 * 3500)], ids=["decode", "decode and resize"])
+def test_other_threads_run_while_one_decodes_or_resizes(policy: Aspect) -> None:
+    encoded = encode(Image.fromarray(np.tile(np.asarray(photo(500, 500)), (8, 10, 1))), quality=90)
     ticks, stop = [], threading.Event()
 
     def tick() -> None:
@@ -259,47 +252,11 @@ def test_other_threads_run_while_one_decodes_or_resizes(step: str) -> None:
     try:
         time.sleep(0.02)
         started = time.perf_counter()
-        if step == "decode":
-            decode_image(encoded, WHOLE)
-        else:
-            resize_region(large.copy(), Region(0, 0, 4000, 5000), 3000, 3500)
+        decode_image(encoded, policy)
         ended = time.perf_counter()
     finally:
         stop.set()
         other.join()
-    during = [
-        moment
-        for moment in ticks
-        if started + 0.2 * (ended - started) < moment < ended - 0.2 * (ended - started)
-    ]
+    margin = 0.2 * (ended - started)
+    during = [moment for moment in ticks if started + margin < moment < ended - margin]
     assert len(during) >= 2  # with the lock held there would be none
-
-
-# -- on a device ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
-)
-@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
-def test_decoding_on_a_device_gives_planned_sizes_upright_and_close(device: str) -> None:
-    """On the CPU torchvision's own decoder stands in for the device's."""
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    mirrored = Image.Exif()
-    mirrored[0x0112] = 2
-    encoded = [
-        encode(photo(120, 160), quality=90),
-        encode(photo(90, 70), "PNG"),
-        encode(photo(120, 160), quality=90, exif=turned),
-        encode(photo(130, 100), quality=90, exif=mirrored),
-        encode(photo(60, 60).convert("L"), quality=90),
-        encode(photo(60, 64).convert("CMYK"), quality=90),
-    ]
-    for policy in (Square(48), Aspect(64 * 64)):
-        for content, found in zip(encoded, decode_on_device(encoded, policy, device), strict=True):
-            expected = decode_image(content, policy)
-            assert (found.device.type, found.dtype) == (device, torch.uint8)
-            assert tuple(found.shape) == (3, *expected.shape[:2])
-            assert difference(found.cpu().permute(1, 2, 0), expected).mean() < 3
-    assert decode_on_device([], Square(48), device) == []

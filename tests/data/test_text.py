@@ -165,12 +165,4 @@ def test_lengths_are_those_of_the_ids_in_any_batch(tokenizer, monkeypatch):
     assert measure_tokens(records, tokenizer).num_tokens.tolist() == expected
     monkeypatch.setattr("mmlab.data.text._BATCH_SIZE", 2)
     assert measure_tokens(records, tokenizer).num_tokens.tolist() == expected
-    assert measure_tokens(records, tokenizer, max_tokens=4).num_tokens.tolist() == [
-        min(4, n) for n in expected
-    ]
     assert records.num_tokens.tolist() == [0] * 6
-
-
-def test_measuring_does_not_leave_the_tokenizer_truncating(tokenizer):
-    measure_tokens(records_of(TEXTS), tokenizer, max_tokens=3)
-    assert len(tokenizer(TEXTS[0])["input_ids"]) > 3

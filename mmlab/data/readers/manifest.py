@@ -73,7 +73,7 @@ def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
     try:
         if head[:4] == _PARQUET:
             columns = _parquet_schema(path).names
-        elif b"\0" in head:
+        elif b"\0" in head.partition(b"\n")[0]:
             return "is not text"
         else:
             columns = _text_columns(head.decode("utf-8-sig", errors="ignore").lstrip())
@@ -218,14 +218,11 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
                 continue
             if len(values) != len(header):
                 yield where, f"expected {len(header)} fields as in the header, found {len(values)}"
+            elif any("\0" in value for value in values):
+                yield where, "holds a NUL byte; remove it"
             else:
-                yield (
-                    where,
-                    {
-                        name: value if value.strip() else None
-                        for name, value in zip(header, values, strict=True)
-                    },
-                )
+                named = zip(header, values, strict=True)
+                yield where, {name: value if value.strip() else None for name, value in named}
     except csv.Error as error:
         raise DataError(
             f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field"

@@ -39,10 +39,22 @@ class FileResolver:
             where = f" in {self.root} (images=FOLDER says where the images are)" if self.root else ""
             return f"file not found{where}"
         if not path.startswith(self._inside):
-            return f"leads outside {self.root} (images=FOLDER names another folder)"
+            return f"leads outside {self.root} {self._way_out(name)}"
         if not stat.S_ISREG(status.st_mode):
             return "not a file"
         return path, (status.st_size, status.st_mtime_ns)
+
+    def _way_out(self, name: str) -> str:
+        """The link on a path's way that leads out of the root, and what to do about it."""
+        assert self.root is not None
+        place = Path(self.root, name)
+        for link in reversed([place, *place.parents]):
+            if link.is_symlink() and link.is_relative_to(self.root):
+                return (
+                    f"({link} is a symlink to {os.path.realpath(link)}: put the images themselves there, or name them "
+                    "relative to their real folder and pass images=FOLDER)"
+                )
+        return "(images=FOLDER names another folder)"
 
 
 def _blobs_of(root: str) -> list[str]:

@@ -247,14 +247,24 @@ def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:
     return np.array([numbers.setdefault(first_of(key), len(numbers)) for key in keys], dtype=np.int64)
 
 
+def _listed(bad_rows: tuple[BadRow, ...]) -> list[str]:
+    """A line for each of the first rows; the rows behind one symlink share a line."""
+    causes: dict[object, list[BadRow]] = {}
+    for number, row in enumerate(bad_rows):
+        causes.setdefault(row.reason if "symlink" in row.reason else number, []).append(row)
+    shown = list(causes.values())[:MAX_LISTED]
+    lines = [f"  {rows[0]}" + (f" ({len(rows)} rows)" if len(rows) > 1 else "") for rows in shown]
+    if rest := len(bad_rows) - sum(map(len, shown)):
+        lines.append(f"  ... and {rest} more, all in the error's .bad_rows")
+    return lines
+
+
 def _report(bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: str) -> None:
     if not num_rows:
         raise DataError(f"{source}: no rows found")
     if not bad_rows:
         return
-    listed = [f"  {row}" for row in bad_rows[:MAX_LISTED]]
-    if len(bad_rows) > MAX_LISTED:
-        listed.append(f"  ... and {len(bad_rows) - MAX_LISTED} more, all in the error's .bad_rows")
+    listed = _listed(bad_rows)
     summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
     if errors == "raise" or len(bad_rows) == num_rows:
         remedy = (
