@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.runs.events import RunLog
-from mmlab.runs.feed import TRACKS, RunFeed
+from mmlab.runs.follow import Runs
 
 NAMES = ("random", "budget")
-LOSS, WASTE = TRACKS["step"].index("loss"), TRACKS["step"].index("combined_waste")
+KEYS = ("loss", "combined_waste")  # drawn by the other libraries
 
 
 def write_runs(folder: Path, hz: float, seconds: float) -> None:
@@ -126,21 +126,18 @@ class Peer(threading.Thread):
 
     def __init__(self, folder: Path, hz: float = 10.0) -> None:
         super().__init__(daemon=True)
-        self._feed, self._hz, self._have = RunFeed(folder), hz, dict[str, int]()
+        self._runs, self._hz = Runs(folder, scan_s=0.5), hz
         self._lines: dict[str, list[list[float]]] = {}
         self.stopped = False
 
     def run(self) -> None:
         while not self.stopped:
             began = time.monotonic()
-            if self._feed.poll():
-                for rows in self._feed.rows(self._have):
-                    self._have[rows.series] = rows.start + rows.columns.shape[1]
-                    if rows.series.endswith("step"):
-                        line = self._lines.setdefault(rows.series, [[], []])
-                        line[0] += rows.columns[LOSS].tolist()
-                        line[1] += rows.columns[WASTE].tolist()
-                self.draw(sum(n for name, n in self._have.items() if name.endswith("step")), self._lines)
+            if self._runs.poll():
+                for run in self._runs.states.values():
+                    for key, column in zip(KEYS, self._lines.setdefault(run.id, [[], []]), strict=True):
+                        column += run.column_or_nan(key, start=len(column)).tolist()
+                self.draw(sum(len(line[0]) for line in self._lines.values()), self._lines)
             time.sleep(max(0.0, began + 1 / self._hz - time.monotonic()))
 
     def draw(self, count: int, lines: dict[str, list[list[float]]]) -> None:

@@ -47,10 +47,10 @@ def run_train(options: Namespace) -> Printed:
 
 def run_watch(options: Namespace) -> Printed:
     """Show the runs below a folder live, whoever started them; ending it leaves them alone."""
-    from mmlab.runs.watch import follow, look, text_of
+    from mmlab.runs.watch import follow, summary, text_of
 
     if options.once or options.json:
-        found = look(options.folder)
+        found = summary(options.folder)
         return found, text_of(found)
     return follow(options.folder, interval_s=options.interval), ""
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
-from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,8 @@ from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_png
-from mmlab.runs.followed import Progress, Runs, draw_runs, progress_of, status_of, table_of
+from mmlab.runs.follow import Runs, RunState, overall_status
+from mmlab.runs.summaries import Progress, draw_runs, progress_of, table_of
 from mmlab.schedule.schedulers import scheduler_type
 from mmlab.types import parse_image_policy
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 OPTIONS = ("limit", "tokenizer", "lr", "device", "seed", "num_workers")  # passed on to `mmlab.compare`
 ENDED = ("done", "stopped", "failed")
-LOOK_S = 0.1  # between two looks at the runs' files
+POLL_S = 0.1  # between two looks at the runs' files
 
 
 class Lab:
@@ -114,7 +114,7 @@ class Lab:
         self._run: BackgroundRun | None = None
         self._opened = False  # what is in the folder is of this lab, though it has not started it
         self._runs = Runs(self.folder / "runs")
-        self._looked_s, self._progress = 0.0, Progress(nan, nan)
+        self._polled_s, self._progress = 0.0, Progress()
         self._panel: LabPanel | None = None
 
     @classmethod
@@ -169,7 +169,7 @@ class Lab:
                     "the data of this run were not given as a path, so only the process that has them can start it "
                     "again; make a new Lab with them"
                 )
-            self._runs, self._progress = Runs(self.folder / "runs"), Progress(nan, nan)
+            self._runs, self._progress = Runs(self.folder / "runs"), Progress()
             options = {key: value for key, value in self.options.items() if key != "schedulers"}
             self._run = start_compare(
                 self.data, self.options["schedulers"], out=self.folder, detached=self.detached, **options
@@ -218,49 +218,47 @@ class Lab:
         while (state := self.state) not in (*states, *ENDED):
             if time.monotonic() > deadline_s:
                 raise RunError(f"still {state} after {timeout_s:g} s, waited for {' or '.join(states)}")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return state
 
     @property
     def state(self) -> str:
         """`idle`, `running`, `paused`, `stopping`, `done`, `stopped` or `failed`."""
-        run = self._run
-        self._look()
+        run, states = self._run, self._poll()
         if run is None:
-            return self._state_on_disk() if self._opened else "idle"
-        found = run.state
-        if found != "running":
-            return found
+            return overall_status(states.values()) if self._opened and states else "idle"
+        if run.state != "running":
+            return run.state
         if run.asked_to_stop:
             return "stopping"
-        return "paused" if any(state.status == "paused" for state in self._states().values()) else "running"
+        return "paused" if overall_status(states.values()) == "paused" else "running"
 
     @property
     def progress(self) -> tuple[float, float]:
         """Share of the run that is done, and seconds left by what the plans still cost; NaN where not known yet."""
-        self._look()
-        return self._progress.done_ratio, self._progress.left_s
+        self._poll()
+        return self._progress
 
     @property
     def error(self) -> str | None:
         """Traceback of what ended the run, if anything did."""
         if self._run is not None:
             return self._run.error
-        ends = [state.latest("end") for state in self._states().values()]
+        ends = [state.latest("end") for state in self._poll().values()]
         return next((end["traceback"] for end in ends if end.get("traceback")), None)
 
     def figure(self) -> Figure:
         """A figure of the finished comparison, or of its runs as far as they are."""
         found = self._comparison()
-        return draw_runs(self._fresh()) if found is None else found.figure()
+        return draw_runs(self._poll(at_once=True)) if found is None else found.figure()
 
     def table(self) -> pd.DataFrame:
-        """A row a scheduler, as far as its run is: `mmlab.runs.followed.figures_of`.
+        """A row a scheduler, as far as its run is: `mmlab.runs.summaries.summarize`.
 
         Raises:
             RunError: no run has begun.
         """
-        states = self._fresh()
+        states = self._poll(at_once=True)
         if not states:
             raise RunError("no run has begun; press Start or call start() first")
         return table_of(states)
@@ -330,36 +328,16 @@ class Lab:
         options = {key: value for key, value in self.options.items() if key != "schedulers"}
         return job_of(self.data, self.options["schedulers"], options)
 
-    def _look(self) -> None:
-        """Read what is new, unless that was done a moment ago."""
+    def _poll(self, *, at_once: bool = False) -> dict[str, RunState]:
+        """The runs, with what is new in their files, unless that was read a moment ago."""
         with self._lock:
-            if time.monotonic() - self._looked_s < LOOK_S:
-                return
-            self._looked_s = time.monotonic()
-            if self._runs.refresh():
-                states = list(self._runs.states.values())
+            if at_once or time.monotonic() - self._polled_s > POLL_S:
+                self._polled_s = time.monotonic()
+                self._runs.poll()
+                states = self._runs.states
                 if len(states) >= len(self.options["schedulers"]):
-                    self._progress = progress_of(states)
-
-    def _states(self) -> dict[str, Any]:
-        with self._lock:
-            return dict(self._runs.states)
-
-    def _fresh(self) -> dict[str, Any]:
-        """The runs, with all that they have written."""
-        with self._lock:
-            self._runs.refresh()
-            return dict(self._runs.states)
-
-    def _state_on_disk(self) -> str:
-        """Of a comparison that was not started by a Lab, from its files."""
-        found = [status_of(state) for state in self._states().values()]
-        if not found:
-            return "idle"
-        for status in ("paused", "running", "failed", "killed", "stopped"):
-            if status in found:
-                return {"killed": "failed"}.get(status, status)
-        return "done"
+                    self._progress = progress_of(states.values())
+            return self._runs.states
 
     def _comparison(self) -> Comparison | None:
         """The finished comparison; None while it is not there."""
@@ -429,7 +407,7 @@ def _checked(changes: Mapping[str, Any]) -> dict[str, Any]:
 def _job_of(folder: Path) -> dict[str, Any]:
     """What a comparison that was not started by a Lab was asked for, from the first events of its runs."""
     runs = Runs(folder / "runs")
-    runs.refresh()
+    runs.poll()
     starts = [state.latest("start") for state in runs.states.values()]
     config: dict[str, Any] = next((start["config"] for start in starts if "config" in start), {})
     options = {key: config[key] for key in (*_DEFAULTS, *OPTIONS) if key in config}

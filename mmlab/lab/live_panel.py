@@ -16,16 +16,22 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from math import inf, isfinite
+from collections.abc import Callable, Mapping
+from itertools import product
+from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anywidget
+import numpy as np
 import traitlets
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
-from mmlab.runs.feed import TRACKS, Controller, RunFeed, glance, run_folders
+from mmlab.runs.events import RunEvent
+from mmlab.runs.figures import colour_slots
+from mmlab.runs.follow import Runs, RunState, Source, overall_status, run_files, summary_line
+from mmlab.runs.summaries import progress_of
 
 STATIC = Path(__file__).parent / "static"
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
@@ -35,7 +41,51 @@ BEAT_S = 1.0  # a message at least so often, so that the page knows that the ker
 FACTS_S = 0.1  # between looks at what is not in the files, such as the controller's state
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
+SCAN_S = 0.5  # between looks for new folders and files
 ACTIONS = ("start", "pause", "resume", "stop")
+TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and the columns of each
+    "step": (
+        "step", "time_s", "num_samples", "num_tokens", "height", "width", "loss", "samples_per_s", "step_s",
+        "data_wait_s", "combined_waste", "peak_bytes", "predicted_bytes", "limit_bytes",
+        "allocated_bytes", "reserved_bytes", "lr",
+    ),
+    "device": (
+        "time_s", "memory_bytes", "memory_total_bytes", "allocated_bytes", "reserved_bytes", "utilization_ratio",
+    ),
+    "eval": ("step", "time_s", "loss"),
+}  # fmt: skip
+
+
+class Controller(Protocol):
+    """What starts and stops a run, as far as a panel knows. Any thread may call it, and every call returns at once."""
+
+    @property
+    def state(self) -> str:
+        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped` or `failed`."""
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """Share of the run that is done (0 to 1) and seconds that are left; NaN where unknown."""
+
+    @property
+    def error(self) -> str | None:
+        """Traceback of what ended the run, if anything did."""
+
+    @property
+    def folder(self) -> Path:
+        """What to follow: a run's folder, or a folder of runs."""
+
+    def start(self) -> object:
+        """Begin."""
+
+    def pause(self) -> object:
+        """Hold after the step in hand."""
+
+    def resume(self) -> object:
+        """Go on."""
+
+    def stop(self) -> object:
+        """End after the step in hand."""
 
 
 class LivePanel(anywidget.AnyWidget):
@@ -49,7 +99,7 @@ class LivePanel(anywidget.AnyWidget):
     Args:
         source: what to follow: a run's folder, a folder of runs (a comparison, or its `runs`), or several of those.
             None follows the controller's folder.
-        controller: what the buttons call (`mmlab.runs.feed.Controller`); without one the panel only watches.
+        controller: what the buttons call (`mmlab.lab.live_panel.Controller`); without one the panel only watches.
         hz: updates a second at most; more than the screen shows is no use.
         title: heading; the folder's name by default.
 
@@ -66,7 +116,7 @@ class LivePanel(anywidget.AnyWidget):
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path] | None = None,
+        source: Source = None,
         controller: Controller | None = None,
         *,
         hz: float = 10.0,
@@ -90,7 +140,7 @@ class LivePanel(anywidget.AnyWidget):
     def summary(self) -> str:
         """One line on how things stand, for where no page can show the panel."""
         source = self._source if self._source is not None else getattr(self.controller, "folder", None)
-        runs = [f"{folder.name} {glance(folder)}" for folder in run_folders(source)]
+        runs = [f"{folder.resolve().name} {summary_line(folder)}" for folder in run_files(source)]
         if not runs:
             return f"LivePanel: waiting for the first event of {self.title}"
         state = "" if self.controller is None else f"{self.controller.state}; "
@@ -98,7 +148,7 @@ class LivePanel(anywidget.AnyWidget):
 
     def clear(self) -> None:
         """Show the present runs no more; their files stay. A run that is written anew appears again."""
-        self._pump.clear(None)
+        self._pump.clear()
 
     def close(self) -> None:
         """End the thread and remove the panel from the page."""
@@ -120,18 +170,18 @@ class LivePanel(anywidget.AnyWidget):
 class _Pump:
     """The thread between the files and the page: reads, paces, sends.
 
-    Only this thread sends and touches the feed; `receive`, from any thread, leaves word under a lock.
+    Only this thread sends and touches the runs; `receive`, from any thread, leaves word under a lock.
     """
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path] | None,
+        source: Source,
         controller: Controller | None,
         send: Callable[[dict[str, Any], list[bytes]], object],
         *,
         interval_s: float,
     ) -> None:
-        self._feed = RunFeed(source)
+        self._runs = Runs(source, scan_s=SCAN_S)
         self._follows_controller = source is None
         self._controller, self._send, self._interval_s = controller, send, interval_s
         self._wake = threading.Condition()
@@ -146,6 +196,8 @@ class _Pump:
         self._handler_cpu_s = 0.0
         # the thread's own
         self._sent: dict[str, int] = {}  # rows of each series that were sent
+        self._cleared: set[str] = set()  # ids of runs that are shown no more
+        self._names: dict[str, None] = {}  # of runs, in the order in which they were first seen
         self._said: dict[str, Any] = {}  # facts as they were last sent
         self._answers: dict[str, Any] = {}  # the controller's last ones
         self._seq = 0
@@ -168,8 +220,8 @@ class _Pump:
             self._handler_cpu_s += time.thread_time() - started_s
             self._wake.notify()
 
-    def clear(self, run_id: str | None) -> None:
-        """Forget a run, or all."""
+    def clear(self, run_id: str | None = None) -> None:
+        """Show a run (or all there are) no more. One that is written anew has another id."""
         with self._wake:
             self._to_clear.append(run_id)
             self._urgent = True
@@ -250,12 +302,14 @@ class _Pump:
             self._said = {}
             self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}
         for run_id in cleared:
-            self._feed.clear(run_id)
-        if self._follows_controller and (folder := self._asked("folder")) != self._feed.source:
-            self._feed.follow(folder)
-        if self._feed.poll():
+            self._cleared |= {run.id for run in self._runs.states.values() if run_id in (None, run.id)}
+        if self._follows_controller and (folder := self._asked("folder")) != self._runs.source:
+            self._runs.follow(folder)
+        if self._runs.poll():
             self._news_s, self._fresh = now_s, True
-            if (stepped_s := self._feed.stepped_s) != self._stepped_s:
+            steps = [run.event("step", rank) for run in self._runs.states.values() for rank in run.ranks()]
+            stepped_s = max((step.time_s for step in steps if step is not None), default=-inf)
+            if stepped_s != self._stepped_s:
                 self._gaps_s.append(abs(stepped_s - self._stepped_s))
                 self._stepped_s, self._stepped_at_s = stepped_s, now_s
         with self._wake:
@@ -277,11 +331,11 @@ class _Pump:
         """Send what is new, if it is time to."""
         self._looked_s = now_s
         message = self._news()
-        rows = []
+        rows: dict[str, NDArray[np.float32]] = {}
         if urgent or self._more or now_s >= self._due_s:
-            rows = list(self._feed.rows(self._sent, MAX_NUMBERS))
+            rows = self._new_rows()
             self._fresh = False
-            self._more = sum(part.columns.size for part in rows) > MAX_NUMBERS // 2
+            self._more = sum(columns.size for columns in rows.values()) > MAX_NUMBERS // 2
         if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
             return
         # One message an interval in the long run; one may come early, so that the messages fall in step with the run.
@@ -293,16 +347,29 @@ class _Pump:
             "kind": "update",
             "seq": self._seq,
             "more": self._more,
-            "rows": [[part.series, part.start, part.columns.shape[1]] for part in rows],
+            "rows": [[name, self._sent.get(name, 0), columns.shape[1]] for name, columns in rows.items()],
             "progress": self._progress(),
-            "last_s": max(
-                (run.last_s for run in self._feed.runs.values() if isfinite(run.last_s)), default=None
-            ),
+            "last_s": max((run.last_s for run in self._shown_runs() if isfinite(run.last_s)), default=None),
             "cost": self._cost.update(),
         }
-        self._send(message, [b"".join(part.columns.tobytes() for part in rows)])
-        for part in rows:
-            self._sent[part.series] = part.start + part.columns.shape[1]
+        self._send(message, [b"".join(columns.tobytes() for columns in rows.values())])
+        for name, columns in rows.items():
+            self._sent[name] = self._sent.get(name, 0) + columns.shape[1]
+
+    def _shown_runs(self) -> list[RunState]:
+        return [run for run in self._runs.states.values() if run.id not in self._cleared]
+
+    def _new_rows(self) -> dict[str, NDArray[np.float32]]:
+        """Rows that were not sent yet, (C, N) for each series "<run id>.<rank>.<track>"; as many as a message holds."""
+        found, room = {}, MAX_NUMBERS
+        for run in self._shown_runs():
+            for rank, (track, keys) in product(run.ranks(), TRACKS.items()):
+                name = f"{run.id}.{rank}.{track}"
+                start, limit = self._sent.get(name, 0), room // len(keys)
+                if limit and (count := min(limit, run.count(track, rank) - start)) > 0:
+                    found[name] = _columns(run, track, rank, start, start + count)
+                    room -= found[name].size
+        return found
 
     def _asked(self, name: str) -> Any:
         """The controller's answer; the last good one where it raises, and the panel shows what."""
@@ -313,22 +380,27 @@ class _Pump:
         return self._answers.get(name)
 
     def _progress(self) -> list[float | None]:
-        found = self._feed.progress() if self._controller is None else self._asked("progress")
-        return [value if value is not None and isfinite(value) else None for value in found or (None, None)]
+        if self._controller is None:
+            found: tuple[float, float] = progress_of(self._shown_runs())
+        else:
+            found = self._asked("progress") or (nan, nan)
+        return [value if isfinite(value) else None for value in found]
 
     def _news(self) -> dict[str, Any]:
         """Facts that are not as they were last sent."""
-        runs = self._feed.runs.values()
-        state = self._feed.status() if self._controller is None else self._asked("state")
+        runs = self._shown_runs()
+        state = overall_status(runs) if self._controller is None else self._asked("state")
         failure = None if self._controller is None else self._asked("error")
         with self._wake:
-            errors = [*self._feed.errors, *self._errors]
+            errors = [*self._runs.errors[-10:], *self._errors]
         if failure:
             text = failure.strip().rsplit("\n", 1)[-1]
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
+        self._names |= dict.fromkeys(run.name for run in runs)
+        slots = colour_slots(self._names)
         facts = {
-            "runs": [run.facts() for run in runs],
-            "notes": [note for run in runs for note in run.notes],
+            "runs": [{**_facts(run), "colour": slots[run.name]} for run in runs],
+            "notes": [_note(run, event) for run in runs for event in run.notes],
             "errors": errors,
             "state": state,
         }
@@ -365,6 +437,42 @@ class _Cost:
         """Count one; milliseconds an update, share of a core."""
         self._updates += 1
         return self._shown
+
+
+def _columns(run: RunState, track: str, rank: int, start: int, stop: int) -> NDArray[np.float32]:
+    """(C, N) rows of a track; seconds count from the run's first event, or float32 could not tell steps apart."""
+    columns = np.array([run.column_or_nan(key, track, rank, start, stop) for key in TRACKS[track]])
+    columns[TRACKS[track].index("time_s")] -= run.first_s
+    return columns.astype(np.float32)
+
+
+def _facts(run: RunState) -> dict[str, Any]:
+    """What is shown of a run beside its numbers."""
+    start, step, device = (run.latest(kind) for kind in ("start", "step", "device"))
+    return {
+        "id": run.id,
+        "name": run.name,
+        "ranks": [rank for rank in run.ranks() if any(run.count(track, rank) for track in TRACKS)],
+        "status": run.status,
+        "first_s": run.first_s if isfinite(run.first_s) else None,
+        "device": start.get("device") or device.get("device"),
+        "memory_source": device.get("memory_source"),
+        "peak_source": step.get("memory_source"),
+        "utilization_source": device.get("utilization_source"),
+    }
+
+
+def _note(run: RunState, event: RunEvent) -> dict[str, Any]:
+    """What a person should see of a run."""
+    said = {"out_of_memory": "operation", "decision": "reason"}.get(event.kind, "message")
+    return {
+        "run": run.name,
+        "kind": event.kind,
+        "step": event.step,
+        "time_s": event.time_s,
+        "text": str(event.values.get(said, ""))[:400],
+        "traceback": str(event.values.get("traceback") or "")[-8000:],
+    }
 
 
 def _name(source: Any, controller: Controller | None) -> str:

@@ -44,7 +44,7 @@ from mmlab.types import Batch
 class TrainingPanel(Panel):
     """Precision, accumulation and the weighting of the objectives above the live view of every run so far.
 
-    A change of a setting is for the next run. The panel is what steers its live view (`mmlab.runs.feed.Controller`).
+    A change of a setting is for the next run. The panel is what steers its live view (`mmlab.lab.live_panel.Controller`).
 
     Args:
         model: every run starts from a copy of it.

@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "events": ["RunEvent", "RunLog", "read_events", "read_runs"],
         "meters": ["DeviceMeter", "LiveBytes", "read_device"],
-        "monitor": ["DeviceMonitor", "RunState"],
+        "follow": ["RunState"],
+        "monitor": ["DeviceMonitor"],
     },
 )

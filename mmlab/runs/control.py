@@ -7,7 +7,7 @@ it says pause. Whoever can write to the folder can steer the run: a notebook, a 
 >>> folder = tempfile.mkdtemp()
 >>> control = Control(folder)
 >>> send(folder, "stop")
->>> control.told_to_stop()
+>>> control.wait_if_paused_or_stop()
 True
 
 Costs: one `stat` of the file for every step, about two microseconds; the file is read only when it has changed.
@@ -70,7 +70,7 @@ class Control:
         self._seen: tuple[int, int] | None = None  # inode and time of the file as last read
         self._wanted = "resume"
         self.paused_s = 0.0  # spent waiting so far
-        self.stopped = False  # the last answer of `told_to_stop`
+        self.stopped = False  # the last answer of `wait_if_paused_or_stop`
 
     @property
     def wanted(self) -> str:
@@ -85,7 +85,7 @@ class Control:
                 self._wanted = self._read()
         return self._wanted
 
-    def told_to_stop(
+    def wait_if_paused_or_stop(
         self,
         stopping: Callable[[], object] = lambda: False,
         *,

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
 from mmlab.errors import DataError, OptionError, unknown_name
 from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS, USER_PREFIX
@@ -205,8 +206,9 @@ def _plain(key: str, value: Any) -> Any:
 
 def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
     try:
-        values = json.loads(line, object_hook=_restore)
-        kind, step, rank, time_s = [values.pop(field) for field in _FIELDS]
+        values = orjson.loads(line)
+        kind, step, rank, time_s = map(values.pop, _FIELDS)
+        _restore(values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: the line at byte {offset} is not an event ({error!r}): {line[:80]!r}; "
@@ -215,10 +217,13 @@ def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
     return RunEvent(kind, step, rank, time_s, values)
 
 
-def _restore(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _NON_FINITE.get(value, value) if type(value) is str else value for key, value in values.items()
-    }
+def _restore(values: dict[str, Any]) -> None:
+    """Turn the texts that stand for NaN and infinity into floats again."""
+    for key, value in values.items():
+        if type(value) is str and value in _NON_FINITE:
+            values[key] = _NON_FINITE[value]
+        elif type(value) is dict:
+            _restore(value)
 
 
 def _cut_torn_line(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,35 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: distinct under every common colour blindness.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+# a scheduler has the same colour in every picture; other runs take what is left, in the order given
+_SCHEDULERS = ("random", "budget", "sorted", "bucket", "memory", "packed", "length_grouped", "aspect_bucket")
+
+
+def colour_slots(names: Iterable[str]) -> dict[str, int]:
+    """The place of each run's or scheduler's colour in the palette.
+
+    >>> colour_slots(["bucket", "mine", "random", "larger/random"])
+    {'bucket': 3, 'random': 0, 'mine': 1, 'larger/random': 2}
+    """
+    slots: dict[str, int] = {}
+    others = []
+    for name in names:
+        scheduler = name.rsplit("/", 1)[-1]
+        if scheduler in _SCHEDULERS and _SCHEDULERS.index(scheduler) not in slots.values():
+            slots[name] = _SCHEDULERS.index(scheduler)
+        else:
+            others.append(name)
+    left = [slot for slot in range(len(PALETTE)) if slot not in slots.values()] or [*range(len(PALETTE))]
+    return slots | {name: left[index % len(left)] for index, name in enumerate(others)}
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each run or scheduler, by name.
+
+    >>> colours_of(["random"])
+    {'random': '#0072B2'}
+    """
+    return {name: PALETTE[slot] for name, slot in colour_slots(names).items()}
 
 
 def to_png(figure: Figure, *, dpi: int = 110) -> bytes:

@@ -18,49 +18,53 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import GIB
-from mmlab.runs.followed import Runs, figures_of, progress_of, status_of
+from mmlab.runs.follow import ACTIVE, Runs, RunState
+from mmlab.runs.summaries import progress_of, summarize
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from mmlab.runs.monitor import RunState
-
-ACTIVE = ("waiting", "running", "paused")
 _COLOURS = {"running": "green", "paused": "yellow", "done": "blue", "failed": "red", "killed": "red"}
 _MAX_MESSAGES = 3
 
 
-def look(folder: str | Path) -> dict[str, Any]:
+def summary(folder: str | Path) -> dict[str, Any]:
     """What there is to see of the runs below a folder now, ready for JSON.
 
     Raises:
         DataError: no run there.
     """
-    return describe(_found(folder))
+    runs = Runs(folder)
+    if not runs.poll():
+        raise DataError(f"no run in {folder} or below it; give the folder of a run, or one above")
+    return _describe(runs)
 
 
-def describe(runs: Runs) -> dict[str, Any]:
-    """The same of runs that are being followed."""
+def _describe(runs: Runs) -> dict[str, Any]:
+    states = runs.states
+    progress = progress_of(states.values())
     found = {
-        "folder": str(runs.folder),
+        "folder": str(runs.source),
         "time_s": time.time(),
-        "runs": {name: _describe_run(state) for name, state in runs.states.items()},
+        "runs": {name: _describe_run(state) for name, state in states.items()},
+        "errors": [error["text"] for error in runs.errors],
+        "done_ratio": progress.done_ratio,
+        "left_s": progress.left_s,
     }
-    progress = progress_of(list(runs.states.values()))
-    return _finite({**found, "done_ratio": progress.done_ratio, "left_s": progress.left_s})
+    return _finite(found)
 
 
 def _describe_run(state: RunState) -> dict[str, Any]:
     start, progress = state.latest("start"), progress_of([state])
     return {
-        "status": status_of(state),
+        "status": state.status,
         "scheduler": start.get("scheduler"),
         "device": start.get("device") or start.get("config", {}).get("device"),
         "done_ratio": progress.done_ratio,
         "left_s": progress.left_s,
-        "ranks": {str(rank): figures_of(state, rank) for rank in state.ranks()},
-        "messages": [event.values["message"] for event in state.warnings][-_MAX_MESSAGES:],
+        "ranks": {str(rank): summarize(state, rank) for rank in state.ranks()},
+        "messages": state.messages()[-_MAX_MESSAGES:],
         "error": state.latest("end").get("message"),
     }
 
@@ -91,15 +95,15 @@ def follow(folder: str | Path, *, interval_s: float = 0.5) -> dict[str, Any]:
     from rich.live import Live
 
     runs = Runs(folder)
-    runs.refresh()
-    found = describe(runs)
+    runs.poll()
+    found = _describe(runs)
     console = Console()
     with Live(page_of(found, console.width), console=console, auto_refresh=False) as live:
         try:
-            while not runs.states or any(run["status"] in ACTIVE for run in found["runs"].values()):
+            while not found["runs"] or any(run["status"] in ACTIVE for run in found["runs"].values()):
                 time.sleep(interval_s)
-                runs.refresh()
-                found = describe(runs)
+                runs.poll()
+                found = _describe(runs)
                 live.update(page_of(found, console.width), refresh=True)
         except KeyboardInterrupt:
             pass
@@ -196,18 +200,14 @@ def page_of(found: Mapping[str, Any], width: int) -> Group:
     from rich.text import Text
 
     messages = [
-        Text(f"{name}: {message}", style="yellow")
+        f"{name}: {message}"
         for name, run in found["runs"].items()
-        for message in [*run["messages"], *([run["error"]] if run["error"] else [])]
+        for message in [*run["messages"], run["error"]]
+        if message
     ]
-    return Group(table_of(found, width), *messages)
-
-
-def _found(folder: str | Path) -> Runs:
-    runs = Runs(folder)
-    if not runs.refresh():
-        raise DataError(f"no run in {folder} or below it; give the folder of a run, or one above")
-    return runs
+    return Group(
+        table_of(found, width), *(Text(message, style="yellow") for message in messages + found["errors"])
+    )
 
 
 def _number(value: float | None, factor: float = 1.0, unit: str = "", *, digits: int = 0) -> str:

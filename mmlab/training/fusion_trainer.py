@@ -431,7 +431,7 @@ class FusionTrainer:
 
     def _asked_to_stop(self, signals: Sequence[int], control: Control) -> bool:
         """Whether any rank wants to stop; waits while the run is paused."""
-        return control.told_to_stop(
+        return control.wait_if_paused_or_stop(
             lambda: signals or self._stopping.is_set(),
             agree=lambda level: self.ranks.largest(level, self.device),
             emit=self._emit_event,

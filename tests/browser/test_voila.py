@@ -14,8 +14,8 @@ from tests.browser.jupyter import BLUE, PATIENCE_MS, Panel, Server
 from tests.browser.writing_runs import write_run
 
 CODE = """
-from mmlab.lab import Lab
-from mmlab.live_panel import LivePanel
+from mmlab.lab.lab import Lab
+from mmlab.lab.live_panel import LivePanel
 options = dict(epochs=500, image="aspect:48", batch_size=4, num_workers=0)
 lab = Lab({data!r}, schedulers=("random", "budget"), out="lab", **options)
 display(LivePanel("budget"), lab.panel())

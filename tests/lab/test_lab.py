@@ -24,9 +24,7 @@ from mmlab.comparison.result import Comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import OPTIONS, PRECISIONS, Lab
 from mmlab.runs.control import CONTROL
-from mmlab.runs.events import RunEvent, RunLog
-from mmlab.runs.followed import Runs, progress_of, status_of
-from mmlab.runs.monitor import RunState
+from mmlab.runs.follow import Runs
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.precision import PRECISIONS as ALL_PRECISIONS
 
@@ -103,7 +101,10 @@ def test_a_run_is_paused_looked_at_opened_again_and_finished(scenes: Path, tmp_p
 def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path: Path) -> None:
     options = {**SMALL, "schedulers": ("random", "sorted"), "out": tmp_path, "image": "aspect:32"}
     lab = Lab(scenes, epochs=300, **options).start()
-    until(lambda: [bool(state.latest("eval")) for state in lab._fresh().values()] == [True, True], lab)
+    until(
+        lambda: [bool(state.latest("eval")) for state in lab._poll(at_once=True).values()] == [True, True],
+        lab,
+    )
     lab.stop()
     assert lab.state in ("stopping", "stopped")
     comparison = lab.wait()
@@ -144,8 +145,8 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     assert lab.state == "failed"
     assert "exit code -9" in str(lab.error)
     runs = Runs(tmp_path)
-    runs.refresh()
-    assert {name: status_of(state) for name, state in runs.states.items()} == {"runs/random": "killed"}
+    runs.poll()
+    assert {name: state.status for name, state in runs.states.items()} == {"runs/random": "killed"}
 
 
 CELL = """
@@ -285,51 +286,3 @@ def test_a_change_of_a_widget_is_a_change_of_the_next_run(tmp_path: Path) -> Non
     assert panel.message.value == ""
     assert (lab.options["epochs"], lab.options["budget"]) == (2, None)
     panel.close()
-
-
-def run_of(costs: list[float], seconds: list[float], *, planned: float, **start: object) -> RunState:
-    state = RunState()
-    state.fold([RunEvent("start", 0, 0, 0.0, {"planned_cost": planned, "num_steps": 100, **start})])
-    for step, (cost, step_s) in enumerate(zip(costs, seconds, strict=True), start=1):
-        state.fold([RunEvent("step", step, 0, float(step), {"predicted_cost": cost, "step_s": step_s})])
-    return state
-
-
-def test_what_is_left_follows_from_costs_and_not_from_steps() -> None:
-    dear_first = run_of([1, 1, 40, 40], [1, 1, 4, 4], planned=100)
-    found = progress_of([dear_first])
-    assert found.done_ratio == pytest.approx(0.82)
-    assert found.left_s == pytest.approx(18 / 10)
-    both = progress_of([dear_first, run_of([], [], planned=50)])
-    assert both.done_ratio == pytest.approx(82 / 150)
-    assert both.left_s == pytest.approx(68 / 10), "a run that has not begun is taken to be as fast"
-    evaluated = run_of([10, 10, 10, 10, 10], [1] * 5, planned=100, num_epochs=2)
-    evaluated.fold([RunEvent("eval", 5, 0, 9.0, {"eval_s": 3.0})])
-    assert progress_of([evaluated]).left_s == pytest.approx(5 + 3)
-
-
-def test_without_costs_steps_count_and_without_a_plan_nothing_is_promised() -> None:
-    state = RunState()
-    state.fold([RunEvent("start", 5, 0, 0.0, {"num_steps": 10})])
-    assert progress_of([state]).done_ratio == 0
-    assert isnan(progress_of([state]).left_s)
-    state.fold([RunEvent("step", step, 0, 0.0, {"step_s": 2.0}) for step in (6, 7, 8)])
-    assert progress_of([state]).left_s == pytest.approx(4.0)
-    assert isnan(progress_of([]).done_ratio)
-    assert isnan(progress_of([RunState()]).done_ratio)
-
-
-def test_runs_that_were_moved_aside_or_written_anew_are_not_mixed(tmp_path: Path) -> None:
-    for name in ("a", "previous-1/b"):
-        with RunLog(tmp_path / name) as log:
-            log.write("start", 0, scheduler="old")
-            log.write("step", 1, loss=1.0)
-    runs = Runs(tmp_path)
-    assert (runs.refresh(), list(runs.states)) == (2, ["a"])
-    (tmp_path / "a" / "events-rank0.jsonl").unlink()
-    with RunLog(tmp_path / "a") as log:
-        log.write("start", 0, scheduler="new")
-    runs.refresh()
-    runs.refresh()
-    assert runs.states["a"].latest("start") == {"scheduler": "new"}
-    assert len(runs.states["a"].column("loss")) == 0

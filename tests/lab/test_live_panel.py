@@ -15,9 +15,8 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from mmlab.errors import OptionError
-from mmlab.lab.live_panel import STATIC, WINDOW, LivePanel
-from mmlab.runs.events import RunLog
-from mmlab.runs.feed import TRACKS
+from mmlab.lab.live_panel import STATIC, TRACKS, WINDOW, LivePanel
+from mmlab.runs.events import RunEvent, RunLog
 
 PATIENCE_S = 30.0
 LOSS = TRACKS["step"].index("loss")
@@ -214,6 +213,52 @@ def test_an_error_of_training_and_one_of_the_panel_itself_are_sent(
     assert page.facts["errors"][0]["text"] == "ValueError: no such loss"
     del controller.progress
     page.until(lambda: any(error["where"] == "panel" for error in page.facts["errors"]))
+
+
+def test_ranks_and_kinds_of_events_are_series_whose_seconds_count_from_the_first_event(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    for rank in range(2):
+        with RunLog(tmp_path / "runs" / "budget", rank) as log:
+            log.emit(RunEvent("start", 0, rank, 1.8e9, {"num_steps": 4}))
+            log.emit(RunEvent("step", 1, rank, 1.8e9 + 0.25, {"loss": nan}))
+            log.emit(RunEvent("step", 2, rank, 1.8e9 + 0.5, {"loss": 2.0, "step_s": 0.25}))
+    with RunLog(tmp_path / "runs" / "mine") as log:
+        log.write("device", -1, memory_bytes=5, memory_source="process RSS")
+        log.write("eval", 2, loss=0.5)
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: len(page.rows) == 4)
+    assert set(page.rows) == {"r1.0.step", "r1.1.step", "r2.0.device", "r2.0.eval"}
+    columns = page.rows["r1.1.step"][0]
+    assert columns[TRACKS["step"].index("time_s")].tolist() == [0.25, 0.5]
+    for key, expected in (("loss", [nan, 2.0]), ("step_s", [nan, 0.25]), ("peak_bytes", [nan, nan])):
+        np.testing.assert_array_equal(columns[TRACKS["step"].index(key)], expected)
+    mine, budget = sorted(page.facts["runs"], key=lambda run: len(run["ranks"]))
+    assert (budget["name"], budget["ranks"], budget["colour"]) == ("budget", [0, 1], 1)
+    assert (mine["name"], mine["ranks"], mine["memory_source"]) == ("mine", [0], "process RSS")
+    assert page.facts["progress"][0] is None, "of one of the runs nobody knows how long it is"
+
+
+def test_a_run_that_is_cleared_stays_away_until_it_is_written_anew(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    write(tmp_path / "a", 1, 2)
+    write(tmp_path / "b", 1, 2)
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: len(page.facts.get("runs", ())) == 2)
+    page.say("clear", run=page.facts["runs"][0]["id"])
+    page.until(lambda: [run["name"] for run in page.facts["runs"]] == ["b"])
+    write(tmp_path / "a", 3, 2)
+    write(tmp_path / "b", 3, 2)
+    page.until(lambda: len(page.losses("r2.0.step")) == 4)
+    assert [run["name"] for run in page.facts["runs"]] == ["b"]
+    (tmp_path / "a" / "events-rank0.jsonl").rename(tmp_path / "a" / "old.jsonl")
+    write(tmp_path / "a", 1, 1)
+    page.until(lambda: len(page.facts["runs"]) == 2)
 
 
 def test_the_controllers_folder_is_followed_where_it_goes(tmp_path: Path, panels: list[LivePanel]) -> None:

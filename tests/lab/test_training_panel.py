@@ -14,7 +14,7 @@ from mmlab.errors import OptionError, RunError
 from mmlab.lab.training_panel import TrainingPanel
 from mmlab.loading.loader import collate
 from mmlab.model.presets import build_model
-from mmlab.runs.feed import TRACKS, RunFeed
+from mmlab.runs.follow import Runs
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.types import Aspect
 
@@ -65,19 +65,15 @@ def test_the_runs_files_have_what_the_live_view_draws(make_panel):
     panel.wait()
     panel.start()  # anew: the run before is moved aside
     panel.wait()
-    feed = RunFeed(panel.folder)
-    feed.poll()
-    [run] = feed.runs.values()
-    assert (run.name, run.num_steps, feed.status()) == ("fp32", 6, "done")
-    assert [track for _, track in run.series()] == ["device", "eval", "step"]
-    [losses] = [rows for rows in feed.rows({}) if rows.series.endswith("step")]
-    assert losses.columns[TRACKS["step"].index("loss")] == pytest.approx(
-        [step["loss"] for step in panel.runs["fp32"]]
-    )
+    runs = Runs(panel.folder)
+    runs.poll()
+    [run] = runs.states.values()
+    assert (run.name, run.latest("start")["num_steps"], run.status) == ("fp32", 6, "done")
+    assert {"device", "eval", "step"} <= {kind for kind, _ in run._columns}
+    assert run.column("loss").tolist() == [step["loss"] for step in panel.runs["fp32"]]
     assert (panel.folder / "fp32/previous-1").is_dir()
     make_panel()  # in the same folder, as when a notebook is run again: begins without the runs before
-    feed = RunFeed(panel.folder)
-    assert not feed.poll()
+    assert not Runs(panel.folder).poll()
 
 
 def test_weights_move_only_where_a_rule_moves_them(make_panel):

@@ -23,7 +23,7 @@ from mmlab.parallel.faults import broke_off
 from mmlab.parallel.launches import begun_by_this_launch, meet, note_launch
 from mmlab.runs.events import RunEvent, read_events
 from mmlab.runs.trackers import current_events
-from mmlab.runs.watch import look, text_of
+from mmlab.runs.watch import summary, text_of
 from mmlab.schedule.metrics import work
 from mmlab.schedule.schedulers import make_scheduler
 from tests.configs import TINY_MODEL
@@ -90,7 +90,7 @@ def test_whatever_befalls_a_rank_the_others_stop_and_name_it(config: Path, tmp_p
         assert end["status"] == "failed"
         for expected in ("rank 1", " step ", words):
             assert expected in end["message"], way
-            assert expected in text_of(look(run), width=10**4), way
+            assert expected in text_of(summary(run), width=10**4), way
         step = int(end["message"].partition(" step ")[2].split(":")[0].split(";")[0].split()[0])
         assert abs(step - end["num_steps"]) <= 1, "the step that was in hand"
         assert f"mmlab: failed: RunError: {end['message']}" in done.stderr
@@ -163,7 +163,7 @@ def assert_samples_as_planned(config: Path, run: Path) -> None:
             assert all(0 <= values["rank_wait_s"] <= values["step_s"] for values in done)
             num_samples += sum(values["num_samples"] for values in done)
     assert num_samples == 3 * len(train_set)
-    assert look(run)["runs"]["small"]["ranks"]["1"]["rank_wait_ratio"] is not None
+    assert summary(run)["runs"]["small"]["ranks"]["1"]["rank_wait_ratio"] is not None
 
 
 def test_ranks_meet_whatever_an_earlier_start_left_in_the_store() -> None:

@@ -31,8 +31,10 @@ def test_the_latest_command_holds(tmp_path: Path) -> None:
 def test_a_command_to_an_earlier_run_is_not_obeyed(tmp_path: Path) -> None:
     send(tmp_path, "stop")
     time.sleep(0.01)
-    assert not Control(tmp_path).told_to_stop()
-    assert Control(tmp_path, since_s=time.time() - 60).told_to_stop(), "given after the run was asked for"
+    assert not Control(tmp_path).wait_if_paused_or_stop()
+    assert Control(tmp_path, since_s=time.time() - 60).wait_if_paused_or_stop(), (
+        "given after the run was asked for"
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_a_paused_run_waits_and_tells_for_how_long(tmp_path: Path) -> None:
     send(tmp_path, "pause")
     threading.Timer(0.3, send, (tmp_path, "resume")).start()
     started = time.perf_counter()
-    assert not control.told_to_stop(emit=lambda kind, values: told.append((kind, dict(values))))
+    assert not control.wait_if_paused_or_stop(emit=lambda kind, values: told.append((kind, dict(values))))
     assert time.perf_counter() - started >= control.paused_s > 0.2
     assert told == [("pause", {}), ("resume", {"paused_s": control.paused_s})]
 
@@ -69,10 +71,10 @@ def test_a_paused_run_can_be_stopped_by_the_file_or_otherwise(tmp_path: Path) ->
     send(tmp_path, "pause")
     control, asked = Control(tmp_path, since_s=0), threading.Event()
     threading.Timer(0.2, asked.set).start()
-    assert control.told_to_stop(asked.is_set)
+    assert control.wait_if_paused_or_stop(asked.is_set)
     assert control.stopped
     threading.Timer(0.2, send, (tmp_path, "stop")).start()
-    assert control.told_to_stop()
+    assert control.wait_if_paused_or_stop()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two ranks"])

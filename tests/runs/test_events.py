@@ -209,8 +209,8 @@ def test_reading_runs_needs_no_torch(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.write("step", 1, loss=1.0)
     code = (
-        "import sys; from mmlab.runs.events import read_runs; from mmlab.runs.monitor import RunState\n"
-        f"state = RunState({str(tmp_path)!r}); state.refresh(); read_runs({str(tmp_path)!r})\n"
+        "import sys; from mmlab.runs.events import read_runs; from mmlab.runs.follow import RunState\n"
+        f"state = RunState({str(tmp_path)!r}); state.poll(); read_runs({str(tmp_path)!r})\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run(

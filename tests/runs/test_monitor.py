@@ -1,19 +1,17 @@
-"""The monitor samples beside training and shows its failures; the state tells what the files tell."""
+"""The monitor samples beside training and shows its failures."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from mmlab.errors import OptionError
 from mmlab.runs.events import RunEvent, RunLog, read_events
-from mmlab.runs.monitor import DeviceMonitor, RunState
+from mmlab.runs.monitor import DeviceMonitor
 
 
 def test_it_samples_at_its_interval_first_at_once_and_last_at_the_end(tmp_path: Path) -> None:
@@ -99,50 +97,3 @@ def test_a_log_that_can_no_longer_be_written_is_shown_at_the_end() -> None:
 def test_an_interval_must_be_positive() -> None:
     with pytest.raises(OptionError, match="interval_s: expected seconds above 0, found 0"):
         DeviceMonitor(print, device="cpu", interval_s=0)
-
-
-def test_refreshing_at_any_moment_gives_what_reading_at_the_end_gives(tmp_path: Path) -> None:
-    followed = RunState(tmp_path / "run")
-    assert (followed.refresh(), followed.status) == (0, "waiting")
-    num_seen = 0
-    with RunLog(tmp_path / "run") as log, RunLog(tmp_path / "run", rank=1) as other:
-        log.write("start", 0, scheduler="budget")
-        for step in range(1, 30):
-            log.write("step", step, loss=1 / step, **({"lr": 0.1} if step > 10 else {}))
-            other.write("step", step, loss=math.inf, skipped=step % 2 == 0)
-            if step % 7 == 0:
-                num_seen += followed.refresh()
-        log.write("warning", 29, message="look", source="test")
-        log.write("end", 29, status="stopped")
-    num_seen += followed.refresh()
-    whole = RunState(tmp_path / "run")
-    assert whole.refresh() == num_seen == whole.num_events == followed.num_events
-    for state in (followed, whole):
-        assert state.status == "stopped"
-        assert state.ranks() == [0, 1]
-        assert state.latest("start") == {"scheduler": "budget"}
-        assert state.latest("step", rank=1) == {"loss": math.inf, "skipped": False}
-        assert [event.values["message"] for event in state.warnings] == ["look"]
-        np.testing.assert_array_equal(state.column("loss"), 1 / np.arange(1, 30))
-        np.testing.assert_array_equal(state.column("lr"), [math.nan] * 10 + [0.1] * 19)
-        np.testing.assert_array_equal(state.column("step", rank=1, start=25), [26, 27, 28, 29])
-        np.testing.assert_array_equal(state.column("skipped", rank=1)[:3], [0, 1, 0])
-
-
-def test_the_state_follows_a_run_that_ends_and_goes_on() -> None:
-    state = RunState()
-    state.fold([RunEvent("start", 0, 0, 1.0, {}), RunEvent("end", 5, 0, 2.0, {"status": "failed"})])
-    state.fold([RunEvent("device", -1, 0, 2.1, {"memory_bytes": 1})])
-    assert state.status == "failed", "the monitor's last sample does not revive a run"
-    state.fold([RunEvent("start", 5, 0, 3.0, {})])
-    assert state.status == "running"
-
-
-def test_a_key_that_is_not_there_is_an_error_once_there_are_events() -> None:
-    state = RunState()
-    assert state.column("loss").shape == (0,)
-    state.fold([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "memory_source": "NVML"})])
-    with pytest.raises(OptionError, match="unknown key of step events 'los'; did you mean 'loss'"):
-        state.column("los")
-    with pytest.raises(OptionError, match="unknown key of step events 'memory_source'"):
-        state.column("memory_source")

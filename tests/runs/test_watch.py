@@ -16,7 +16,7 @@ import pytest
 from mmlab.cli.main import main
 from mmlab.machine import this_process
 from mmlab.runs.events import RunLog
-from mmlab.runs.watch import look, text_of
+from mmlab.runs.watch import summary, text_of
 
 MEMORY = {"memory_bytes": 3 * 2**30, "memory_total_bytes": 8 * 2**30, "memory_source": "NVML"}
 WRITER = """
@@ -37,7 +37,7 @@ def write_run(folder: Path, *, rank: int = 0, num_steps: int = 4, loss: float = 
         log.write("device", -1, utilization_ratio=0.5, power_w=310.0, **MEMORY)
         for step in range(1, num_steps + 1):
             log.write(
-                "step", step, loss=loss, num_samples=8, num_tokens=10, step_s=0.5, data_wait_s=0.1,
+                "step", step, loss=loss, num_samples=8, num_tokens=10, height=32, width=32, step_s=0.5, data_wait_s=0.1,
                 text_waste=0.2, image_waste=0.1, combined_waste=0.15, peak_bytes=7,
             )  # fmt: skip
 
@@ -45,7 +45,7 @@ def write_run(folder: Path, *, rank: int = 0, num_steps: int = 4, loss: float = 
 def test_every_rank_has_a_line_with_its_own_figures(tmp_path: Path) -> None:
     for rank in range(2):
         write_run(tmp_path / "run", rank=rank, num_steps=4 + rank, **this_process())
-    found = look(tmp_path)
+    found = summary(tmp_path)
     run = found["runs"]["run"]
     assert (run["status"], run["done_ratio"], run["left_s"]) == ("running", 0.5, pytest.approx(2.0))
     assert [row["steps"] for row in run["ranks"].values()] == [4, 5]
@@ -70,7 +70,7 @@ def test_what_is_not_known_is_a_dash_and_null(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.write("step", 1, loss=nan)
         log.write("warning", 1, message="the disk is slow", source="test")
-    found = look(tmp_path)
+    found = summary(tmp_path)
     json.dumps(found, allow_nan=False)
     assert found["left_s"] is None
     [run] = found["runs"].values()
@@ -83,7 +83,7 @@ def test_an_ended_run_says_how(tmp_path: Path, status: str) -> None:
     write_run(tmp_path)
     with RunLog(tmp_path) as log:
         log.write("end", 4, status=status, message="it broke" if status == "failed" else None)
-    found = look(tmp_path)
+    found = summary(tmp_path)
     [run] = found["runs"].values()
     assert run["status"] == status
     assert ("it broke" in text_of(found)) == (status == "failed")
@@ -93,7 +93,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     write_run(tmp_path, **{**this_process(), "process_id": gone.pid})
-    [run] = look(tmp_path)["runs"].values()
+    [run] = summary(tmp_path)["runs"].values()
     assert run["status"] == "killed"
 
 

@@ -163,7 +163,6 @@ class Store {
   constructor(model) {
     Object.assign(this, { model, views: new Set(), series: new Map(), lines: [], runs: [], notes: [], errors: [] });
     Object.assign(this, { state: "waiting", progress: [null, null], cost: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0 });
-    this.colours = new Map();
     this.tracks = model.get("tracks");
     this.listen = (message, buffers) => this.take(message, buffers);
     model.on("msg:custom", this.listen);
@@ -210,10 +209,9 @@ class Store {
   setRuns(runs) {
     const old = new Map(this.lines.map((line) => [line.key, line]));
     this.runs = runs;
-    for (const run of runs) if (!this.colours.has(run.name)) this.colours.set(run.name, this.colours.size);
     this.lines = runs.flatMap((run) => (run.ranks.length ? run.ranks : [0]).map((rank) => {
       const line = old.get(`${run.id}.${rank}`) ?? new Line(this, run, rank, 0, false);
-      return Object.assign(line, { run, index: this.colours.get(run.name), several: run.ranks.length > 1 });
+      return Object.assign(line, { run, index: run.colour, several: run.ranks.length > 1 });
     }));
     const ids = new Set(runs.map((run) => run.id));
     for (const name of [...this.series.keys()]) if (!ids.has(name.split(".")[0])) this.series.delete(name);

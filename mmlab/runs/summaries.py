@@ -1,0 +1,192 @@
+"""What runs come to so far: progress, a row of figures for each, a table and a figure of several.
+
+Everything follows from the runs' events (`mmlab.runs.follow`). How long is left follows from what the plans still
+cost, not from how many steps they have: with batches of different cost, a step is no measure of time.
+
+Costs: a row takes about 0.1 ms, the figure a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf, isfinite, nan
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mmlab.machine import GIB
+from mmlab.runs.figures import colours_of
+from mmlab.runs.follow import RunState
+from mmlab.types import PATCH
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+_WARMUP_STEPS = 2  # of a run, not representative
+_RECENT_STEPS = 200  # that a speed is taken from
+
+
+class Progress(NamedTuple):
+    """How much of some runs is done, and how long the rest will take at the speed measured so far."""
+
+    done_ratio: float = nan  # 0-1; NaN where it is not known yet
+    left_s: float = nan  # NaN where it is not known yet
+
+
+def progress_of(runs: Iterable[RunState]) -> Progress:
+    """How far these runs are together, which take turns or follow each other.
+
+    >>> from mmlab.runs.events import RunEvent
+    >>> run = RunState()
+    >>> run.apply([RunEvent("start", 0, 0, 0.0, {"planned_cost": 100.0, "num_epochs": 1})])
+    >>> run.apply([RunEvent("step", n, 0, n, {"predicted_cost": 10.0, "step_s": 1.0}) for n in (1, 2, 3)])
+    >>> run.apply([RunEvent("step", 4, 0, 9.0, {"predicted_cost": 30.0, "step_s": 3.0})])
+    >>> progress_of([run])
+    Progress(done_ratio=0.6, left_s=4.0)
+    """
+    runs = list(runs)
+    planned, done = np.array([_planned_and_done(run) for run in runs]).reshape(-1, 2).T
+    if not runs or not np.isfinite(planned).all():
+        return Progress()
+    statuses = {run.status for run in runs}
+    if statuses == {"done"}:
+        return Progress(1.0, 0.0)
+    done_ratio = min(1.0, float(done.sum() / planned.sum()))
+    if statuses <= {"done", "stopped", "failed", "killed"}:
+        return Progress(done_ratio, 0.0)
+    speeds = np.array([_speed(run) for run in runs])
+    known = speeds[np.isfinite(speeds)]
+    if not len(known):
+        return Progress(done_ratio)
+    speeds[~np.isfinite(speeds)] = known.mean()  # of runs that have not begun
+    evaluations_s = [run.column("eval_s", "eval").mean() for run in runs if "eval_s" in run.keys("eval")]
+    num_evaluations = sum(
+        max(0, (run.latest("start").get("num_epochs") or 0) - run.count("eval")) for run in runs
+    )
+    left_s = float((np.maximum(0.0, planned - done) / speeds).sum())
+    return Progress(done_ratio, left_s + num_evaluations * float(np.mean(evaluations_s or [0.0])))
+
+
+def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
+    """What a row says of one rank of a run; None where nothing is known."""
+    step, device = run.latest("step", rank), run.latest("device", rank)
+    seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
+    timed = slice(_WARMUP_STEPS if len(seconds) > _WARMUP_STEPS else 0, None)
+    timed_s = seconds[timed].sum()
+
+    def ratio_of_time(key: str) -> float | None:
+        return _ratio(run.column_or_nan(key, rank=rank)[timed].sum(), timed_s)
+
+    return {
+        "status": run.status,
+        "steps": len(seconds),
+        "planned_steps": run.latest("start", rank).get("num_steps"),
+        "epoch": step.get("epoch"),
+        "samples": int(np.nansum(samples)),
+        "samples_per_s": _ratio(samples[timed].sum(), timed_s),
+        "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
+        "data_wait_ratio": ratio_of_time("data_wait_s"),
+        "rank_wait_ratio": ratio_of_time("rank_wait_s"),
+        **waste_of(
+            {key: run.column_or_nan(key, rank=rank) for key in ("num_samples", *_SIZES, *WASTES)},
+        ),
+        "loss": step.get("loss"),
+        "held_out_loss": run.latest("eval", rank).get("loss"),
+        "peak_bytes": int(run.column("peak_bytes", rank=rank).max()) if "peak_bytes" in step else None,
+        **{
+            key: device.get(key)
+            for key in ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")
+        },
+    }
+
+
+_SIZES = ("num_tokens", "height", "width")
+WASTES = ("text_waste", "image_waste", "combined_waste")
+
+
+def waste_of(steps: Mapping[str, NDArray[np.float64]]) -> dict[str, float | None]:
+    """Padding shares of several steps from those of each: a share of text weighs as the step's padded texts, and so on.
+
+    >>> steps = {"num_samples": [1, 1], "num_tokens": [10, 30], "height": [16, 16], "width": [16, 16]}
+    >>> steps |= {"text_waste": [0.0, 0.4], "image_waste": [0.0, 0.5], "combined_waste": [0.0, 0.4]}
+    >>> {key: round(share, 3) for key, share in waste_of(steps).items()}
+    {'text_waste': 0.3, 'image_waste': 0.25, 'combined_waste': 0.295}
+
+    Args:
+        steps: columns of step events: `num_samples`, `num_tokens`, `height`, `width`, and the shares.
+
+    Returns:
+        Each share; None where a step lacks it.
+    """
+    samples, tokens, height, width = (np.asarray(steps[key], float) for key in ("num_samples", *_SIZES))
+    texts, images = samples * tokens, samples * np.ceil(height / PATCH) * np.ceil(width / PATCH)
+    weights = dict(zip(WASTES, (texts, images, texts + images), strict=True))
+    return {
+        key: _ratio((np.asarray(steps[key]) * weight).sum(), weight.sum()) for key, weight in weights.items()
+    }
+
+
+def table_of(runs: Mapping[str, RunState]) -> pd.DataFrame:
+    """A row a run: how far it is, how fast, what of it was padding and waiting, its latest losses."""
+    import pandas as pd
+
+    return pd.DataFrame([{"run": name, **summarize(run)} for name, run in runs.items()]).set_index("run")
+
+
+def draw_runs(runs: Mapping[str, RunState]) -> Figure:
+    """Runs overlaid: loss, cost of each batch and throughput against samples seen, memory against time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    loss, cost, speed, memory = figure.subplots(1, 4)
+    colours = colours_of(runs)
+    for (name, run), dashes in zip(runs.items(), ("-", "--", "-.", ":") * len(runs), strict=False):
+        style: dict[str, Any] = {"color": colours[name], "label": name, "linestyle": dashes}
+        samples = run.column_or_nan("num_samples").cumsum()
+        for axis, key in ((loss, "loss"), (cost, "predicted_cost"), (speed, "samples_per_s")):
+            if np.isfinite(column := run.column_or_nan(key)).any():
+                axis.plot(samples, column, **style)
+        if "memory_bytes" in run.keys("device"):
+            seconds = run.column("time_s", "device")
+            memory.plot(seconds - seconds[0], run.column("memory_bytes", "device") / GIB, **style)
+    budgets = {run.latest("start").get("config", {}).get("budget") for run in runs.values()} - {None}
+    for budget in budgets:
+        cost.axhline(budget, color="black", lw=1, ls="--")
+    sources = {str(run.latest("device").get("memory_source", "")) for run in runs.values()} - {""}
+    loss.set(title="training loss", xlabel="samples")
+    cost.set(title="cost of each batch (-- budget)", xlabel="samples", ylabel="padded tokens")
+    speed.set(title="samples/s", xlabel="samples")
+    memory.set(title=f"memory, {' and '.join(sorted(sources)) or 'no reading yet'}", xlabel="s", ylabel="GiB")
+    if loss.lines:
+        loss.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _planned_and_done(run: RunState) -> tuple[float, float]:
+    """Cost of the whole run and of what is done, in steps where no cost is known; NaN where neither is."""
+    start = run.latest("start")
+    if start.get("planned_cost"):
+        return start["planned_cost"], run.done_cost
+    step = run.event("step")
+    return start.get("num_steps") or nan, 0.0 if step is None else step.step
+
+
+def _speed(run: RunState) -> float:
+    """Cost (or steps) a second, of the recent steps; NaN before the first."""
+    num_steps = run.count()
+    first = max(min(_WARMUP_STEPS, num_steps - 1), num_steps - _RECENT_STEPS, 0)
+    seconds = run.column_or_nan("step_s", start=first)
+    by_cost = bool(run.latest("start").get("planned_cost"))
+    done = np.nansum(run.column_or_nan("predicted_cost", start=first)) if by_cost else len(seconds)
+    total_s = seconds.sum()
+    return float(done / total_s) if total_s > 0 and 0 < done < inf else nan
+
+
+def _known(value: float) -> float | None:
+    return float(value) if isfinite(value) else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return float(part / whole) if whole > 0 and isfinite(part) else None

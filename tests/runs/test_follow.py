@@ -1,0 +1,272 @@
+"""Whatever is written to a run's files reaches a view exactly once, in order, however it asks; and what runs come to."""
+
+from __future__ import annotations
+
+import math
+from math import isnan
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmlab.errors import DataError, OptionError
+from mmlab.machine import this_process
+from mmlab.runs.events import RunEvent, RunLog
+from mmlab.runs.figures import PALETTE, colour_slots
+from mmlab.runs.follow import Runs, RunState, overall_status, run_files, summary_line
+from mmlab.runs.summaries import draw_runs, progress_of, summarize
+from mmlab.schedule.schedulers import SCHEDULERS
+
+
+def write(folder: Path, num_steps: int, *, first: int = 1, rank: int = 0, time_s: float = 1.8e9) -> None:
+    with RunLog(folder, rank) as log:
+        for step in range(first, first + num_steps):
+            log.emit(
+                RunEvent("step", step, rank, time_s + step / 10, {"loss": 1 / step, "num_samples": step})
+            )
+
+
+def the_run(runs: Runs) -> RunState:
+    [run] = runs.states.values()
+    return run
+
+
+def test_every_row_is_there_once_while_the_run_grows(tmp_path: Path) -> None:
+    runs, losses = Runs(tmp_path), []
+    for part in range(5):
+        write(tmp_path, 7, first=1 + 7 * part)
+        assert runs.poll()
+        losses += the_run(runs).column("loss", start=len(losses)).tolist()
+        assert not runs.poll()
+    assert losses == [1 / step for step in range(1, 36)]
+    assert the_run(runs).column("loss", start=3, stop=5).tolist() == [1 / 4, 1 / 5]
+
+
+def test_infinity_nothing_and_texts_are_rows_too(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write("step", 1, loss=math.inf, lr=None, num_samples=3)
+        log.write("step", 2, loss=-math.inf, lr=0.5, step_s=math.nan, num_samples=4)
+    run = RunState(tmp_path)
+    assert run.poll() == 2
+    assert run.column("loss").tolist() == [math.inf, -math.inf]
+    assert run.column("num_samples").tolist() == [3, 4]
+    np.testing.assert_array_equal(run.column("lr"), [math.nan, 0.5])
+    assert np.isnan(run.column("step_s")).all()
+    assert np.isnan(run.column_or_nan("peak_bytes")).tolist() == [True, True]
+
+
+def test_a_source_is_a_run_a_comparison_its_runs_or_several(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / "comparison" / "runs" / name, 1)
+        write(tmp_path / "comparison" / "previous-1" / "runs" / name, 1)
+    write(tmp_path / "alone", 1)
+    both = [tmp_path / "comparison" / "runs" / name for name in ("one", "two")]
+    for source, folders in (
+        (tmp_path / "alone", [tmp_path / "alone"]),
+        (tmp_path / "comparison", both),
+        (tmp_path / "comparison" / "runs", both),
+        ([tmp_path / "alone", str(tmp_path / "comparison")], [tmp_path / "alone", *both]),
+        (None, []),
+        (tmp_path / "nothing", []),
+    ):
+        assert list(run_files(source)) == folders
+    runs = Runs(tmp_path)
+    runs.poll()
+    assert set(runs.states) == {"alone", "comparison/runs/one", "comparison/runs/two"}
+
+
+def test_runs_of_one_name_are_told_apart_and_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    for index, name in enumerate(("larger/runs/budget", "small/runs/random", "small/runs/budget")):
+        write(tmp_path / name, 1, time_s=1.8e9 + index)
+    runs = Runs([tmp_path / "small", tmp_path / "larger"])
+    runs.poll()
+    assert [run.name for run in runs.states.values()] == ["larger/budget", "random", "small/budget"]
+
+
+def test_a_run_that_is_written_anew_is_another_run(tmp_path: Path) -> None:
+    write(tmp_path, 50)
+    runs = Runs(tmp_path)
+    runs.poll()
+    (tmp_path / "events-rank0.jsonl").rename(tmp_path / "old.jsonl")
+    write(tmp_path, 3)
+    assert runs.poll()
+    runs.poll()
+    assert (the_run(runs).id, the_run(runs).count()) == ("r2", 3)
+
+
+def test_a_run_that_is_moved_aside_is_dropped(tmp_path: Path) -> None:
+    write(tmp_path / "a", 2)
+    write(tmp_path / "b", 2)
+    runs = Runs(tmp_path)
+    runs.poll()
+    (tmp_path / "previous-1").mkdir()
+    (tmp_path / "a").rename(tmp_path / "previous-1" / "a")
+    assert runs.poll()
+    assert list(runs.states) == ["b"]
+
+
+def test_a_damaged_file_is_reported_once_and_the_others_go_on(tmp_path: Path) -> None:
+    write(tmp_path / "good", 2)
+    write(tmp_path / "bad", 2)
+    with (tmp_path / "bad" / "events-rank0.jsonl").open("a") as file:
+        file.write("no event\n")
+    runs = Runs(tmp_path)
+    runs.poll()
+    write(tmp_path / "good", 2, first=3)
+    assert runs.poll()
+    assert runs.states["good"].count() == 4
+    [error] = runs.errors
+    assert "is not an event" in error["text"]
+    assert "DataError" in error["traceback"]
+    with pytest.raises(DataError, match="is not an event"):
+        RunState(tmp_path / "bad").poll()
+
+
+def test_notes_of_a_run_are_kept_with_their_tracebacks(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write("warning", 3, message="the loader is slow", source="loader")
+        log.write("decision", 4, action="lower", reason="a step used more than was planned")
+        log.write("end", 5, status="failed", message="boom", traceback="Traceback ...")
+    runs = Runs(tmp_path)
+    runs.poll()
+    notes = the_run(runs).notes
+    assert [(note.kind, note.step) for note in notes] == [("warning", 3), ("decision", 4), ("end", 5)]
+    assert notes[-1].values["traceback"] == "Traceback ..."
+    assert overall_status(runs.states.values()) == "failed"
+
+
+def test_the_status_of_several_runs_is_running_until_all_have_ended(tmp_path: Path) -> None:
+    assert overall_status([]) == "waiting"
+    for name in ("a", "b"):
+        write(tmp_path / name, 1)
+    runs = Runs(tmp_path)
+    for name, kind, values, together in (
+        ("a", "pause", {}, "paused"),
+        ("a", "resume", {}, "running"),
+        ("a", "end", {"status": "done"}, "running"),
+        ("b", "end", {"status": "stopped"}, "stopped"),
+    ):
+        with RunLog(tmp_path / name) as log:
+            log.write(kind, 1, **values)
+        runs.poll()
+        assert overall_status(runs.states.values()) == together
+
+
+def test_a_run_whose_process_is_gone_was_killed_until_it_goes_on() -> None:
+    run = RunState()
+    gone = {**this_process(), "process_start_s": 0.5}
+    run.apply([RunEvent("start", 0, 0, 1.0, gone)])
+    assert run.status == "killed"
+    run.apply([RunEvent("start", 0, 0, 2.0, this_process())])
+    assert run.status == "running"
+    run.apply([RunEvent("start", 0, 0, 3.0, {**gone, "host_name": "elsewhere"})])
+    assert run.status == "running", "of another machine nobody here can tell"
+
+
+def test_one_line_is_read_from_the_end_of_a_long_file(tmp_path: Path) -> None:
+    write(tmp_path, 2000)
+    assert (tmp_path / "events-rank0.jsonl").stat().st_size > 65536
+    assert summary_line(tmp_path) == "running at step 2000"
+
+
+def test_each_share_of_padding_weighs_by_what_it_is_a_share_of() -> None:
+    run = RunState()
+    texts = {"num_samples": 10, "num_tokens": 100, "height": 16, "width": 16}
+    images = {"num_samples": 10, "num_tokens": 1, "height": 160, "width": 160}
+    for step, sizes, waste in ((1, texts, 0.5), (2, images, 0.1)):
+        shares = dict.fromkeys(("text_waste", "image_waste", "combined_waste"), waste)
+        run.apply([RunEvent("step", step, 0, float(step), {**sizes, **shares})])
+    found = summarize(run)
+    assert found["text_waste"] == pytest.approx((0.5 * 1000 + 0.1 * 10) / 1010)
+    assert found["image_waste"] == pytest.approx((0.5 * 10 + 0.1 * 1000) / 1010)
+    assert found["combined_waste"] == pytest.approx((0.5 * 1010 + 0.1 * 1010) / 2020)
+
+
+def test_a_scheduler_has_one_colour_in_every_picture() -> None:
+    assert sorted(colour_slots(SCHEDULERS).values()) == list(range(len(PALETTE)))
+    assert colour_slots(["budget", "random"])["random"] == colour_slots(["random", "memory"])["random"]
+    runs = {}
+    for name in ("budget", "random"):
+        runs[name] = RunState()
+        runs[name].apply([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "num_samples": 1})])
+    drawn = {line.get_label(): line.get_color() for line in draw_runs(runs).axes[0].lines}
+    assert drawn == {name: PALETTE[slot] for name, slot in colour_slots(SCHEDULERS).items() if name in runs}
+
+
+def test_polling_at_any_moment_gives_what_reading_at_the_end_gives(tmp_path: Path) -> None:
+    followed = RunState(tmp_path / "run")
+    assert (followed.poll(), followed.status) == (0, "waiting")
+    num_seen = 0
+    with RunLog(tmp_path / "run") as log, RunLog(tmp_path / "run", rank=1) as other:
+        log.write("start", 0, scheduler="budget")
+        for step in range(1, 30):
+            log.write("step", step, loss=1 / step, **({"lr": 0.1} if step > 10 else {}))
+            other.write("step", step, loss=math.inf, skipped=step % 2 == 0)
+            if step % 7 == 0:
+                num_seen += followed.poll()
+        log.write("warning", 29, message="look", source="test")
+        log.write("end", 29, status="stopped")
+    num_seen += followed.poll()
+    whole = RunState(tmp_path / "run")
+    assert whole.poll() == num_seen == 61
+    for state in (followed, whole):
+        assert state.status == "stopped"
+        assert state.ranks() == [0, 1]
+        assert state.latest("start") == {"scheduler": "budget"}
+        assert state.latest("step", rank=1) == {"loss": math.inf, "skipped": False}
+        assert state.messages() == ["look"]
+        np.testing.assert_array_equal(state.column("loss"), 1 / np.arange(1, 30))
+        np.testing.assert_array_equal(state.column("lr"), [math.nan] * 10 + [0.1] * 19)
+        np.testing.assert_array_equal(state.column("step", rank=1, start=25), [26, 27, 28, 29])
+        np.testing.assert_array_equal(state.column("skipped", rank=1)[:3], [0, 1, 0])
+
+
+def test_the_state_follows_a_run_that_ends_and_goes_on() -> None:
+    state = RunState()
+    state.apply([RunEvent("start", 0, 0, 1.0, {}), RunEvent("end", 5, 0, 2.0, {"status": "failed"})])
+    state.apply([RunEvent("device", -1, 0, 2.1, {"memory_bytes": 1})])
+    assert state.status == "failed", "the monitor's last sample does not revive a run"
+    state.apply([RunEvent("start", 5, 0, 3.0, {})])
+    assert state.status == "running"
+
+
+def test_a_key_that_is_not_there_is_an_error_once_there_are_events() -> None:
+    state = RunState()
+    assert state.column("loss").shape == (0,)
+    state.apply([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "memory_source": "NVML"})])
+    with pytest.raises(OptionError, match="unknown key of step events 'los'; did you mean 'loss'"):
+        state.column("los")
+    with pytest.raises(OptionError, match="unknown key of step events 'memory_source'"):
+        state.column("memory_source")
+
+
+def run_of(costs: list[float], seconds: list[float], *, planned: float, **start: object) -> RunState:
+    state = RunState()
+    state.apply([RunEvent("start", 0, 0, 0.0, {"planned_cost": planned, "num_steps": 100, **start})])
+    for step, (cost, step_s) in enumerate(zip(costs, seconds, strict=True), start=1):
+        state.apply([RunEvent("step", step, 0, float(step), {"predicted_cost": cost, "step_s": step_s})])
+    return state
+
+
+def test_what_is_left_follows_from_costs_and_not_from_steps() -> None:
+    dear_first = run_of([1, 1, 40, 40], [1, 1, 4, 4], planned=100)
+    found = progress_of([dear_first])
+    assert found.done_ratio == pytest.approx(0.82)
+    assert found.left_s == pytest.approx(18 / 10)
+    both = progress_of([dear_first, run_of([], [], planned=50)])
+    assert both.done_ratio == pytest.approx(82 / 150)
+    assert both.left_s == pytest.approx(68 / 10), "a run that has not begun is taken to be as fast"
+    evaluated = run_of([10, 10, 10, 10, 10], [1] * 5, planned=100, num_epochs=2)
+    evaluated.apply([RunEvent("eval", 5, 0, 9.0, {"eval_s": 3.0})])
+    assert progress_of([evaluated]).left_s == pytest.approx(5 + 3)
+
+
+def test_without_costs_steps_count_and_without_a_plan_nothing_is_promised() -> None:
+    state = RunState()
+    state.apply([RunEvent("start", 5, 0, 0.0, {"num_steps": 10})])
+    assert progress_of([state]).done_ratio == 0
+    assert isnan(progress_of([state]).left_s)
+    state.apply([RunEvent("step", step, 0, 0.0, {"step_s": 2.0}) for step in (6, 7, 8)])
+    assert progress_of([state]).left_s == pytest.approx(4.0)
+    assert isnan(progress_of([]).done_ratio)
+    assert isnan(progress_of([RunState()]).done_ratio)
