@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmlab.runs.figures import PALETTE
+from mmlab.runs.figures import colours_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ def draw_comparison(
 
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    colours = {arm.scheduler: PALETTE[index % len(PALETTE)] for index, arm in enumerate(arms)}
+    colours = colours_of(arm.scheduler for arm in arms)
     axes = figure.subplots(2, 3)
     _draw_waste(axes[0, 0], arms)
     _draw_throughput(axes[0, 1], arms, colours)
