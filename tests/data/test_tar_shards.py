@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmlab.data.readers import read_records
-from mmlab.data.readers.tar_index import members
+from mmlab.data.readers.tar import members
 from mmlab.errors import DataError
 from tests.data.sample_files import encoded
 
@@ -86,7 +86,7 @@ def test_json_and_class_files(tmp_path):
 
 
 @pytest.mark.parametrize("archive_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_the_index_agrees_with_tarfile(tmp_path, archive_format):
+def test_members_lie_where_they_are_said_to(tmp_path, archive_format):
     folder = "folder-" * 12 + "end"
     files = {
         f"{folder}/{'n' * 90}.jpg": b"x" * 700,
@@ -97,9 +97,6 @@ def test_the_index_agrees_with_tarfile(tmp_path, archive_format):
     if archive_format != tarfile.USTAR_FORMAT:
         files |= {"l" * 300 + ".jpg": b"long", "übung.txt": b"umlaut"}
     path = shard(tmp_path / "0.tar", files, archive_format)
-    with tarfile.open(path) as archive:
-        expected = [(member.name, member.offset_data, member.size) for member in archive]
-    assert [tuple(member) for member in members(path)] == expected
     content = path.read_bytes()
     assert {name: content[offset : offset + size] for name, offset, size in members(path)} == files
 

@@ -17,8 +17,7 @@ from mmlab.data.readers.files import read_data_file, read_folder
 from mmlab.data.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
 from mmlab.data.readers.remote import download, is_url
 from mmlab.data.readers.rows import Row, Table, to_records
-from mmlab.data.readers.tar import read_shards
-from mmlab.data.readers.tar_index import is_tar
+from mmlab.data.readers.tar import is_tar, read_shards
 from mmlab.data.records import FileStore, Records
 from mmlab.data.text import measure_tokens
 from mmlab.errors import DataError, OptionError, unknown_name

@@ -7,6 +7,7 @@ still has a size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,13 +15,14 @@ from mmlab.data.decode import displayed_size
 from mmlab.data.readers.sidecar import Measurement, Stamp, measure_once
 
 Size = tuple[int, int]  # height, width in pixels, as displayed
+OpenImage = Callable[[str], AbstractContextManager[BinaryIO]]  # a file object at the start of an image
 _SIZES = Measurement(name="sizes", title="image headers", version=1, num_numbers=2, number=int)
 SIDECAR_NAME = _SIZES.sidecar_name
 
 
 def image_sizes(
     stamps: Mapping[str, Stamp | None],
-    open_image: Callable[[str], BinaryIO],
+    open_image: OpenImage,
     *,
     root: Path | None = None,
     progress: bool = True,
@@ -38,7 +40,7 @@ def image_sizes(
     )
 
 
-def _measure(key: str, open_image: Callable[[str], BinaryIO]) -> Size | str:
+def _measure(key: str, open_image: OpenImage) -> Size | str:
     from PIL import Image
 
     try:

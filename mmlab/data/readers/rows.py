@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from mmlab.data.readers.headers import image_sizes
+from mmlab.data.readers.headers import OpenImage, image_sizes
 from mmlab.data.readers.paths import FileResolver
 from mmlab.data.readers.sidecar import Stamp
 from mmlab.data.records import BadRow, FileStore, ImageStore, Records
@@ -59,7 +59,7 @@ class Table:
     root: Path | None = None
     store: ImageStore = field(default_factory=FileStore)
     stamp: Callable[[str], Stamp | None] | None = None
-    open_image: Callable[[str], BinaryIO] = _open_file
+    open_image: OpenImage = _open_file
     label_names: tuple[str, ...] = ()  # of labels that are integers already
 
 

@@ -1,24 +1,24 @@
 """WebDataset shards: tar files in which `key.jpg` with `key.txt`, `key.json` or `key.cls` makes one sample.
 
-Shards stay packed: they are indexed by their headers, and an image is read at its offset, in any order. Does not read
-compressed shards, which have no offsets to jump to.
+Shards stay packed: `tarfile` finds where each member lies (about 20 us a member), and an image is read at its offset, in
+any order. Does not read compressed shards, which have no offsets to jump to.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from mmlab.data.readers.files import split_in
 from mmlab.data.readers.manifest import SYNONYMS, match_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
 from mmlab.data.readers.sidecar import Stamp
-from mmlab.data.readers.tar_index import Member, is_tar, members
 from mmlab.errors import DataError
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
@@ -28,7 +28,15 @@ _COMPRESSED = {
     b"BZ": "bunzip2",
     b"\xfd7": "unxz",
     b"\x28\xb5": "unzstd",
-}  # first bytes: remedy
+}  # by first bytes
+
+
+class Member(NamedTuple):
+    """A regular file in an archive: `num_bytes` bytes from `offset`."""
+
+    name: str
+    offset: int
+    num_bytes: int
 
 
 class TarStore:
@@ -53,6 +61,43 @@ class TarStore:
         return _locate(image_path)[0]
 
 
+def is_tar(path: Path) -> bool:
+    """Whether the file begins with a tar header, its check sum included."""
+    try:
+        with tarfile.open(path, "r:") as archive:
+            return archive.next() is not None
+    except (tarfile.TarError, ValueError):
+        return False
+
+
+def members(path: Path) -> Iterator[Member]:
+    """The regular files of an archive, in order.
+
+    Raises:
+        DataError: the archive is damaged, ends early, or has sparse files; those before the fault are given first.
+    """
+    num_bytes = path.stat().st_size
+    with tarfile.open(path, "r:") as archive:
+        while (info := _next(archive)) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # else it keeps every header
+            if info.issparse():
+                raise DataError(f"has a sparse file at byte {info.offset}; pack it again without --sparse")
+            if info.offset_data + (info.size if info.isreg() else 0) > num_bytes:
+                raise DataError(f"is cut off: the member at byte {info.offset} needs {info.size} bytes")
+            if info.isreg():
+                yield Member(info.name, info.offset_data, info.size)
+        archive.fileobj.seek(archive.offset)
+        if any(archive.fileobj.read(tarfile.BLOCKSIZE)):  # a whole archive ends in zeros
+            raise DataError(f"is damaged at byte {archive.offset}: no tar header there")
+
+
+def _next(archive: tarfile.TarFile) -> tarfile.TarInfo | None:
+    try:
+        return archive.next()
+    except Exception as error:  # tarfile and its decoding of numbers raise many things on damaged headers
+        raise DataError(f"is damaged at byte {archive.offset}: {error}") from error
+
+
 def read_shards(shards: Sequence[Path]) -> Table:
     """One row for each caption of each sample, shards in the order given; file or folder names tell the split.
 
@@ -65,14 +110,12 @@ def read_shards(shards: Sequence[Path]) -> Table:
         if not is_tar(shard):
             with open(shard, "rb") as file:
                 command = _COMPRESSED.get(file.read(2))
-            raise DataError(
-                f"{shard}: not a tar shard: "
-                + (
-                    f"compressed files allow no random access: {command} it"
-                    if command
-                    else "it has no tar header (image files go with their texts: read_records(image_paths, texts))"
-                )
+            reason = (
+                "it has no tar header (image files go with their texts: read_records(image_paths, texts))"
             )
+            if command:
+                reason = f"compressed files allow no random access: {command} it"
+            raise DataError(f"{shard}: not a tar shard: {reason}")
     root = Path(os.path.commonpath([os.path.realpath(shard.parent) for shard in shards]))
 
     @cache
@@ -155,35 +198,11 @@ def _locate(key: str) -> tuple[str, int, int]:
     return before.partition("::")[0], int(offset), int(num_bytes)
 
 
-def _open_image(key: str) -> BinaryIO:
-    return io.BufferedReader(_Window(*_locate(key)))
-
-
-class _Window(io.RawIOBase):
-    """A stretch of a file as a file of its own, so that only a header's bytes are read."""
-
-    def __init__(self, path: str, offset: int, num_bytes: int) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the window)
-        self._offset, self._num_bytes, self._position = offset, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._offset + self._position)
-        left = max(0, self._num_bytes - self._position)
-        num_read = self._file.readinto(memoryview(buffer)[:left]) or 0
-        self._position += num_read
-        return num_read
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+@contextmanager
+def _open_image(key: str) -> Iterator[BinaryIO]:
+    """An image as a file of its own, so that only the bytes of its header are read."""
+    shard, offset, num_bytes = _locate(key)
+    with tarfile.open(shard, "r:") as archive:
+        info = tarfile.TarInfo()
+        info.offset_data, info.size = offset, num_bytes
+        yield archive.extractfile(info)  # type: ignore[misc]  # a regular file has one
