@@ -22,8 +22,8 @@ from _common import add_common_options, goal, print_goals, write_results
 from _parallel_balance import VOCAB_SIZE
 from _trainer_tables import table
 
-from mmlab.comparison.launch import run_on_ranks
 from mmlab.parallel.branches.plan import BranchPlan, plan_branches
+from mmlab.parallel.launch import run_on_ranks
 from mmlab.types import BatchShape
 
 SIZES = Sizes("small", batch_size=4, num_micro_batches=6, image_side=224, num_tokens=16)

@@ -18,7 +18,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "Comparison",
             "compare",
             "load_comparison",
-            "run_on_ranks",
             "start_compare",
             "train",
             "train_on",
@@ -51,7 +50,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "enable_checkpointing",
             "enable_packing",
         ],
-        "parallel": [],
+        "parallel": ["run_on_ranks"],
         "pricing": [
             "MemoryBreakdown",
             "MemoryModel",

@@ -11,7 +11,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "background": ["BackgroundRun", "start_compare"],
         "experiment": ["compare"],
-        "launch": ["run_on_ranks", "train_on"],
+        "launch": ["train_on"],
         "result": ["Comparison", "load_comparison"],
         "train": ["train"],
     },

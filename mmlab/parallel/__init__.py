@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "bench": ["bench_parallel"],
         "branches": ["BranchParallel", "BranchRanks"],
+        "launch": ["run_on_ranks"],
         "strategies": ["ParallelOptions", "make_strategy"],
         "process_group": ["ProcessGroup"],
     },

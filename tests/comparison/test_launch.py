@@ -17,8 +17,9 @@ from torch import distributed
 
 from mmlab.cli.cache import cache_info
 from mmlab.comparison.config import load_config
-from mmlab.comparison.launch import run_on_ranks, train_on
+from mmlab.comparison.launch import train_on
 from mmlab.errors import DataError, OptionError, RunError
+from mmlab.parallel.launch import run_on_ranks
 from mmlab.runs.events import read_events
 from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
@@ -48,7 +49,7 @@ device = "cpu"
 CALLER = """
 import signal, sys
 from mmlab.config import load_config
-from mmlab.launch import train_on
+from mmlab.comparison.launch import train_on
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored
 changes = ["trainer.num_epochs=10000", "data.backend=torch", "data.num_workers=1"]

@@ -12,11 +12,11 @@ from pathlib import Path
 from PIL import Image
 from torch import distributed
 
-from mmlab.comparison.launch import run_on_ranks
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.readers.tar import TarStore
 from mmlab.loading.loader import PlannedLoader
+from mmlab.parallel.launch import run_on_ranks
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler

@@ -1,0 +1,184 @@
+"""Several ranks from a notebook or a program: real processes, started by torch's own launcher.
+
+Processes are spawned, not forked, because a GPU context does not survive a fork. They are fresh interpreters that import
+the function they call, so it must be in a module; they cannot find a function of a notebook's cell. Each start costs the
+import of torch, some seconds.
+
+An error in a rank is raised in the caller, with the rank and its own traceback, and the other ranks are ended. An interrupt
+reaches all ranks once; each has 30 s to finish its step and write a checkpoint. On several machines start
+`torchrun -m mmlab train CONFIG.toml` on each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from mmlab.errors import DataError, OptionError, RunError
+from mmlab.machine import num_usable_cores, share_cores
+
+_USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
+_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+)  # those that the launcher takes over
+_TOLD_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_NOISY = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.multiprocessing.spawn",
+)  # tell each failure again
+_SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
+_LOG_CHARACTERS = 2000
+
+
+def run_on_ranks(
+    function: Callable[..., Any], *arguments: Any, num_processes: int = 2, log_dir: str | Path | None = None
+) -> list[Any]:
+    """Call a function in several processes, which find the variables that `torchrun` sets.
+
+    Args:
+        function: from a module, not from a notebook's cell.
+        arguments: what can be pickled; all ranks get the same.
+        log_dir: keep what the processes write to their terminals here, in files by rank; None keeps nothing.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        DataError, OptionError: a rank raised it; or the function or an argument cannot be sent.
+        RunError: a rank failed otherwise, or was killed.
+    """
+    _check(function, arguments, num_processes)
+    with ExitStack() as stack:
+        errors = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmlab-ranks-")))
+        logs = errors if log_dir is None else Path(log_dir)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_processes,
+            run_id=f"ranks-{time.time_ns()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        stack.enter_context(_undisturbed())
+        before = multiprocessing.active_children()
+        try:
+            found = elastic_launch(config, _on_rank)(function, arguments, num_processes, str(errors))
+        except ChildFailedError as failure:
+            _raise(failure, errors, logs)
+        except SignalException as stopped:
+            for process in set(multiprocessing.active_children()).difference(before):
+                process.kill()  # the launcher ends those that it knows: none while it still starts them
+            if stopped.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stopped.sigval) from None
+    return [found[rank] for rank in range(num_processes)]
+
+
+def _on_rank(
+    function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int, errors: str
+) -> Any:
+    """What each process does; an error is left in a file, with the time, because ranks fail in each other's wake."""
+    os.setsid()  # Jupyter interrupts its whole group; the launcher's would be the second, which waits for no step
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, num_usable_cores() // num_processes))
+    try:
+        return function(*arguments)
+    except Exception as error:
+        about = {
+            "rank": int(os.environ["RANK"]),
+            "time_ns": time.time_ns(),
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+        Path(errors, f"error-{about['rank']}.json").write_text(json.dumps(about), "utf-8")
+        raise
+
+
+def _raise(failure: ChildFailedError, errors: Path, logs: Path) -> NoReturn:
+    """Raise what went wrong first."""
+    found = []
+    for path in errors.glob("error-*.json"):
+        with suppress(ValueError):  # ended while it was written
+            found.append(json.loads(path.read_text("utf-8")))
+    if found:
+        first = min(found, key=lambda about: about["time_ns"])
+        kind = _USER_ERRORS.get(first["kind"], RunError)
+        raise kind(
+            f"rank {first['rank']} failed: {first['kind']}: {first['message']}\n\n{first['traceback']}"
+        ) from None
+    rank, process = failure.get_first_failure()
+    log = "".join(
+        path.read_text(errors="replace") for path in sorted(logs.glob(f"*/attempt_0/{rank}/stderr.log"))
+    )
+    raise RunError(
+        f"rank {rank} ended without a word: {process.message}\n\n{log[-_LOG_CHARACTERS:]}".rstrip()
+    ) from None
+
+
+def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int) -> None:
+    if num_processes < 1:
+        raise OptionError(f"num_processes must be at least 1, found {num_processes}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise OptionError("this process is a rank already, and cannot start others")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise OptionError(
+            "a rank imports the script that started it, and must not start others: put the call under "
+            "if __name__ == '__main__':"
+        )
+    in_a_cell = function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    if in_a_cell or "<" in function.__qualname__:
+        raise OptionError(
+            f"{function.__qualname__} cannot be found by other processes; put it into a module and import it"
+        )
+    try:
+        pickle.dumps((function, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise OptionError(f"cannot send these arguments to other processes: {error}") from error
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Give back what the launcher changes in this process: signals, one variable; and let it not tell errors twice."""
+    share_cores()
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    before = [logger.disabled for logger in loggers], os.environ.get(_TOLD_SIGNALS)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before[0], strict=True):
+            logger.disabled = disabled
+        os.environ.pop(_TOLD_SIGNALS, None)
+        if before[1] is not None:
+            os.environ[_TOLD_SIGNALS] = before[1]
+        with suppress(ValueError):  # only the main thread may, and only there were they changed
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
