@@ -20,7 +20,7 @@ from mmlab.data.readers import read_records
 from mmlab.data.synthetic import captions, make_dataset
 from mmlab.data.synthetic.captions import num_words, write_captions
 from mmlab.data.synthetic.painting import paint
-from mmlab.data.synthetic.scenes import COLOURS, Scene, draw_size, make_scene
+from mmlab.data.synthetic.scenes import Scene, draw_size, make_scene, table
 from mmlab.errors import OptionError
 
 DATA = Path(__file__).parents[2] / "data"
@@ -172,13 +172,13 @@ def test_captions_are_true_of_their_own_picture_and_of_hardly_any_other() -> Non
 
 def is_true(text: str, scene: Scene) -> bool:
     """Whether a sentence names only groups that the scene has, and its own ground, backdrop and light."""
-    sizes = {word: size for size, words in captions._SIZES.items() for word in words if word}
-    patterns = {word: name for name, words in captions._PATTERNS.items() for word in words if word}
-    shapes = {word: shape for shape, words in captions._SHAPES.items() for word in words}
+    sizes = {word: size for size, entry in table("sizes").items() for word in entry["words"] if word}
+    patterns = {word: name for name, entry in table("patterns").items() for word in entry["words"] if word}
+    shapes = {word: shape for shape, words in table("shapes").items() for word in words}
     counts = {"a": 1, "an": 1, "two": 2, "three": 3, "four": 4}
     named = re.findall(
         rf"\b(an?|two|three|four) (?:({'|'.join(sizes)}) )?(?:({'|'.join(patterns)}) )?"
-        rf"({'|'.join(COLOURS)}) (ball|cube|box|block|cone|cylinder|ring|star|heart|cross)(?:e?s)?\b",
+        rf"({'|'.join(table('colours'))}) (ball|cube|box|block|cone|cylinder|ring|star|heart|cross)(?:e?s)?\b",
         text.lower(),
     )
     assert named, f"{text!r} names no object"
@@ -190,12 +190,9 @@ def is_true(text: str, scene: Scene) -> bool:
             for group in scene.groups
         ):
             return False
-    for table, value in (
-        (captions._GROUNDS, scene.ground),
-        (captions._BACKDROPS, scene.backdrop),
-        (captions._LIGHTS, scene.light),
-    ):
-        said = {name for name, phrases in table.items() if any(f" {words}" in text for words in phrases)}
+    for kind, value in (("grounds", scene.ground), ("backdrops", scene.backdrop), ("lights", scene.light)):
+        entries = table(kind).items()
+        said = {name for name, entry in entries if any(f" {words}" in text for words in entry["words"])}
         if said and value not in said:
             return False
     return True

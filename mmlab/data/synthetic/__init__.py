@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,6 +30,8 @@ __all__ = ["make_dataset"]
 
 JPEG_QUALITY = 90
 _MIN_IMAGES_PER_WORKER = 64  # fewer are done before a process has started
+
+Made = tuple[int, int, list[str]]  # width, height, captions
 
 
 def make_dataset(
@@ -62,80 +64,57 @@ def make_dataset(
     Raises:
         OptionError: `out` exists and is not an empty folder, or a number is out of its range.
     """
-    _check("num_images", num_images, 1, 10**9)
-    _check("captions_per_image", captions_per_image, 1, 1000)
-    _check("max_side", max_side, 32, 4096)
-    _check("alt_text_ratio", alt_text_ratio, 0, 1)
-    _check("val_fraction", val_fraction, 0, 1)
-    if num_workers is None:
-        num_workers = num_usable_cores()
-    _check("num_workers", num_workers, 0, 1000)
+    num_workers = num_usable_cores() if num_workers is None else num_workers
+    for name, value, low, high in (
+        ("num_images", num_images, 1, 10**9),
+        ("captions_per_image", captions_per_image, 1, 1000),
+        ("max_side", max_side, 32, 4096),
+        ("alt_text_ratio", alt_text_ratio, 0, 1),
+        ("val_fraction", val_fraction, 0, 1),
+        ("num_workers", num_workers, 0, 1000),
+    ):
+        if not low <= value <= high:
+            raise OptionError(f"{name} must lie between {low:g} and {high:g}, found {value:g}")
+    images: list[dict[str, object]] = []
+    annotations: list[dict[str, object]] = []
     with _written_whole(Path(out)) as folder:
         (folder / "images").mkdir()
-        job = _Job(
-            folder=folder,
-            seed=seed,
-            max_side=max_side,
-            captions_per_image=captions_per_image,
-            alt_text_ratio=alt_text_ratio,
-        )
-        images: list[dict[str, object]] = []
-        annotations: list[dict[str, object]] = []
-        with closing(_run(job, num_images, num_workers)) as results:
-            made = tqdm(
-                results,
-                desc="making images",
-                unit="image",
-                total=num_images,
-                disable=None if progress else True,
-            )
+        make = partial(_make_image, folder, seed, max_side, captions_per_image, alt_text_ratio)
+        with closing(_run(make, num_images, num_workers)) as results:
+            made = tqdm(results, "making images", num_images, disable=None if progress else True)
             for index, (width, height, captions) in enumerate(made):
                 held_out = round((index + 1) * val_fraction) > round(index * val_fraction)
-                split = "val" if held_out else "train"
-                name = _file_name(index)
-                images.append(
-                    {"id": index, "file_name": name, "width": width, "height": height, "split": split}
-                )
+                image = {"id": index, "file_name": _file_name(index), "width": width, "height": height}
+                images.append(image | {"split": "val" if held_out else "train"})
                 for caption in captions:
                     annotations.append({"id": len(annotations), "image_id": index, "caption": caption})
-        content = {
-            "info": {"description": f"made by mmlab data make, seed {seed}"},
-            "images": images,
-            "annotations": annotations,
-        }
+        info = {"description": f"made by mmlab data make, seed {seed}"}
+        content = {"info": info, "images": images, "annotations": annotations}
         (folder / "captions.json").write_text(json.dumps(content, indent=0), encoding="utf-8")
     return Path(out) / "captions.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """Makes one image when called with its index; picklable, so that workers share it."""
-
-    folder: Path
-    seed: int
-    max_side: int
-    captions_per_image: int
-    alt_text_ratio: float
-
-    def __call__(self, index: int) -> tuple[int, int, list[str]]:
-        scene = make_scene(self.seed, index, self.max_side)
-        path = self.folder / "images" / _file_name(index)
-        Image.fromarray(paint(scene)).save(path, format="JPEG", quality=JPEG_QUALITY)
-        return scene.width, scene.height, write_captions(scene, self.captions_per_image, self.alt_text_ratio)
+def _make_image(
+    folder: Path, seed: int, max_side: int, num_captions: int, alt_text_ratio: float, index: int
+) -> Made:
+    scene = make_scene(seed, index, max_side)
+    path = folder / "images" / _file_name(index)
+    Image.fromarray(paint(scene)).save(path, format="JPEG", quality=JPEG_QUALITY)
+    return scene.width, scene.height, write_captions(scene, num_captions, alt_text_ratio)
 
 
-def _run(job: _Job, num_images: int, num_workers: int) -> Generator[tuple[int, int, list[str]], None, None]:
-    """The job's results in order, from worker processes where there is enough to do.
+def _run(make: Callable[[int], Made], num_images: int, num_workers: int) -> Generator[Made, None, None]:
+    """The images in order, from worker processes where there is enough to do.
 
-    Processes, because threads are no faster than one: most of the time goes into short NumPy calls.
+    Threads would be no faster than one: most of the time goes into short NumPy calls.
     """
     if min(num_workers, num_images // _MIN_IMAGES_PER_WORKER) < 2:
-        yield from map(job, range(num_images))
+        yield from map(make, range(num_images))
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_leave_interrupt_to_parent)
     try:
-        yield from pool.map(job, range(num_images), chunksize=8)
+        yield from pool.map(make, range(num_images), chunksize=8)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -158,11 +137,6 @@ def _written_whole(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         folder.rename(out)
-
-
-def _check(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise OptionError(f"{name} must lie between {low:g} and {high:g}, found {value:g}")
 
 
 def _file_name(index: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmlab.data.synthetic.materials import TILE, material, noise
-from mmlab.data.synthetic.scenes import Group, Place, Scene
+from mmlab.data.synthetic.scenes import Group, Place, Scene, table
 from mmlab.data.synthetic.shapes import outline
 
 if TYPE_CHECKING:
@@ -24,29 +24,6 @@ if TYPE_CHECKING:
     ]  # (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
     Plane = NDArray[np.floating]  # (h, w)
 
-PALETTE = {
-    "red": (0.80, 0.09, 0.08),
-    "orange": (0.93, 0.45, 0.04),
-    "yellow": (0.93, 0.80, 0.08),
-    "green": (0.07, 0.52, 0.16),
-    "turquoise": (0.10, 0.70, 0.68),
-    "blue": (0.09, 0.20, 0.72),
-    "purple": (0.45, 0.12, 0.58),
-    "pink": (0.95, 0.50, 0.66),
-    "white": (0.92, 0.92, 0.90),
-    "black": (0.07, 0.07, 0.08),
-}
-_BACKDROPS = {  # colour at the top, colour at the horizon, strength and stretch of its blurred texture
-    "sky": ((0.25, 0.48, 0.82), (0.72, 0.84, 0.94), 0.04, 3.0),
-    "clouds": ((0.55, 0.58, 0.63), (0.82, 0.83, 0.84), 0.16, 2.5),
-    "trees": ((0.13, 0.22, 0.10), (0.20, 0.30, 0.12), 0.40, 0.7),
-    "sea": ((0.62, 0.78, 0.90), (0.10, 0.34, 0.50), 0.06, 8.0),
-    "wall": ((0.74, 0.70, 0.62), (0.84, 0.80, 0.72), 0.03, 1.0),
-    "curtain": ((0.50, 0.08, 0.12), (0.62, 0.12, 0.16), 0.10, 0.1),
-    "shelf": ((0.34, 0.22, 0.14), (0.42, 0.28, 0.18), 0.22, 0.3),
-    "window": ((0.90, 0.94, 0.98), (0.72, 0.80, 0.86), 0.08, 0.3),
-}
-_LIGHTS = {"day": (1.0, 1.0, 1.0), "evening": (1.08, 0.92, 0.72), "dusk": (0.58, 0.65, 0.82)}
 _NOISE = 0.014  # deviation of the sensor noise, of full scale
 
 
@@ -65,7 +42,9 @@ def paint(scene: Scene) -> NDArray[np.uint8]:
     brightness = grain * _crop(noise(0.0, salt=1), scene.height, scene.width, rng)
     hue = 0.6 * grain * _crop(noise(0.15, salt=2), scene.height, scene.width, rng)
     finished = np.empty((scene.height, scene.width, 3), dtype=np.uint8)
-    for channel, (cast, sign) in enumerate(zip(_LIGHTS[scene.light], (1, 0, -1), strict=True)):
+    for channel, (cast, sign) in enumerate(
+        zip(table("lights")[scene.light]["cast"], (1, 0, -1), strict=True)
+    ):
         plane = picture[channel] * (255 * cast)
         plane *= level
         plane += 255 * (brightness + sign * hue) + 0.5
@@ -99,15 +78,15 @@ def _paint_surroundings(scene: Scene, rng: random.Random) -> Picture:
 
 def _backdrop(scene: Scene, rows: int, rng: random.Random) -> Picture:
     """(3, rows, width): painted at an eighth of the size and enlarged, so that it is out of focus."""
-    top, bottom, strength, stretch = _BACKDROPS[scene.backdrop]
+    look = table("backdrops")[scene.backdrop]
     small_h, small_w = rows // 8 + 2, scene.width // 8 + 2
     fall = np.linspace(0, 1, small_h, dtype=np.float32)[:, None]
     if scene.backdrop == "sea":
         fall = np.clip((fall - 0.55) * 12, 0, 1)
-    blotches = 1 + strength * _crop(noise(1.3, stretch, salt=4), small_h, small_w, rng)
+    blotches = 1 + look["strength"] * _crop(noise(1.3, look["stretch"], salt=4), small_h, small_w, rng)
     planes = [
         _enlarge((high * (1 - fall) + low * fall) * blotches, rows, scene.width)
-        for high, low in zip(top, bottom, strict=True)
+        for high, low in zip(look["top"], look["bottom"], strict=True)
     ]
     return np.stack(planes)
 
@@ -145,8 +124,9 @@ def _paint_object(picture: Picture, scene: Scene, group: Group, place: Place, rn
     gloss = 0.45 * np.maximum(nx * (0.55 * light_x) + ny * -0.30 + nz * 0.90, 0) ** 40
     second = _second_colour_share(group.pattern, u, v)
     view = picture[:, rows, cols]
-    other = PALETTE["black" if group.colour in ("white", "yellow", "pink") else "white"]
-    for plane, main, patterned in zip(view, PALETTE[group.colour], other, strict=True):
+    palette = table("colours")
+    other = palette["black" if group.colour in ("white", "yellow", "pink") else "white"]
+    for plane, main, patterned in zip(view, palette[group.colour], other, strict=True):
         surface = (main + (patterned - main) * second) * shade + gloss
         plane += (surface - plane) * coverage
 

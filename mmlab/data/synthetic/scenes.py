@@ -4,62 +4,33 @@ A `Scene` is a pure function of (seed, index), made in 0.1 ms; it holds no pixel
 is large: 10 grounds x 4 backdrops x 3 lights, times over 3,000 looks (count, size, pattern, colour, shape) for each of
 up to three groups.
 
-Image sizes follow those of COCO val2017's 5,000 photographs: the 14 commonest sizes by their share, then a tail of
-free proportions by its deciles.
+`scenes.toml` has all that a scene consists of. Image sizes follow those of COCO val2017's 5,000 photographs: the 14
+commonest sizes by their share, then a tail of free proportions by its deciles.
 """
 
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Key = TypeVar("Key")
 
-# (width, height): per mille of the images of COCO val2017 (https://cocodataset.org, Lin et al. 2014)
-COMMON_SIZES = {
-    (640, 480): 212,
-    (640, 427): 121,
-    (480, 640): 67,
-    (500, 375): 48,
-    (640, 426): 43,
-    (427, 640): 34,
-    (640, 428): 32,
-    (640, 425): 29,
-    (612, 612): 21,
-    (375, 500): 19,
-    (500, 333): 16,
-    (426, 640): 15,
-    (640, 640): 11,
-    (640, 360): 11,
-}
-TAIL_PER_MILLE = 321  # all other sizes
-TAIL_LONG_SIDES = {640: 790, 500: 200, 320: 10}  # pixels: per mille of the tail
-TAIL_LANDSCAPE_RATIO = 0.655
-TAIL_SHORT_TO_LONG = (0.248, 0.567, 0.64, 0.662, 0.669, 0.681, 0.714, 0.747, 0.762, 0.828, 1.0)  # deciles
+_TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("scenes.toml").read_text("utf-8"))
 
-SHAPES = ("ball", "cube", "cone", "cylinder", "ring", "star", "heart", "cross")
-COLOURS = ("red", "orange", "yellow", "green", "turquoise", "blue", "purple", "pink", "white", "black")
-PATTERNS = {"plain": 55, "striped": 15, "spotted": 15, "checked": 15}  # per cent
-SIZES = {"small": 30, "medium": 40, "large": 30}
-COUNTS = {1: 50, 2: 25, 3: 15, 4: 10}
-NUM_GROUPS = {1: 40, 2: 45, 3: 15}
-OUTDOOR, INDOOR = ("sky", "clouds", "trees", "sea"), ("wall", "curtain", "shelf", "window")
-GROUNDS = {
-    "sand": OUTDOOR,
-    "grass": OUTDOOR,
-    "snow": OUTDOOR,
-    "asphalt": OUTDOOR,
-    "earth": OUTDOOR,
-    "leaves": OUTDOOR,
-    "wood": INDOOR,
-    "brick": INDOOR,
-    "tiles": INDOOR,
-    "carpet": INDOOR,
-}  # each with the backdrops that go with it
-LIGHTS = {"day": 50, "evening": 25, "dusk": 25}
+
+def table(name: str) -> dict[str, Any]:
+    """A table of `scenes.toml`, by the names of what is in it."""
+    return _TABLES[name]
+
+
+def weights(name: str) -> dict[str, int]:
+    """How often each entry of a table is drawn, by its `percent` or as the table says itself."""
+    return {key: entry["percent"] if isinstance(entry, dict) else entry for key, entry in table(name).items()}
 
 
 class Place(NamedTuple):
@@ -111,30 +82,30 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
     name = f"mmlab scene {seed} {index}"
     rng = random.Random(name)  # a str seed is hashed with SHA-512: stable across versions and machines
     width, height = draw_size(rng, max_side)
-    ground = rng.choice(tuple(GROUNDS))
+    ground = rng.choice(tuple(table("grounds")))
     horizon = rng.uniform(0.22, 0.42)
     groups: list[Group] = []
-    for _ in range(weighted(rng, NUM_GROUPS)):
-        size = weighted(rng, SIZES)
+    for _ in range(int(weighted(rng, weights("group_counts")))):
+        size = weighted(rng, weights("sizes"))
         group = Group(
-            count=min(weighted(rng, COUNTS), 2 if size == "large" else 4),
+            count=min(int(weighted(rng, weights("group_sizes"))), 2 if size == "large" else 4),
             size=size,
-            colour=rng.choice(
-                [colour for colour in COLOURS if all(colour != other.colour for other in groups)]
-            ),
-            pattern=weighted(rng, PATTERNS),
-            shape=rng.choice(SHAPES),
+            colour=rng.choice([name for name in table("colours") if name not in {g.colour for g in groups}]),
+            pattern=weighted(rng, weights("patterns")),
+            shape=rng.choice(tuple(table("shapes"))),
         )
         groups.append(group)
     deep = len(groups) > 1 and rng.random() < (0.35 if width > height else 0.7)
     lay_out = _lay_in_depth if deep else _lay_in_row
     places = lay_out(rng, groups, width, height, horizon * height)
+    place = table("grounds")[ground]["place"]
+    backdrops = [name for name, backdrop in table("backdrops").items() if backdrop["place"] == place]
     return Scene(
         width=width,
         height=height,
         ground=ground,
-        backdrop=rng.choice(GROUNDS[ground]),
-        light=weighted(rng, LIGHTS),
+        backdrop=rng.choice(backdrops),
+        light=weighted(rng, weights("lights")),
         light_from_left=rng.random() < 0.5,
         horizon=horizon,
         arrangement="depth" if deep else "row",
@@ -146,13 +117,15 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
 
 def draw_size(rng: random.Random, max_side: int = 640) -> tuple[int, int]:
     """Width and height in pixels, from COCO's distribution, scaled by `max_side` / 640."""
-    size = weighted(rng, {**COMMON_SIZES, (0, 0): TAIL_PER_MILLE})
+    known = table("image_sizes")
+    common = {(width, height): share for width, height, share in known["common"]}
+    size = weighted(rng, {**common, (0, 0): known["tail_per_mille"]})
     if size == (0, 0):
-        long = weighted(rng, TAIL_LONG_SIDES)
-        rank = rng.random() * (len(TAIL_SHORT_TO_LONG) - 1)
-        low, high = TAIL_SHORT_TO_LONG[int(rank)], TAIL_SHORT_TO_LONG[int(rank) + 1]
+        long, deciles = int(weighted(rng, known["tail_long_sides"])), known["tail_short_to_long"]
+        rank = rng.random() * (len(deciles) - 1)
+        low, high = deciles[int(rank)], deciles[int(rank) + 1]
         short = round(long * (low + (high - low) * (rank % 1)))
-        size = (long, short) if rng.random() < TAIL_LANDSCAPE_RATIO else (short, long)
+        size = (long, short) if rng.random() < known["tail_landscape_ratio"] else (short, long)
     return max(1, round(size[0] * max_side / 640)), max(1, round(size[1] * max_side / 640))
 
 
@@ -162,7 +135,6 @@ def weighted(rng: random.Random, weights: Mapping[Key, int]) -> Key:
     return next(key for key, mark in zip(weights, accumulate(weights.values()), strict=True) if ticket < mark)
 
 
-_DIAMETER = {"small": 0.2, "medium": 0.32, "large": 0.48}  # of the geometric mean side
 _SPACING = 0.85  # of the diameter, from one object of a group to the next
 _USABLE = 0.94  # of the width
 
@@ -208,7 +180,8 @@ def _lay_in_depth(
 
 def _diameter(rng: random.Random, group: Group, width: int, height: int) -> float:
     """Pixels; low enough for the picture to hold the object."""
-    return min(_DIAMETER[group.size] * (width * height) ** 0.5 * rng.uniform(0.92, 1.08), 0.55 * height)
+    share = table("sizes")[group.size]["diameter"]
+    return min(share * (width * height) ** 0.5 * rng.uniform(0.92, 1.08), 0.55 * height)
 
 
 def _extent(group: Group, diameter: float) -> float:
