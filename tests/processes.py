@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import psutil
 
+IGNORING_INTERRUPTS = (
+    "sh",
+    "-c",
+    'trap "" INT; exec "$@"',
+    "sh",
+)  # as nohup and many CI runners start a program
+
 
 def command_line(process: psutil.Process) -> str:
     """Its words; nothing once it has ended."""

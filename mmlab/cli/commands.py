@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import Namespace
 from dataclasses import asdict
@@ -33,14 +34,11 @@ def run_compare(options: Namespace) -> Printed:
 
 def run_train(options: Namespace) -> Printed:
     """Train a model as a TOML file says; go on after a stop or a kill."""
-    import signal
-
     from mmlab.comparison.config import load_config
     from mmlab.comparison.train import train
 
     config = load_config(options.config, options.set)
-    # so that the run is told of it
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    _exit_on_sigterm()  # so that the run is told of it
     result = train(config, runs=options.runs, resume=options.resume)
     return asdict(result), str(result)
 
@@ -59,6 +57,7 @@ def run_app(options: Namespace) -> Printed:
     """Serve a notebook as a page without code, on this machine only (needs voila)."""
     from mmlab.lab.app import App
 
+    _exit_on_sigterm()  # so that the server and its kernels end as well
     with App(options.notebook, port=options.port) as app:
         print(
             f"Serving at {app.url}\nCtrl-C ends it.",
@@ -67,6 +66,11 @@ def run_app(options: Namespace) -> Printed:
         )
         app.wait()
     return {"url": app.url}, "Ended."
+
+
+def _exit_on_sigterm() -> None:
+    """Leave by an exception, which lets every block clean up behind it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def run_export(options: Namespace) -> Printed:

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -23,10 +22,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
+
 from mmlab.errors import DataError, OptionError, RunError
 
 DEFAULT_NOTEBOOK = "05_live_dashboard.ipynb"
 START_S = 60.0  # within which the page must answer
+STOP_S = 10.0  # within which the server must end its kernels and itself, before all are killed
 _HOST = "127.0.0.1"
 
 
@@ -66,7 +68,7 @@ class App:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,  # an interrupt is for us: we end the server, and it ends its kernels
+            start_new_session=True,  # signals from the terminal are for us: `close` ends the server and its kernels
         )
         try:
             self._wait_until(lambda: _answers(_HOST, port))
@@ -81,13 +83,22 @@ class App:
 
     def close(self) -> None:
         """End the server and its kernels."""
-        if self._server.poll() is None:
-            self._server.send_signal(signal.SIGTERM)
-            try:
-                self._server.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self._server.pid)
+            family = [
+                server,
+                *server.children(recursive=True),
+            ]  # its kernels have process groups of their own
+            server.terminate()  # it ends its kernels
+            deadline_s = time.monotonic() + STOP_S
+            while (
+                alive := [process for process in family if _is_alive(process)]
+            ) and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._server.wait()
         self._files.close()
 
     def __enter__(self) -> App:
@@ -106,6 +117,13 @@ class App:
             if time.monotonic() > deadline_s:
                 raise RunError(f"voila did not answer at {self.url} within {START_S:.0f} s")
             time.sleep(0.1)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def find_notebook(notebook: str | Path | None) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,19 +95,15 @@ def follow(folder: str | Path, *, interval_s: float = 0.5) -> dict[str, Any]:
     from rich.console import Console
     from rich.live import Live
 
-    runs = Runs(folder)
-    runs.poll()
-    found = _describe(runs)
-    console = Console()
-    with Live(page_of(found, console.width), console=console, auto_refresh=False) as live:
-        try:
-            while not found["runs"] or any(run["status"] in ACTIVE for run in found["runs"].values()):
+    runs, console = Runs(folder), Console()
+    found: dict[str, Any] = {}
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while not found.get("runs") or any(run["status"] in ACTIVE for run in found["runs"].values()):
+            if found:
                 time.sleep(interval_s)
-                runs.poll()
-                found = _describe(runs)
-                live.update(page_of(found, console.width), refresh=True)
-        except KeyboardInterrupt:
-            pass
+            runs.poll()
+            found = _describe(runs)
+            live.update(page_of(found, console.width), refresh=True)
     return found
 
 

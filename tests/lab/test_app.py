@@ -19,7 +19,7 @@ import pytest
 
 from mmlab.cli.main import main
 from mmlab.lab.app import DEFAULT_NOTEBOOK, find_notebook
-from tests.processes import command_line
+from tests.processes import IGNORING_INTERRUPTS, command_line
 
 needs_voila = pytest.mark.skipif(importlib.util.find_spec("voila") is None, reason="needs voila")
 
@@ -35,8 +35,11 @@ def notebook(tmp_path: Path) -> Path:
 
 
 @needs_voila
-def test_a_page_is_served_behind_its_token_and_ends_with_the_command(notebook: Path) -> None:
-    command = [sys.executable, "-m", "mmlab", "app", str(notebook)]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_page_is_served_behind_its_token_and_ends_with_the_command(
+    notebook: Path, number: signal.Signals, code: int
+) -> None:
+    command = [*IGNORING_INTERRUPTS, sys.executable, "-m", "mmlab", "app", str(notebook)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
         address = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)", serving.stdout.readline())
@@ -52,8 +55,9 @@ def test_a_page_is_served_behind_its_token_and_ends_with_the_command(notebook: P
         assert {place.laddr.ip for place in family[1].net_connections() if place.status == "LISTEN"} == {
             "127.0.0.1"
         }
-        serving.send_signal(signal.SIGINT)
-        assert serving.wait(timeout=30) == 0
+        assert len(family) > 2, "a kernel runs"
+        serving.send_signal(number)
+        assert serving.wait(timeout=30) == code
     _, alive = psutil.wait_procs(family[1:], timeout=10)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 

@@ -150,11 +150,13 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
 
 
 CELL = """
-import sys
+import signal, sys
 from mmlab import Lab
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a notebook's kernel when a button is pressed
 lab = Lab({scenes!r}, schedulers=("random",), out={out!r}, epochs=10_000, image="aspect:32", num_workers=0,
           detached={detached})
 lab.start()
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print(lab._run._identity["process_id"], flush=True)
 {then}
 """
@@ -208,10 +210,12 @@ def is_running(process_id: int) -> bool:
 
 
 def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: Path) -> None:
-    compare(scenes, ("random",), out=tmp_path, epochs=1, progress=False, **SMALL)
+    found = compare(scenes, ("random",), out=tmp_path, epochs=1, progress=False, **SMALL)
     lab = Lab.open(tmp_path)
     assert lab.state == "done"
     assert lab.options["epochs"] == 1
+    for key in ("text_waste", "image_waste", "combined_waste"):
+        assert lab.table().loc["random", key] == pytest.approx(found.table.loc["random", key])
     assert lab.wait().arms[0].scheduler == "random"
     lab.stop()
     assert not (tmp_path / CONTROL).exists(), "there is nobody to tell"

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from math import nan
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from mmlab.cli.main import main
 from mmlab.machine import this_process
 from mmlab.runs.events import RunLog
 from mmlab.runs.watch import summary, text_of
+from tests.processes import IGNORING_INTERRUPTS
 
 MEMORY = {"memory_bytes": 3 * 2**30, "memory_total_bytes": 8 * 2**30, "memory_source": "NVML"}
 WRITER = """
@@ -24,8 +24,8 @@ import sys, time
 from mmlab.runs.events import RunLog
 from mmlab.machine import this_process
 with RunLog(sys.argv[1]) as log:
-    log.write("start", 0, num_steps=1000, **this_process())
-    for step in range(1, 1001):
+    log.write("start", 0, num_steps=50_000, **this_process())
+    for step in range(1, 50_001):
         log.write("step", step, loss=1 / step, num_samples=8, step_s=0.01)
         time.sleep(0.01)
 """
@@ -109,25 +109,24 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_it_follows_a_run_of_another_process_and_an_interrupt_leaves_that_alone(tmp_path: Path) -> None:
-    environment = {**os.environ, "COLUMNS": "160"}
+    terminal, its_end = os.openpty()
+    command = [sys.executable, "-m", "mmlab", "watch", str(tmp_path), "--interval", "0.05"]
     watching = subprocess.Popen(
-        [sys.executable, "-m", "mmlab", "watch", str(tmp_path), "--interval", "0.05"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
+        [*IGNORING_INTERRUPTS, *command],
+        stdout=its_end,
+        env={**os.environ, "COLUMNS": "160", "TERM": "xterm"},
     )
+    os.close(its_end)
     with watching, subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run")]) as writing:
-        events = tmp_path / "run" / "events-rank0.jsonl"
-        while not events.exists() or events.read_bytes().count(b'"loss"') < 20:
-            time.sleep(0.02)
-        time.sleep(1.0)
+        shown = b""
+        while b"/50000" not in shown:
+            shown += os.read(terminal, 4096)
         watching.send_signal(signal.SIGINT)
-        shown, _ = watching.communicate(timeout=30)
-        assert watching.returncode == 0
+        assert watching.wait(timeout=30) == 0
         assert writing.poll() is None
-        writing.terminate()
-    assert "running" in shown
-    assert "/1000" in shown
+        writing.kill()
+    os.close(terminal)
+    assert b"running" in shown
 
 
 def test_it_ends_by_itself_when_the_last_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
