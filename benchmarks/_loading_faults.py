@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from _loading_arms import planned_loader
 from _loading_corpus import Corpus
 
+from mmlab.cli.cache import cache_info
 from mmlab.data.text import load_tokenizer
-from mmlab.loading.cache.shards import ENTRIES
+from mmlab.errors import DataError
+from mmlab.loading.cache.slots import Layout
 from mmlab.types import Batch
 
 LIMIT_S = 120  # a fault that takes longer is a hang
@@ -76,11 +77,10 @@ def flipped_byte(corpus: Corpus) -> int:
     """A byte of a cached image changes."""
     with planned_loader(corpus, cached=True, backend="threads", num_workers=2):
         pass
-    data = min((corpus.folder / "cache").glob("*.data"))
-    image = max(np.fromfile(data.with_suffix(".index"), ENTRIES), key=lambda entry: int(entry["num_bytes"]))
-    content = bytearray(data.read_bytes())
-    content[int(image["offset"]) + int(image["num_bytes"]) // 2] ^= 0x10
-    data.write_bytes(content)
+    (path,) = (corpus.folder / "cache").iterdir()
+    content = bytearray(path.read_bytes())
+    content[int(Layout.of(path).starts[0]) + 1000] ^= 0x10
+    path.write_bytes(content)
     with planned_loader(corpus, cached=True, backend="threads", num_workers=2) as loader:
         return num_wrong(loader, corpus)
 
@@ -100,11 +100,19 @@ def killed_builder(corpus: Corpus) -> int:
     """SIGKILL to a process that fills the cache, as soon as it has written something."""
     folder = corpus.folder / "cache"
     with subprocess.Popen([sys.executable, __file__, "build", str(corpus.folder)]) as builder:
-        while not any(path.stat().st_size for path in folder.glob("*.data")):
+        while num_cached(folder) == 0:
             time.sleep(0.001)
         builder.kill()
     with planned_loader(corpus, cached=True, backend="threads", num_workers=2) as loader:
         return num_wrong(loader, corpus)
+
+
+def num_cached(folder: Path) -> int:
+    """How many images a cache has; none where it is not there yet."""
+    try:
+        return cache_info(folder).num_images
+    except DataError:
+        return 0
 
 
 def build(corpus: Corpus) -> int:

@@ -10,18 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from mmlab.errors import DataError
-from mmlab.loading.cache.settings import KEY_FILE, read_settings
-from mmlab.loading.cache.shards import (
-    ENTRY_BYTES,
-    Damaged,
-    Shard,
-    index_bytes,
-    is_shard,
-    list_shards,
-    read_index,
-)
-
-_PIXEL_CHANNELS = 3
+from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes, slot_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,32 +18,26 @@ class CacheInfo:
     """What a cache has on the disk."""
 
     folder: str
-    settings: dict[str, dict[str, str]]  # what it was made with
-    num_shards: int
-    num_images: int
-    num_texts: int
+    settings: dict[str, str]  # what it was made with
+    num_files: int  # one for every list of images
+    num_images: int  # that are there
+    num_slots: int  # for images
     cache_bytes: int
-    unused_bytes: int  # left by builders that were killed
-    last_used: str | None  # local time
+    last_used: str  # local time
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.folder}: {self.num_images:,} images and {self.num_texts:,} texts in {self.num_shards} shards, "
-            f"{self.cache_bytes / 2**20:,.1f} MiB, {self.unused_bytes / 2**20:.1f} MiB of it unused; "
-            f"last used {self.last_used or 'never'}"
-        ]
-        for what, settings in self.settings.items():
-            lines.append(
-                f"{what} made with " + ", ".join(f"{name} {value}" for name, value in settings.items())
-            )
-        return "\n".join(lines)
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        return (
+            f"{self.folder}: {self.num_images:,} images of {self.num_slots:,} in {self.num_files} files, "
+            f"{self.cache_bytes / 2**20:,.1f} MiB; last used {self.last_used}\nmade with {settings}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What `verify_cache` found."""
 
-    num_records: int
+    num_images: int
     num_bytes: int
     damage: tuple[str, ...]  # a line on each damaged part
 
@@ -64,81 +47,77 @@ class Verification:
         return not self.damage
 
     def __str__(self) -> str:
-        found = f"{self.num_records:,} records with {self.num_bytes / 2**20:,.1f} MiB read, {len(self.damage)} damaged"
+        found = f"{self.num_images:,} images with {self.num_bytes / 2**20:,.1f} MiB read, {len(self.damage)} damaged"
         remedy = [] if self.ok else ["Training makes these again when it reads them; or clear the cache."]
         return "\n".join([found, *self.damage, *remedy])
 
 
 def cache_info(folder: str | Path) -> CacheInfo:
-    """What a cache has. Reads the indexes only.
+    """What a cache has. Reads the tables only.
 
     Raises:
-        DataError: the folder is no cache.
+        DataError: the folder is no cache, or what a file says of itself is damaged.
     """
-    path = _existing(folder)
-    shards = list_shards(path)
-    num_images = num_texts = used_bytes = 0
-    for shard in shards:
-        entries = read_index(path / f"{shard.name}.index")
-        images = int((entries["shape"][:, 0] == _PIXEL_CHANNELS).sum())
-        num_images += images
-        num_texts += len(entries) - images
-        used_bytes += int(-(-entries["num_bytes"].astype("i8") // 64 * 64).sum()) + len(entries) * ENTRY_BYTES
-    cache_bytes = sum(shard.num_bytes for shard in shards)
+    files = _files(folder)
+    try:
+        layouts = [Layout.of(path) for path, _ in files]
+    except Damaged as error:
+        raise DataError(str(error)) from error
+    num_images = sum(
+        len(SlotFile(path, layout, writable=False).filled())
+        for (path, _), layout in zip(files, layouts, strict=True)
+    )
     return CacheInfo(
         folder=str(folder),
-        settings=read_settings(path) or {},
-        num_shards=len(shards),
+        settings=layouts[-1].settings,
+        num_files=len(files),
         num_images=num_images,
-        num_texts=num_texts,
-        cache_bytes=cache_bytes,
-        unused_bytes=cache_bytes - used_bytes,
-        last_used=f"{datetime.fromtimestamp(shards[-1].used_ns / 1e9):%Y-%m-%d %H:%M:%S}" if shards else None,
+        num_slots=sum(len(layout.shapes) for layout in layouts),
+        cache_bytes=sum(disk_bytes(stat) for _, stat in files),
+        last_used=f"{datetime.fromtimestamp(files[-1][1].st_mtime):%Y-%m-%d %H:%M:%S}",
     )
 
 
 def verify_cache(folder: str | Path, *, progress: bool = True) -> Verification:
-    """Read every record and compare it with its checksum. Changes nothing, not even the time of last use.
+    """Read every image and compare it with its checksum. Changes nothing, not even the time of last use.
 
     Raises:
         DataError: the folder is no cache.
     """
-    path = _existing(folder)
-    num_records = num_bytes = 0
+    num_images = num_bytes = 0
     damage = []
-    for files in tqdm(list_shards(path), "Verifying", disable=None if progress else True):
-        shard = Shard(path, files.name, touch=False)
-        for number in range(len(shard.new_keys())):
-            num_records += 1
+    for path, _ in _files(folder):
+        try:
+            file = SlotFile(path, Layout.of(path), writable=False)
+        except Damaged as error:
+            damage.append(str(error))
+            continue
+        for slot in tqdm(file.filled().tolist(), "Verifying", disable=None if progress else True):
             try:
-                num_bytes += shard.read(number)[0].nbytes
+                pixels = file.read(slot)
+                num_bytes += 0 if pixels is None else pixels.nbytes
             except Damaged as error:
                 damage.append(str(error))
-        index = path / f"{files.name}.index"
-        if (torn_bytes := index_bytes(index) % ENTRY_BYTES) > 0:
-            damage.append(f"{index} ends with {torn_bytes} bytes of an entry")
-    return Verification(num_records=num_records, num_bytes=num_bytes, damage=tuple(damage))
+            num_images += 1
+    return Verification(num_images=num_images, num_bytes=num_bytes, damage=tuple(damage))
 
 
 def clear_cache(folder: str | Path) -> dict[str, Any]:
-    """Remove all that a cache has; a training that uses it goes on without.
+    """Remove all that a cache has; a training that uses it goes on.
 
     Returns:
-        How many shards and bytes that were.
+        How many files and bytes that were.
 
     Raises:
         DataError: the folder is no cache.
     """
-    path = _existing(folder)
-    shards = list_shards(path)
-    for file in path.iterdir():
-        if is_shard(file) or file.name.startswith(KEY_FILE):
-            file.unlink(missing_ok=True)
-    return {"num_shards": len(shards), "num_bytes": sum(shard.num_bytes for shard in shards)}
+    files = _files(folder)
+    for path, _ in files:
+        path.unlink(missing_ok=True)
+    return {"num_files": len(files), "num_bytes": sum(disk_bytes(stat) for _, stat in files)}
 
 
-def _existing(folder: str | Path) -> Path:
-    path = Path(folder)
-    if not (path / KEY_FILE).exists() and not list_shards(path):
+def _files(folder: str | Path) -> list[Any]:
+    if not (files := slot_files(Path(folder))):
         raise DataError(f"{folder}: no cache is there; mmlab cache build makes one")
-    return path
+    return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -156,11 +157,9 @@ def run_cache_build(options: Namespace) -> Printed:
     from mmlab.loading.cache.key import cache_key
     from mmlab.loading.cache.on_ray import build_cache_on_ray
     from mmlab.loading.cache.store import SampleCache
-    from mmlab.parallel.shared_work import SharedWork
     from mmlab.types import parse_image_policy
 
-    work = SharedWork.of_this_job() if options.engine == "threads" else None
-    speaks = work is None or work.rank == 0
+    speaks = os.environ.get("RANK", "0") == "0"
     dataset = MultimodalDataset(
         read_records(options.data, progress=speaks),
         tokenizer=options.tokenizer,
@@ -172,7 +171,7 @@ def run_cache_build(options: Namespace) -> Printed:
     if options.engine == "ray":
         report = build_cache_on_ray(dataset, num_actors=options.threads)
     else:
-        report = build_cache(dataset, num_threads=options.threads, work=work)
+        report = build_cache(dataset, num_threads=options.threads)
     return asdict(report), str(report)
 
 
@@ -197,7 +196,7 @@ def run_cache_clear(options: Namespace) -> Printed:
     from mmlab.cli.cache import clear_cache
 
     removed = clear_cache(options.folder)
-    return removed, f"Removed {removed['num_shards']} shards, {removed['num_bytes'] / 2**20:,.1f} MiB"
+    return removed, f"Removed {removed['num_files']} files, {removed['num_bytes'] / 2**20:,.1f} MiB"
 
 
 def run_bench_io(options: Namespace) -> Printed:

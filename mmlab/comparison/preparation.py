@@ -24,7 +24,6 @@ from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.machine import GIB, describe_host
 from mmlab.model.packing import enable_packing
-from mmlab.parallel.shared_work import SharedWork
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import parse_image_policy
@@ -85,10 +84,9 @@ def fill_cache(
     """
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     for dataset in datasets:
-        dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
-    # only now: a cache makes room at the cost of what was written before it was opened
-    for dataset in datasets:
-        build_cache(dataset, work=SharedWork.of_this_job(), progress=progress)
+        key = cache_key(dataset, among=datasets)
+        dataset.cache = SampleCache(folder, key=key, limit_bytes=limit_bytes)
+        build_cache(dataset, progress=progress)
 
 
 def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:

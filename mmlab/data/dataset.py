@@ -29,20 +29,18 @@ if TYPE_CHECKING:
 
     from mmlab.types import SampleSizes
 
-Prepared = tuple[NDArray[np.uint8] | None, NDArray[np.int32] | None]  # pixels (3, h, w), token ids (t,)
+Pixels = NDArray[np.uint8]  # (3, h, w)
 
 
 class SampleStore(Protocol):
-    """What keeps decoded samples for the next time, such as `mmlab.loading.cache.SampleCache`."""
+    """What keeps decoded images for the next time, such as `mmlab.loading.cache.SampleCache`."""
 
-    def get(
-        self, row: int, *, token_ids: NDArray[np.int32] | None = None, out: NDArray[np.uint8] | None = None
-    ) -> Prepared | None:
-        """What was put for this row, pixels into `out` where it fits; None where nothing was."""
+    def get(self, row: int, *, out: Pixels | None = None) -> Pixels | None:
+        """The pixels that were put for this row's image, in `out` where they fit; None where none were."""
         ...
 
-    def put(self, row: int, pixels: NDArray[np.uint8] | None, token_ids: NDArray[np.int32]) -> None:
-        """Keep a row's arrays."""
+    def put(self, row: int, pixels: Pixels) -> None:
+        """Keep the pixels of a row's image."""
         ...
 
 
@@ -118,8 +116,8 @@ class MultimodalDataset(Dataset[Sample]):
     def __getitem__(self, row: int) -> Sample:
         return self.decode(row, self.read(row))
 
-    def read(self, row: int, out: NDArray[np.uint8] | None = None) -> bytes | Prepared | None:
-        """What the cache has of a row, or else the encoded image; None for a text-only record.
+    def read(self, row: int, out: Pixels | None = None) -> bytes | Pixels | None:
+        """The pixels that the cache has of a row, or else the encoded image; None for a text-only record.
 
         Args:
             out: (3, h, w) memory for pixels from the cache, as `SampleCache.get` has it.
@@ -127,18 +125,16 @@ class MultimodalDataset(Dataset[Sample]):
         Raises:
             DataError: it cannot be read.
         """
-        if self.cache is not None:
-            prepared = self.cache.get(row, token_ids=self._ids(row), out=out)
-            if prepared is not None:
-                return prepared
         if self.records.image_paths[row] is None:
             return None
+        if self.cache is not None and (pixels := self.cache.get(row, out=out)) is not None:
+            return pixels
         try:
             return self.records.read_image(row)
         except (OSError, ValueError) as error:
             raise self._bad_image(row, error) from error
 
-    def decode(self, row: int, found: bytes | Prepared | None, *, region: Region | None = None) -> Sample:
+    def decode(self, row: int, found: bytes | Pixels | None, *, region: Region | None = None) -> Sample:
         """The sample of a row, from what `read` gave; kept in the cache, if there is one.
 
         Args:
@@ -148,11 +144,10 @@ class MultimodalDataset(Dataset[Sample]):
         Raises:
             DataError: the image cannot be decoded.
         """
-        pixels, token_ids = found if isinstance(found, tuple) else (self._pixels(row, found, region), None)
-        if token_ids is None:
-            token_ids = self._ids(row)
-            if self.cache is not None:
-                self.cache.put(row, pixels, token_ids)
+        pixels = self._pixels(row, found, region) if isinstance(found, bytes) else found
+        if isinstance(found, bytes) and self.cache is not None:
+            self.cache.put(row, pixels)
+        token_ids = self._token_ids[self._offsets[row] : self._offsets[row + 1]]
         records = self.records
         return Sample(
             id=records.ids[row],
@@ -163,12 +158,7 @@ class MultimodalDataset(Dataset[Sample]):
             group=int(records.group[row]),
         )
 
-    def _ids(self, row: int) -> NDArray[np.int32]:
-        return self._token_ids[self._offsets[row] : self._offsets[row + 1]]
-
-    def _pixels(self, row: int, encoded: bytes | None, region: Region | None) -> NDArray[np.uint8] | None:
-        if encoded is None:
-            return None
+    def _pixels(self, row: int, encoded: bytes, region: Region | None) -> Pixels:
         try:
             return np.ascontiguousarray(decode_image(encoded, self.image_policy, region).transpose(2, 0, 1))
         except (OSError, ValueError) as error:

@@ -135,7 +135,7 @@ class Recipe:
     def sample(self, job: Job, row: int, found: Any) -> Made:
         """The sample of a row, from what `read` found, under the policy on bad samples."""
         try:
-            return Made(row, self._sample(job, row, found), None, hit=isinstance(found, tuple))
+            return Made(row, self._sample(job, row, found), None, hit=isinstance(found, np.ndarray))
         except DataError as error:
             return self._without(job, row, error)
 

@@ -11,21 +11,16 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.loading.cache.build import build_cache
 from mmlab.loading.cache.key import cache_key
-from mmlab.loading.cache.shards import Shard, list_shards, read_index
+from mmlab.loading.cache.slots import Layout, SlotFile, slot_files
 from mmlab.loading.cache.store import SampleCache
-from mmlab.parallel.shared_work import SharedWork
 from mmlab.types import Square
 
 
-def contents(folder: Path) -> dict[bytes, list[tuple[tuple[int, int, int], bytes]]]:
-    """Shape and bytes of every record that a cache's files hold, by digest; one that is there twice has two."""
-    found: dict[bytes, list[tuple[tuple[int, int, int], bytes]]] = {}
-    for files in list_shards(folder):
-        shard = Shard(folder, files.name, touch=False)
-        for number, entry in enumerate(read_index(folder / f"{files.name}.index")):
-            data, shape = shard.read(number)
-            found.setdefault(entry["digest"].tobytes(), []).append((shape, bytes(data)))
-    return found
+def contents(folder: Path) -> dict[int, bytes]:
+    """The pixels in every slot that is filled; of a folder with one file."""
+    ((path, _),) = slot_files(folder)
+    file = SlotFile(path, Layout.of(path), writable=False)
+    return {slot: file.read(slot).tobytes() for slot in file.filled().tolist()}  # type: ignore[union-attr]
 
 
 def open_cached(data: str | Path, folder: str | Path) -> MultimodalDataset:
@@ -36,20 +31,19 @@ def open_cached(data: str | Path, folder: str | Path) -> MultimodalDataset:
 
 
 def main(data: str, folder: str, num_decoded: int) -> None:
-    """Build on every rank; rank 1 is killed when it has decoded so many samples."""
-    dataset, work = open_cached(data, folder), SharedWork.of_this_job()
-    assert work is not None
+    """Build on every rank; rank 1 is killed when it has decoded so many images."""
+    dataset = open_cached(data, folder)
     decode, decoded = dataset.decode, []
 
     def counted(row: int, found: object) -> object:
-        sample = decode(row, found)
+        sample = decode(row, found)  # type: ignore[arg-type]
         decoded.append(row)
-        if work.rank == 1 and len(decoded) == num_decoded:
+        if os.environ["RANK"] == "1" and len(decoded) == num_decoded:
             os.kill(os.getpid(), signal.SIGKILL)
         return sample
 
     dataset.decode = counted  # type: ignore[method-assign, assignment]
-    build_cache(dataset, num_threads=1, work=work, progress=False)
+    build_cache(dataset, num_threads=1, progress=False)
 
 
 if __name__ == "__main__":

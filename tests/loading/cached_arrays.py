@@ -1,4 +1,4 @@
-"""Rows with known arrays, and a builder as a process of its own: python cached_arrays.py FILES CACHE ROWS PAUSE_S."""
+"""Rows with known pixels, and a builder as a process of its own: python cached_arrays.py FILES CACHE ROWS PAUSE_S."""
 
 from __future__ import annotations
 
@@ -6,70 +6,73 @@ import json
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.data.records import Records
-from mmlab.loading.cache.key import CacheKey
+from mmlab.loading.cache.key import CacheKey, cache_key
 from mmlab.loading.cache.store import SampleCache
+from mmlab.types import ImagePolicy, SampleSizes, Square
 
 SIDE = 32
 
 
-def make_key(files: Path, num_rows: int, **changes: object) -> CacheKey:
-    """A key over small files, made where they are not yet; every fifth row has no image, every sixth no text."""
+@dataclass
+class Prepared:
+    """What a key is made from."""
+
+    records: Records
+    image_policy: ImagePolicy
+
+    @property
+    def sizes(self) -> SampleSizes:
+        return self.records.sizes(self.image_policy)
+
+
+def make_key(files: Path, num_rows: int, *, side: int = SIDE, verify_content: bool = False) -> CacheKey:
+    """A key over small files, one a row, made where they are not yet."""
     files.mkdir(exist_ok=True)
     paths: list[str | None] = []
     for row in range(num_rows):
-        path = files / f"{row}.bin"
+        path = files / f"{row:05}.bin"
         if not path.exists():
             path.write_bytes(row.to_bytes(4, "little"))
-        paths.append(None if row % 5 == 4 else str(path))
-    texts = [None if row % 6 == 5 and row % 5 != 4 else f"text {row}" for row in range(num_rows)]
-    settings = {"image_settings": {"image policy": "32"}, "text_settings": {"tokenizer": "words"}} | changes
-    zeros = np.zeros(num_rows, np.int32)
+        paths.append(str(path))
+    sides, zeros = np.full(num_rows, SIDE, np.int32), np.zeros(num_rows, np.int32)
+    names = [str(row) for row in range(num_rows)]
+    groups = np.arange(num_rows)
     records = Records(
-        ids=[str(row) for row in range(num_rows)],
+        ids=names,
         image_paths=paths,
-        texts=texts,
-        height=zeros,
-        width=zeros,
+        texts=[*names],
+        height=sides,
+        width=sides,
         num_tokens=zeros,
-        group=np.arange(num_rows),
+        group=groups,
     )
-    return CacheKey(records=records, **settings)  # type: ignore[arg-type]
+    return cache_key(Prepared(records, Square(side)), verify_content=verify_content)
 
 
-def arrays(key: CacheKey, row: int) -> tuple[NDArray[np.uint8] | None, NDArray[np.int32]]:
-    """What a row's pixels and token ids are."""
-    random = np.random.default_rng(row)
-    pixels = random.integers(0, 256, (3, SIDE, SIDE), dtype=np.uint8)
-    token_ids = random.integers(0, 1000, row % 7 + 1, dtype=np.int32)
-    has_image, has_text = key.records.image_paths[row] is not None, key.records.texts[row] is not None
-    return pixels if has_image else None, token_ids if has_text else np.empty(0, np.int32)
+def pixels_of(row: int, side: int = SIDE) -> NDArray[np.uint8]:
+    """What a row's pixels are."""
+    return np.random.default_rng(row).integers(0, 256, (3, side, side), dtype=np.uint8)
 
 
-def is_right(key: CacheKey, row: int, found: tuple | None) -> bool:
+def is_right(row: int, found: NDArray[np.uint8] | None) -> bool:
     """Whether what a cache gave is exactly that."""
-    pixels, token_ids = arrays(key, row)
-    return (
-        found is not None
-        and (found[0] is None) == (pixels is None)
-        and (pixels is None or np.array_equal(found[0], pixels))
-        and found[1] is not None
-        and np.array_equal(found[1], token_ids)
-    )
+    return found is not None and np.array_equal(found, pixels_of(row))
 
 
 def take(cache: SampleCache, row: int) -> bool:
     """Do as a data set does: take a row from the cache or make it. True for a hit, which must be right."""
     found = cache.get(row)
-    if found is not None and found[1] is not None:
-        assert is_right(cache.key, row, found), f"row {row} is wrong"
+    if found is not None:
+        assert is_right(row, found), f"row {row} is wrong"
         return True
-    cache.put(row, *arrays(cache.key, row))
+    cache.put(row, pixels_of(row))
     return False
 
 

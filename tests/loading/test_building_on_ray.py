@@ -33,11 +33,7 @@ def test_ray_makes_what_one_process_makes(scenes: Path, tmp_path: Path) -> None:
     report = by_ray(scenes, tmp_path / "ray")
     assert report["num_made"] == sum(report["made_by_rank"]) == 24
     build_cache(open_cached(scenes, tmp_path / "one"), progress=False)
-    found, expected = contents(tmp_path / "ray"), contents(tmp_path / "one")
-    assert found.keys() == expected.keys()
-    for digest, records in found.items():
-        assert set(records) == set(expected[digest])
-        assert len(records) == 1 or records[0][0][0] == 1, "an image is there twice"
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
     assert by_ray(scenes, tmp_path / "ray")["num_made"] == 0
 
 

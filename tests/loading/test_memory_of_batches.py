@@ -34,7 +34,7 @@ def test_cached_pixels_are_copied_once_into_the_batch_or_before_they_change(
         recipe = Recipe(dataset=cached, augment=augment)
         found = recipe.read(0)
         image = recipe.sample(Job(0, 0, [0]), 0, found).sample["image"]
-        assert (image.data_ptr() != found[0].ctypes.data) == copies
+        assert (image.data_ptr() != found.ctypes.data) == copies
 
 
 def test_cached_pixels_of_the_planned_size_are_read_right_into_their_batch(cached: MultimodalDataset) -> None:
@@ -45,8 +45,8 @@ def test_cached_pixels_of_the_planned_size_are_read_right_into_their_batch(cache
     assert pixels is not None
     pixels[:] = 77
     found = [recipe.read(row, place) for row, place in zip(job.rows, pixels, strict=True)]
-    fits = [image.shape == place.shape for (image, _), place in zip(found, pixels, strict=True)]
-    in_place = [np.shares_memory(image, place) for (image, _), place in zip(found, pixels, strict=True)]
+    fits = [image.shape == place.shape for image, place in zip(found, pixels, strict=True)]
+    in_place = [np.shares_memory(image, place) for image, place in zip(found, pixels, strict=True)]
     assert in_place == fits
     made = [recipe.sample(job, row, arrays) for row, arrays in zip(job.rows, found, strict=True)]
     batch = recipe.finish(job, made, pixels=pixels).batch
@@ -77,9 +77,9 @@ def test_what_was_read_into_a_batch_and_is_damaged_is_made_again(
 ) -> None:
     plain = copy.copy(cached)
     plain.cache = None
-    for shard in cached.cache.folder.glob("*.data"):
+    for shard in cached.cache.folder.glob("*.slots"):
         content = np.fromfile(shard, np.uint8)
-        content[:: 64 * 1024] ^= 1
+        content[int(cached.cache._layout.starts[0]) :: 5000] ^= 1
         content.tofile(shard)
     assert_same(list(make_loader(cached, backend)), list(make_loader(plain, backend)))
     assert backend == "torch" or cached.cache.stats().num_damaged > 0
@@ -91,7 +91,7 @@ def test_a_batch_is_its_own_when_the_cache_is_overwritten_and_evicted(
 ) -> None:
     expected = copy.deepcopy(list(make_loader(cached)))
     batches = list(make_loader(cached, backend))
-    for shard in cached.cache.folder.glob("*.data"):
+    for shard in cached.cache.folder.glob("*.slots"):
         with shard.open("r+b") as file:  # what a mapped page shows at once
             file.write(bytes(np.full(shard.stat().st_size, 77, np.uint8)))
         shard.unlink()

@@ -1,7 +1,7 @@
-"""The cache of prepared samples: decoded, resized pixels and token ids, kept on disk between epochs and runs.
+"""The cache of decoded images, kept on disk between epochs and runs; what is random (augmentation) comes after it.
 
-What is random (augmentation) comes after it. Reading maps files into memory and checks every record; see docs/cache.md.
-No torch here.
+Every image has a slot of a file, is checked when it is read, and is read right into its batch; see docs/cache.md. No
+torch here.
 """
 
 from mmlab.loading.cache.build import BuildReport, build_cache

@@ -1,31 +1,33 @@
-"""Filling a cache before training: several threads, and several processes where there are any.
+"""Filling a cache before training: by threads, by all ranks of a `torchrun` job, or by Ray (`on_ray`).
 
-Work is shared out in blocks of images, so that no image is decoded twice, and a block is taken by whoever is free.
-Every process writes shards of its own: one that is killed costs the samples it had in hand.
+Every rank makes a stretch of its own of the distinct images, so that files which lie in order are read by few ranks. A
+process that is killed costs the images it had in hand; the next build makes what is missing.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from mmlab.errors import DataError, OptionError
-from mmlab.loading.cache.store import CacheStats
+from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import num_usable_cores
 
 if TYPE_CHECKING:
     from mmlab.data.records import Records
     from mmlab.loading.cache.store import SampleCache
 
-_IMAGES_A_BLOCK = 16  # some 50 ms of work: so long, at most, the last process is waited for
-_LOOK_EVERY_S = 0.2  # at what all have done, for the progress bar
+BLOCK = 16  # images that a thread takes at once: some 50 ms of work
+_SILENCE_S, _LOOK_EVERY_S = 600.0, 0.05
+_num_builds = count()  # every rank counts alike: all make the same calls
 
 
 class Cached(Protocol):
@@ -39,105 +41,60 @@ class Cached(Protocol):
     def decode(self, row: int, found: Any) -> Any: ...
 
 
-class Work(Protocol):
-    """How processes share a build, such as `mmlab.parallel.SharedWork`. Called by one thread at a time."""
-
-    rank: int
-
-    def blocks(self, num_blocks: int) -> Iterator[int]:
-        """Numbers of the blocks that fall to this process; each number falls to one process."""
-
-    def count(self, number: int) -> int:
-        """Add to what has been done; returns the sum over all processes."""
-
-    def gather(self, outcome: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """What every process gave, by rank, once all have come here; may be called again."""
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this process gives up."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildReport:
     """What `build_cache` did, in all processes together."""
 
-    num_samples: int  # of the data set
+    num_images: int  # distinct ones of the data set
     num_made: int
-    num_left_out: int  # for want of room
+    num_left_out: int  # for want of room, or after the disk failed
     bad_samples: tuple[str, ...]  # why each could not be made
     made_by_rank: tuple[int, ...]  # `num_made` by process
-    stats: CacheStats  # summed over the processes
+    cache_bytes: int
 
     def __str__(self) -> str:
-        num_there = self.num_samples - self.num_made - len(self.bad_samples)
+        num_there = self.num_images - self.num_made - len(self.bad_samples)
         shares = " + ".join(f"{number:,}" for number in self.made_by_rank)
         ranks = f" ({shares} by {len(self.made_by_rank)} ranks)" if len(self.made_by_rank) > 1 else ""
         lines = [
-            f"{self.num_made:,} samples made{ranks} and {num_there:,} found of {self.num_samples:,}; the cache has "
-            f"{self.stats.cache_bytes / 2**20:,.1f} MiB"
+            f"{self.num_made:,} images made{ranks} and {num_there:,} found of {self.num_images:,}; the cache has "
+            f"{self.cache_bytes / 2**20:,.1f} MiB"
         ]
         if self.num_left_out:
             lines.append(f"{self.num_left_out:,} found no room: they are made whenever they are read")
         return "\n".join([*lines, *self.bad_samples])
 
 
-class Blocks:
-    """The rows of a data set in blocks of images, in the order of their first appearance; pure columns."""
+def build_cache(dataset: Cached, *, num_threads: int | None = None, progress: bool = True) -> BuildReport:
+    """Make every image that the data set's cache has not; what it has is checked by the way.
 
-    def __init__(self, records: Records) -> None:
-        first: dict[Any, int] = {}  # row in which an image comes first; a record without one counts by itself
-        images = np.fromiter(
-            (
-                first.setdefault(row if path is None else path, row)
-                for row, path in enumerate(records.image_paths)
-            ),
-            np.int64,
-            len(records),
-        )
-        self._order = np.argsort(images, kind="stable")
-        starts = np.flatnonzero(np.diff(images[self._order], prepend=-1))
-        self._starts = np.append(starts[::_IMAGES_A_BLOCK], len(records))
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def rows(self, number: int) -> list[int]:
-        """Rows of one block, those of one image together."""
-        return self._order[self._starts[number] : self._starts[number + 1]].tolist()
-
-
-def build_cache(
-    dataset: Cached, *, num_threads: int | None = None, work: Work | None = None, progress: bool = True
-) -> BuildReport:
-    """Make every sample that the data set's cache has not; what it has is checked by the way.
-
-    Interrupt it at any time: the next call goes on. It may run beside training.
+    Interrupt it at any time: the next call goes on. It may run beside training. Under `torchrun` all ranks make this
+    call, and each makes its share.
 
     Args:
         dataset: a `MultimodalDataset` with a `cache`.
         num_threads: decoders of this process; None takes one a core, shared with the other ranks of this machine.
-        work: how several processes share the build: `mmlab.parallel.SharedWork.of_this_job()` under `torchrun`, where
-            all ranks make this call. None makes everything here.
-        progress: show a bar if stderr is a terminal; only rank 0 has one, of what all have done.
+        progress: show a bar of this process's share if stderr is a terminal; only rank 0 has one.
 
     Returns:
         The same report in every process.
 
     Raises:
         OptionError: the data set has no cache, or not one thread is asked for.
-        RunError: another process has given up, or says nothing any more.
+        RunError: another rank says nothing any more.
     """
     cache, threads = check_build(dataset, num_threads)
-    work = work or _Alone()
-    blocks = Blocks(dataset.records)
-    before, bad_samples = cache.stats(), list[str]()
-    try:
-        work.gather({})  # nobody writes before all have opened: who opens later may evict what was written
-        _fill(dataset, blocks, work, threads, bad_samples, progress and work.rank == 0)
-    except BaseException as error:
-        work.fail(error)
-        raise
-    return join_outcomes(dataset, work.gather(outcome_of(before, cache.stats(), bad_samples)))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rows = image_rows(cache)
+    share = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
+    outcome = make_rows(dataset, share, threads, progress=progress and rank == 0)
+    if world_size == 1:
+        return join_outcomes(cache, [outcome])
+    from torch import distributed
+
+    store, rank, world_size = next(distributed.rendezvous("env://"))
+    store = distributed.PrefixStore(f"mmlab cache {next(_num_builds)}", store)
+    return join_outcomes(cache, gather(outcome, cache, store, rank, world_size))
 
 
 def check_build(dataset: Cached, num_threads: int | None) -> tuple[SampleCache, int]:
@@ -156,98 +113,89 @@ def check_build(dataset: Cached, num_threads: int | None) -> tuple[SampleCache, 
     return dataset.cache, num_threads or max(1, num_usable_cores() // ranks_here)
 
 
-def make_rows(dataset: Cached, rows: list[int]) -> list[str]:
-    """Make what the cache has not of these rows; returns why each bad one could not be made."""
-    bad = []
-    for row in rows:
-        try:
-            dataset.decode(row, dataset.read(row))
-        except DataError as error:
-            bad.append(str(error))
-    return bad
+def image_rows(cache: SampleCache) -> list[int]:
+    """A row of each distinct image, in the order of the slots."""
+    slots, rows = np.unique(cache.key.slots, return_index=True)
+    return rows[slots >= 0].tolist()
 
 
-def outcome_of(before: CacheStats, after: CacheStats, bad_samples: list[str]) -> dict[str, Any]:
-    """What one process did between two readings of its cache; can be JSON."""
-    counts = {
-        item.name: getattr(after, item.name) - getattr(before, item.name) for item in fields(CacheStats)
-    }
-    return {**counts, "bad_samples": bad_samples}
-
-
-def join_outcomes(dataset: Cached, outcomes: list[Mapping[str, Any]]) -> BuildReport:
-    """The report on what all processes did, as `outcome_of` has it."""
+def make_rows(dataset: Cached, rows: Sequence[int], threads: int = 1, *, progress: bool) -> dict[str, Any]:
+    """Make what the cache has not of these rows; the outcome can be JSON."""
     assert dataset.cache is not None
-    counts: dict[str, int] = {
-        item.name: sum(outcome[item.name] for outcome in outcomes) for item in fields(CacheStats)
+
+    def make(block: Sequence[int]) -> tuple[int, list[str]]:
+        num_made, bad = 0, []
+        for row in block:
+            try:
+                found = dataset.read(row)
+                if not isinstance(found, np.ndarray):
+                    dataset.decode(row, found)
+                    num_made += 1
+            except DataError as error:
+                bad.append(str(error))
+        return num_made, bad
+
+    before = dataset.cache.stats().num_left_out
+    blocks = [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
+    pool = ThreadPoolExecutor(threads)
+    try:
+        with tqdm(total=len(rows), desc="Caching", disable=None if progress else True) as bar:
+            done = []
+            for block, outcome in zip(blocks, pool.map(make, blocks), strict=True):
+                done.append(outcome)
+                bar.update(len(block))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {
+        "num_made": sum(num_made for num_made, _ in done),
+        "num_left_out": dataset.cache.stats().num_left_out - before,
+        "bad_samples": [reason for _, bad in done for reason in bad],
     }
-    made = tuple(outcome["num_misses"] - len(outcome["bad_samples"]) for outcome in outcomes)
+
+
+def join_outcomes(cache: SampleCache, outcomes: Sequence[Mapping[str, Any]]) -> BuildReport:
+    """The report on what all processes did."""
     return BuildReport(
-        num_samples=len(dataset.records),
-        num_made=sum(made),
-        num_left_out=counts["num_left_out"],
+        num_images=len(image_rows(cache)),
+        num_made=sum(outcome["num_made"] for outcome in outcomes),
+        num_left_out=sum(outcome["num_left_out"] for outcome in outcomes),
         bad_samples=tuple(sorted(bad for outcome in outcomes for bad in outcome["bad_samples"])),
-        made_by_rank=made,
-        stats=CacheStats(**counts | {"cache_bytes": dataset.cache.stats().cache_bytes}),
+        made_by_rank=tuple(outcome["num_made"] for outcome in outcomes),
+        cache_bytes=cache.stats().cache_bytes,
     )
 
 
-def _fill(
-    dataset: Cached, blocks: Blocks, work: Work, threads: int, bad_samples: list[str], progress: bool
-) -> None:
-    """Make this process's blocks; every thread takes the next one when it is free."""
-    numbers, lock, ended = work.blocks(len(blocks)), threading.Lock(), threading.Event()
-    num_done = 0
+def gather(
+    outcome: Mapping[str, Any],
+    cache: SampleCache,
+    store: Any,
+    rank: int,
+    world_size: int,
+    *,
+    silence_s: float = _SILENCE_S,
+) -> list[Mapping[str, Any]]:
+    """What every rank did, by rank; waits for as long as the cache's file still changes.
 
-    def fill() -> None:
-        nonlocal num_done
-        rows: list[int] = []
-        bad: list[str] = []
-        try:
-            while not ended.is_set():
-                with lock:
-                    bad_samples.extend(bad)
-                    num_done = work.count(len(rows))
-                    if (number := next(numbers, None)) is None:
-                        return
-                rows = blocks.rows(number)
-                bad = make_rows(dataset, rows)
-        except BaseException:
-            ended.set()
-            raise
+    `torchrun` ends the job where a rank fails. The silence is for other launchers.
 
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        tqdm(total=len(dataset.records), desc="Caching", disable=None if progress else True) as bar,
-    ):
-        running = {pool.submit(fill) for _ in range(threads)}
-        try:
-            while running:
-                done, running = wait(running, timeout=_LOOK_EVERY_S)
-                bar.update(num_done - bar.n)
-                for thread in done:
-                    thread.result()
-        finally:
-            ended.set()
-
-
-class _Alone:
-    """All the work for one process."""
-
-    rank = 0
-
-    def __init__(self) -> None:
-        self._num_done = 0
-
-    def blocks(self, num_blocks: int) -> Iterator[int]:
-        return iter(range(num_blocks))
-
-    def count(self, number: int) -> int:
-        self._num_done += number
-        return self._num_done
-
-    def gather(self, outcome: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        return [outcome]
-
-    def fail(self, error: BaseException) -> None:
-        """Nobody is waiting."""
+    Raises:
+        RunError: a rank has told nothing, and written nothing, for `silence_s`.
+    """
+    store.set(f"done {rank}", json.dumps(outcome))
+    missing, heard_s, changed_ns = set(range(world_size)), time.monotonic(), 0
+    while missing := {other for other in missing if not store.check([f"done {other}"])}:
+        now_ns = cache.path.stat().st_mtime_ns if cache.path.exists() else 0
+        if now_ns != changed_ns:
+            heard_s, changed_ns = time.monotonic(), now_ns
+        if time.monotonic() - heard_s > silence_s:
+            names = ", ".join(map(str, sorted(missing)))
+            raise RunError(
+                f"rank {names} has told nothing for {silence_s:g} s; start the job again: what is done is kept"
+            )
+        time.sleep(_LOOK_EVERY_S)
+    found = [json.loads(store.get(f"done {other}")) for other in range(world_size)]
+    # rank 0 goes last: where no torchrun keeps the store, it is in that process
+    store.add("left", 1)
+    while rank == 0 and store.add("left", 0) < world_size:
+        time.sleep(_LOOK_EVERY_S)
+    return found

@@ -1,58 +1,43 @@
-"""The cache as training sees it: rows in, arrays out.
-
-A hit costs 60 µs for a 224 x 224 image, half of it for the copy into the batch. Several processes may read and write
-one folder at once without locks: each writes shards of its own, and looks for those of others when it misses, once a
-second at most.
-"""
+"""The cache as training sees it: rows in, pixels out. Several processes may read and write one folder at once."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import warnings
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mmlab.errors import OptionError
-from mmlab.loading.cache.settings import adopt
-from mmlab.loading.cache.shards import (
+from mmlab.loading.cache.slots import (
+    SUFFIX,
     Damaged,
-    Shape,
-    Shard,
-    ShardWriter,
-    list_shards,
-    record_bytes,
-    remove_shard,
+    Layout,
+    SlotFile,
+    disk_bytes,
+    is_slot_file,
+    slot_files,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from mmlab.loading.cache.key import CacheKey
-
-_SHARD_BYTES = 1 << 30
-_SHARDS_A_LIMIT = 16  # what is evicted at once is a sixteenth of the limit
-_LOOK_EVERY_S = 1.0  # for other processes' shards, and for room
-_MAX_RECENT = 10_000  # entries in the dictionary, which takes 180 bytes each; the sorted columns take 16
-_GONE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """What one process did with its cache, and the size of the whole."""
 
-    num_hits: int
-    num_misses: int
-    num_damaged: int  # records whose checksum did not fit: each was a miss, and was made again
-    num_left_out: int  # samples that were not written, for want of room or after the disk failed
-    read_bytes: int
-    written_bytes: int
-    cache_bytes: int  # of all shards on the disk
+    num_hits: int = 0
+    num_misses: int = 0
+    num_damaged: int = 0  # images whose checksum did not fit: each was a miss, and was made again
+    num_left_out: int = 0  # images that were not written, for want of room or after the disk failed
+    cache_bytes: int = 0  # of all files, on the disk
 
     @property
     def hit_ratio(self) -> float:
@@ -61,270 +46,169 @@ class CacheStats:
 
 
 class SampleCache:
-    """Pixels and token ids of a data set's rows, on disk. Thread-safe, fork-safe; picklable: a copy opens the folder.
+    """Decoded images of a data set, on disk. Thread-safe, fork-safe; picklable: a copy opens the folder.
 
     Args:
-        folder: made where it does not exist. One folder serves one configuration of images.
-        key: from `cache_key(dataset)`. Where the folder was made with another, what no longer holds is removed, with
-            a warning that says why.
-        limit_bytes: size of all shards. When it is reached, shards that nobody has used since this cache was opened
-            make room, least recently used first; without any, nothing more is added. Each further process that
-            writes at the same time may pass it by one shard, a sixteenth.
+        folder: made where it does not exist. One folder serves one configuration of images; every list of images has
+            a file of its own there.
+        key: from `cache_key(dataset)`. Files that were made with other settings are removed, with a warning that says
+            what has changed.
+        limit_bytes: size of the folder. Files of other images make room first, least recently used first; of images
+            that still do not fit, the first by path are kept, the same in every epoch.
 
     Raises:
-        OptionError: a folder that holds other things, or a limit below 16 bytes.
+        OptionError: a folder that holds other things, or a limit below one byte.
     """
 
-    _writer: ShardWriter | None
-    _written: int  # number of the writer's shard
+    _opened: SlotFile | None
+    _layout: Layout | None
 
     def __init__(self, folder: str | Path, *, key: CacheKey, limit_bytes: int | None = None) -> None:
-        if limit_bytes is not None and limit_bytes < _SHARDS_A_LIMIT:
-            raise OptionError(f"limit_bytes must be at least {_SHARDS_A_LIMIT}, found {limit_bytes}")
-        self.folder = Path(folder)
-        self.key = key
-        self.limit_bytes = limit_bytes
-        self._opened_ns = time.time_ns()
+        if limit_bytes is not None and limit_bytes < 1:
+            raise OptionError(f"limit_bytes must be at least 1, found {limit_bytes}")
+        self.folder, self.key, self.limit_bytes = Path(folder), key, limit_bytes
         self._start()
         try:
-            adopt(self.folder, key)
+            self._adopt()
         except OSError as error:
             self._fail(error)
+        self._open()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("folder", "key", "limit_bytes", "_opened_ns")}
+        return {name: getattr(self, name) for name in ("folder", "key", "limit_bytes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
-    def get(
-        self,
-        row: int,
-        *,
-        token_ids: NDArray[np.int32] | None = None,
-        out: NDArray[np.uint8] | None = None,
-    ) -> tuple[NDArray[np.uint8] | None, NDArray[np.int32] | None] | None:
-        """What `put` was given for this row, or None where that is unknown, changed or damaged.
+    def get(self, row: int, *, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8] | None:
+        """The pixels (3, h, w) that `put` was given for this row's image; None where it is unknown or has changed.
 
         Args:
-            token_ids: of the row, where they are known: what was put is then not read, only looked for.
-            out: (3, h, w) contiguous memory, such as a row of a batch, into which pixels of that size are read. Without
-                a hit it may hold anything.
-
-        Returns:
-            pixels (3, h, w), None without an image; token ids (t,), None where another text of the image was put.
+            out: contiguous memory, such as a row of a batch, into which pixels of its shape are read. Without a hit it
+                may hold anything.
         """
-        self._own()
+        file, slot = self._open(), int(self.key.slots[row])
+        if slot < 0:
+            return None
+        pixels = source = None
         try:
-            digests = self.key.digests(row)
-        except OSError:  # no image: whoever makes the sample says so better
-            return None
-        image = None if digests[0] is None else self._read(digests[0], out)
-        text = None if digests[1] is None else self._read_text(digests[1], token_ids)
-        if (digests[1] is not None and text is None) or (digests[0] is not None and image is None):
-            self._missed[row] = digests  # as before the sample is made: the image may change meanwhile
-        hit = image is not None if digests[0] is not None else text is not None
-        self._count("num_hits" if hit else "num_misses")
-        if not hit:
-            return None
-        pixels = None if image is None else image[0].reshape(image[1])
-        return pixels, np.empty(0, np.int32) if digests[1] is None else text
+            source = self.key.source(row)
+            pixels = None if file is None or slot >= file.num_kept else file.read(slot, source, out)
+        except Damaged as error:
+            if self._count("num_damaged") == 1:
+                message = f"damaged cache: {error}; it is made again (mmlab cache verify lists all damage)"
+                warnings.warn(message, stacklevel=2)
+        except OSError:
+            pass  # no image, or no disk: whoever makes the sample says so better
+        if pixels is None and source is not None:
+            self._missed[row] = source  # as before the image is decoded: it may change meanwhile
+        self._count("num_misses" if pixels is None else "num_hits")
+        return pixels
 
-    def put(self, row: int, pixels: NDArray[np.uint8] | None, token_ids: NDArray[np.int32]) -> None:
-        """Keep a row's arrays; call it after `get` found nothing. What is there already is not written again.
+    def put(self, row: int, pixels: NDArray[np.uint8]) -> None:
+        """Keep a row's pixels (3, h, w); call it after `get` found nothing. What is there already stays.
 
         A disk that is full or fails ends all writing of this process, with one warning.
         """
-        assert pixels is None or (pixels.dtype == np.uint8 and pixels.ndim == 3)
-        assert token_ids.dtype == np.int32
-        self._own()
-        missed = self._missed.pop(row, None)
-        image, text = missed or self.key.digests(row)
-        with self._lock:
-            try:
-                kept = not self._failed
-                if kept and image is not None and pixels is not None:
-                    kept = self._append(image, pixels)
-                if kept and text is not None:
-                    kept = self._append(text, token_ids)
-            except OSError as error:
-                kept = False
-                self._fail(error)
-        if not kept:
+        file, slot = self._open(), int(self.key.slots[row])
+        source = self._missed.pop(row, None) or self.key.source(row)
+        shape = (3, *self.key.shapes[slot].tolist())
+        if file is None or self._failed or slot >= file.num_kept or pixels.shape != shape:
+            self._count("num_left_out")
+            return
+        try:
+            with suppress(Damaged):
+                if file.read(slot, source) is not None:  # of another caption of the image, or another process
+                    return
+            file.write(slot, source, pixels)
+        except OSError as error:
+            self._fail(error)
             self._count("num_left_out")
 
     def stats(self) -> CacheStats:
         """Counts since this process opened the cache."""
-        cache_bytes = sum(shard.num_bytes for shard in list_shards(self.folder))
-        return CacheStats(**self._counts, cache_bytes=cache_bytes)
+        with self._lock:
+            counts = dict(self._counts)
+        return CacheStats(**counts, cache_bytes=sum(disk_bytes(stat) for _, stat in slot_files(self.folder)))
 
     def close(self) -> None:
-        """Let go of all files. They are opened again when they are needed."""
-        with self._lock:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-            for shard in self._shards:
-                shard.release()
+        """Let go of the file. It is opened again when it is needed."""
+        self._opened = None
+
+    @property
+    def path(self) -> Path:
+        """The file of these images with these settings."""
+        return self.folder / f"{self.key.settings_digest}-{self.key.images}{SUFFIX}"
 
     def _start(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()  # of all writing, to files and to the columns
-        self._counting = threading.Lock()
-        self._counts = dict.fromkeys(
-            ("num_hits", "num_misses", "num_damaged", "num_left_out", "read_bytes", "written_bytes"), 0
-        )
-        self._missed: dict[int, tuple[bytes | None, bytes | None]] = {}
-        self._prefix = self.key.image_digest.hex()[:16]
-        self._shards: list[Shard] = []
-        self._sorted = (
-            np.empty(0, np.uint64),
-            np.empty(0, np.int64),
-        )  # keys; their places: shard << 32 | entry
-        self._recent: dict[int, int] = {}  # what came after them: key -> place, or _GONE
-        self._looked_s = self._crowded_s = -inf
-        self._writer = None
+        self._pid, self._lock, self._counts = os.getpid(), threading.Lock(), Counter[str]()
+        self._missed: dict[int, bytes] = {}  # row -> source of the image that is being decoded
+        self._opened = self._layout = None
         self._failed = False
 
-    def _own(self) -> None:
-        """Start anew in a forked process: the parent's writer is not its own, and a lock may have been held."""
-        if self._pid != os.getpid():
-            self._start()
-
-    def _count(self, name: str, number: int = 1) -> int:
-        with self._counting:
-            self._counts[name] += number
+    def _count(self, name: str) -> int:
+        if self._pid != os.getpid():  # forked: a thread of the parent may have held the lock
+            self._pid, self._lock, self._counts = os.getpid(), threading.Lock(), Counter()
+        with self._lock:
+            self._counts[name] += 1
             return self._counts[name]
 
     def _fail(self, error: OSError) -> None:
+        if not self._failed:
+            warnings.warn(
+                f"cannot write to the cache {self.folder}: {error.strerror}; what it has is still read, nothing more "
+                "is cached by this process",
+                stacklevel=3,
+            )
         self._failed = True
-        warnings.warn(
-            f"cannot write to the cache {self.folder}: {error.strerror}; what it has is still read, nothing more is "
-            "cached by this process",
-            stacklevel=3,
-        )
 
-    def _read(
-        self, digest: bytes, out: NDArray[np.uint8] | None = None
-    ) -> tuple[NDArray[np.uint8], Shape] | None:
-        place = self._look_up(digest)
-        if place is None:
-            return None
-        try:
-            record = self._shards[place >> 32].read(place & 0xFFFFFFFF, digest, out)
-        except (Damaged, OSError) as error:
-            with self._lock:
-                self._recent[_key_of(digest)] = _GONE
-            if isinstance(error, Damaged) and self._count("num_damaged") == 1:
-                warnings.warn(
-                    f"damaged cache: {error}; it is made again (mmlab cache verify lists all damage)",
-                    stacklevel=3,
-                )
-            return None
-        self._count("read_bytes", record[0].nbytes)
-        return record
-
-    def _read_text(self, digest: bytes, known: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
-        if known is not None:
-            return None if self._look_up(digest) is None else known
-        record = self._read(digest)
-        return None if record is None else record[0].view(np.int32)
-
-    def _look_up(self, digest: bytes) -> int | None:
-        """Where a record is, as `_find`, with a look at what others have written."""
-        place = self._find(digest)
-        if place is None and time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
-            with self._lock:
-                self._look()
-            place = self._find(digest)
-        return place
-
-    def _find(self, digest: bytes) -> int | None:
-        key = _key_of(digest)
-        place = self._recent.get(key)
-        if place is None:
-            keys, places = self._sorted
-            at = keys.searchsorted(np.uint64(key))
-            place = int(places[at]) if at < len(keys) and keys[at] == key else _GONE
-        return None if place == _GONE else place
-
-    def _look(self) -> None:
-        """Take in what has been written to the folder since; the newest record of a sample counts."""
-        names = {shard.name for shard in list_shards(self.folder) if shard.name.startswith(self._prefix)}
-        known = {shard.name for shard in self._shards}
-        self._shards += [Shard(self.folder, name) for name in sorted(names - known)]
-        for number, shard in enumerate(self._shards):
-            if shard.name not in names:
-                shard.release()  # evicted: the disk has its room back when nobody reads it any more
+    def _adopt(self) -> None:
+        """Make the folder this key's: say what has changed since it was made, and remove what no longer holds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        strange = [path.name for path in self.folder.iterdir() if not is_slot_file(path)]
+        if strange:
+            raise OptionError(
+                f"{self.folder} is no cache: it has {strange[0]}; name an empty folder, or one that does not exist"
+            )
+        for path in sorted(self.folder.iterdir()):
+            if path.name.startswith(self.key.settings_digest):
                 continue
-            first = number << 32 | shard.num_known
-            keys = shard.new_keys()
-            self._recent.update(zip(keys.tolist(), range(first, first + len(keys)), strict=True))
-            if len(self._recent) > _MAX_RECENT:
-                self._sort()
-        self._looked_s = time.monotonic()
+            try:
+                changes = _changes(Layout.of(path).settings, self.key.settings)
+            except (Damaged, FileNotFoundError):
+                changes = "what it was made with cannot be read"
+            path.unlink(missing_ok=True)
+            warnings.warn(f"images of the cache {self.folder} are made again: {changes}", stacklevel=3)
 
-    def _sort(self) -> None:
-        """Move the recent places into the sorted columns."""
-        recent = self._recent
-        keys = np.fromiter(recent.keys(), np.uint64, len(recent))
-        places = np.fromiter(recent.values(), np.int64, len(recent))
-        older = ~np.isin(self._sorted[0], keys)
-        keys = np.concatenate((self._sorted[0][older], keys))
-        places = np.concatenate((self._sorted[1][older], places))
-        order = np.argsort(keys)
-        order = order[places[order] != _GONE]
-        self._sorted = keys[order], places[order]
-        self._recent = {}  # only now: `_find` looks here first, without the lock
+    def _open(self) -> SlotFile | None:
+        """The slot file; None where there is none and none can be made."""
+        file = self._opened
+        if file is not None:
+            return file
+        if self._layout is None:
+            self._layout = Layout(self.key.settings, self.key.shapes)
+        if not self._failed:
+            try:
+                file = SlotFile(self.path, self._layout, room_bytes=self._make_room(self._layout.num_bytes))
+                os.utime(self.path)  # when it was last used
+            except OSError as error:
+                self._fail(error)
+        if file is None and os.access(self.path, os.R_OK):
+            file = SlotFile(self.path, self._layout, writable=False)
+        self._opened = file
+        return file
 
-    def _append(self, digest: bytes, array: NDArray) -> bool:
-        """Write one array, unless it is there; False where there is no room."""
-        if self._find(digest) is not None:
-            return True
-        shard_bytes = _SHARD_BYTES if self.limit_bytes is None else self.limit_bytes // _SHARDS_A_LIMIT
-        shard_bytes = max(min(shard_bytes, _SHARD_BYTES), record_bytes(array))
-        if self._writer is not None and self._writer.num_bytes + record_bytes(array) > shard_bytes:
-            self._writer.close()
-            self._writer = None
-        if self._writer is None:
-            if not self._make_room(shard_bytes):
-                return False
-            writer = ShardWriter(self.folder, self._prefix)
-            self._written = len(self._shards)
-            self._shards.append(Shard(self.folder, writer.name))
-            self._writer = writer
-        try:
-            self._writer.append(digest, array)
-            shard = self._shards[self._written]
-            self._recent[_key_of(digest)] = self._written << 32 | shard.num_known
-            shard.num_known += 1
-        except (
-            BaseException
-        ):  # interrupts too: how far it came is unknown, so nothing may follow in these files
-            self._writer.close()
-            self._writer = None
-            raise
-        self._count("written_bytes", array.nbytes)
-        return True
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Remove shards that are out of use until so much fits in; False where it does not."""
+    def _make_room(self, num_bytes: int) -> int | None:
+        """Remove files of other images until so much fits under the limit; gives what there is room for."""
         if self.limit_bytes is None:
-            return True
-        if time.monotonic() - self._crowded_s < _LOOK_EVERY_S:
-            return False
-        shards = list_shards(self.folder)
-        excess_bytes = sum(shard.num_bytes for shard in shards) + num_bytes - self.limit_bytes
-        for shard in shards:
-            if excess_bytes <= 0 or shard.used_ns >= self._opened_ns:
-                break
-            remove_shard(self.folder, shard.name)
-            excess_bytes -= shard.num_bytes
-        if excess_bytes > 0:
-            self._crowded_s = time.monotonic()
-        return excess_bytes <= 0
+            return None
+        others = [(path, stat.st_size) for path, stat in slot_files(self.folder) if path != self.path]
+        while others and sum(size for _, size in others) + num_bytes > self.limit_bytes:
+            others.pop(0)[0].unlink(missing_ok=True)
+        return self.limit_bytes - sum(size for _, size in others)
 
 
-def _key_of(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "little")
+def _changes(before: dict[str, str], now: dict[str, str]) -> str:
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {before.get(name, 'unknown')} -> {now.get(name, 'unknown')}" for name in names)
