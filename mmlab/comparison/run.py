@@ -1,0 +1,104 @@
+"""`Run`: a training run as others see it, which is a folder with an events file.
+
+The run's file says how it was started, what happened, and how it ended: done, stopped, or failed with a traceback.
+`train` is one run, `compare` several in turns, and the training panel one after the other. Every run is paused and
+stopped by the control file in its folder.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mmlab.machine import this_process, versions
+from mmlab.runs.control import Control
+from mmlab.runs.events import RunEvent, RunLog
+from mmlab.runs.monitor import DeviceMonitor
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.types import Batch
+
+
+class Run:
+    """A context manager around one training run: it writes the run's events, the last one included.
+
+    The last event, `end`, is written when the context is left, if `start` was called: with the status `done`,
+    `stopped` (by the control file, an interrupt or SIGTERM) or `failed` (by any other exception).
+
+    Args:
+        folder: of the run; made if need be. None writes nothing.
+        rank: of this process; the file of each rank is its own.
+        control: where pause and stop are read; unless given, from the folder.
+        interval_s: seconds between two readings of the device.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        rank: int = 0,
+        control: Control | None = None,
+        interval_s: float = 0.5,
+    ) -> None:
+        self.rank, self.interval_s = rank, interval_s
+        self.control = control or Control(folder if rank == 0 else None)
+        self.step = 0  # of the last event that had one
+        self.status = ""  # how the run ended
+        self._log = None if folder is None else RunLog(folder, rank)
+        self._started_s: float | None = None
+
+    def emit(self, event: RunEvent) -> None:
+        """Write an event. Safe to call from any thread."""
+        self.step = max(self.step, event.step)
+        if self._log is not None:
+            self._log.emit(event)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Write an event that happens now, after the last step."""
+        self.emit(RunEvent.now(kind, self.step, values, self.rank))
+
+    def start(self, step: int = 0, **values: Any) -> None:
+        """Write the first event, with what every run says of its process and its libraries.
+
+        Args:
+            step: optimizer steps done already, by the run that this one resumes.
+            values: keys of a `start` event.
+        """
+        self.step, self._started_s = step, time.perf_counter()
+        self.write("start", **values, **this_process(), versions=versions())
+
+    def fit(self, trainer: FusionTrainer, loader: Iterable[Batch], **options: Any) -> None:
+        """Train with `trainer.fit`, under this run's control, while the device is read.
+
+        Args:
+            options: of `FusionTrainer.fit`.
+        """
+        device: torch.device = trainer.device
+        with DeviceMonitor(self.emit, device=device, interval_s=self.interval_s, rank=self.rank):
+            trainer.fit(loader, control=self.control, **options)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        details: dict[str, Any] = {}
+        if error is None:
+            self.status = "stopped" if self.control.stopped else "done"
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            self.status = "stopped"
+        else:
+            self.status = "failed"
+            details = {"message": str(error), "traceback": "".join(traceback.format_exception(error))}
+        if self._started_s is not None:
+            run_s = time.perf_counter() - self._started_s
+            figures = {"num_steps": self.step, "run_s": run_s, "paused_s": self.control.paused_s}
+            self.write("end", status=self.status, **figures, **details)
+        if self._log is not None:
+            self._log.close()
