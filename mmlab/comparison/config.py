@@ -1,10 +1,12 @@
 """One TOML file describes one training run; every key is checked before anything is loaded.
 
 A section's keys are the options of the function or class that it configures, under the same names and with the same
-defaults, so there is no second list to keep. `examples/train.toml` shows them at work.
+defaults. `examples/train.toml` shows them at work.
 
     [data]        path, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
                   folder of a cache, which is filled before training, and cache_limit_gib (see docs/cache.md)
+    [augment]     name, and the options of `mmlab.Augment` that differ from it
+    [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
     [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`
     [scheduler]   name, and the options of that scheduler; for `memory` also memory_gb, the GiB to plan for (default:
                   ask the device), and follow, whether the plan is corrected by what steps need (default: true)
@@ -13,99 +15,123 @@ defaults, so there is no second list to keep. `examples/train.toml` shows them a
                   keep the others waiting
     [checkpoint]  the options of `Checkpoints`
     [events]      device_interval_s
-
-Does not: name anything that TOML cannot express, such as a cost model or an augmentation; use the classes for those.
 """
 
 from __future__ import annotations
 
-import inspect
+import builtins
+import dataclasses
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import create_model
+
+from mmlab.comparison.options import SamplingOptions, names_of, read_options
+from mmlab.comparison.preparation import augmentation
+from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, unknown_name
-from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import PRESETS, ModelConfig
+from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.strategies import ParallelOptions
 from mmlab.schedule.schedulers import SCHEDULERS
-from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.options import TrainOptions
 
 Section = dict[str, Any]
 
-LOADER_OPTIONS = ("backend", "num_workers", "prefetch", "on_bad_sample", "max_bad_samples", "max_ram_gb")
-CACHE_OPTIONS = ("cache", "cache_limit_gib")
-_DATA = {
-    "path": "str",
-    "image": "str",
-    "tokenizer": "str",
-    "limit": "int",
-    "max_tokens": "int",
-    "cache": "str",
-    "cache_limit_gib": "float",
-}
-_MODEL = {"preset": "str", "image_encoder": "str", "text_encoder": "str"}
-_HARMLESS = (  # to change in a resume
-    "checkpoint",
-    "events",
-    *(
-        f"parallel.{name}"
-        for name in ("bucket_mb", "overlap", "ahead", "image_layers", "image_device", "timeout_s")
-    ),
-    *(f"data.{name}" for name in (*LOADER_OPTIONS, *CACHE_OPTIONS)),
-)
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """Those of `PlannedLoader` that a file can give."""
+
+    backend: str = "auto"
+    num_workers: int | Literal["auto"] | None = None
+    prefetch: int | Literal["auto"] | None = None
+    on_bad_sample: str = "raise"
+    max_bad_samples: int = 100
+    max_ram_gb: float | None = None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions(LoaderOptions):
+    """Which pairs to train on, how they are prepared and how they are loaded."""
+
+    path: str
+    image: str = "aspect:128"
+    tokenizer: str = "builtin"
+    limit: int | None = None
+    max_tokens: int = 512
+    cache: str | None = None
+    cache_limit_gib: float | None = None
 
 
-_KINDS: dict[
-    str, tuple[str, Callable[[Any], bool]]
-] = {  # a part of an annotation: what to call it, what fits it
-    "str": ("text", lambda value: isinstance(value, str)),
-    "Literal['auto']": ("'auto'", lambda value: value == "auto"),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "float": ("a number", _is_number),
-    "tuple[str, ...]": (
-        "a list of texts",
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    ),
-    "Mapping[str, float]": (
-        "a table of numbers",
-        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
-    ),
-}
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions(TrainOptions):
+    """How to train, and how long."""
+
+    num_epochs: int
+
+    def __post_init__(self) -> None:
+        TrainOptions.__post_init__(self)
+        if self.num_epochs < 1:
+            raise OptionError(f"num_epochs must be at least 1, found {self.num_epochs}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RanksOptions(ParallelOptions):
+    """How ranks share a step, and how long one may keep the others waiting."""
+
+    timeout_s: float = TIMEOUT_S
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """Those of `Checkpoints`."""
+
+    keep_last: int = 3
+    keep_best: int = 1
+    best_key: str = "loss"
+    maximize: bool = False
+    every_steps: int | None = None
+    every_minutes: float | None = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EventOptions:
+    """How often the device is read."""
+
+    device_interval_s: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """A checked configuration: for each section, the keys that were given."""
+    """A checked configuration. Sections whose keys depend on a name hold the keys that were given."""
 
     name: str  # of the run
-    data: Section
+    data: DataOptions
+    augment: Augment | None
+    sampling: SamplingOptions
     model: Section
     scheduler: Section
-    trainer: Section
-    parallel: Section
-    checkpoint: Section
-    events: Section
+    trainer: TrainerOptions
+    parallel: RanksOptions
+    checkpoint: CheckpointOptions
+    events: EventOptions
 
     def as_dict(self) -> dict[str, Any]:
         """The sections by name, as in the file."""
-        return {section.name: getattr(self, section.name) for section in fields(self)}
+        return dataclasses.asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Write it as TOML."""
+        """Write what differs from the defaults, as TOML."""
         lines = [f"name = {_toml(self.name)}"]
-        for section, values in self.as_dict().items():
-            if section != "name" and values:
-                lines += ["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+        for section in dataclasses.fields(self):
+            values = _chosen(getattr(self, section.name))
+            if values and section.name != "name":
+                lines += ["", f"[{section.name}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
         Path(path).write_text("\n".join(lines) + "\n", "utf-8")
 
     def changes(self, other: RunConfig) -> list[str]:
@@ -116,6 +142,14 @@ class RunConfig:
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and key not in _HARMLESS and key.split(".")[0] not in _HARMLESS
         ]
+
+
+_HARMLESS = (  # to change in a resume
+    "checkpoint",
+    "events",
+    *(f"parallel.{name}" for name in names_of(RanksOptions) if name not in ("strategy", "compression")),
+    *(f"data.{name}" for name in (*names_of(LoaderOptions), "cache", "cache_limit_gib")),
+)
 
 
 def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
@@ -139,85 +173,79 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
         raise DataError(f"{path} is not TOML: {error}") from error
     for change in changes:
         _apply(change, sections)
-    known = _known(sections)
+    name = sections.pop("name", path.stem)
+    if not isinstance(name, str) or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise OptionError(f"{path}: name must be that of a folder inside the runs, found {name!r}")
+    known = [section.name for section in dataclasses.fields(RunConfig)]
     for section, values in sections.items():
-        if section not in known and section != "name":
-            raise unknown_name(f"section in {path}", section, [*known, "name"])
-        if section == "name":
-            _check(f"{path}: name", values, "str")
-            if not values or Path(values).is_absolute() or ".." in Path(values).parts or values == ".":
-                raise OptionError(f"{path}: name must be that of a folder inside the runs, found {values!r}")
-            continue
+        if section not in known:
+            raise unknown_name(f"section in {path}", section, known)
         if not isinstance(values, dict):
             raise OptionError(f"{path}: {section} is a section: write [{section}] and its keys below")
-        for key, value in values.items():
-            if key not in known[section]:
-                raise unknown_name(f"key in [{section}] of {path}", key, known[section])
-            _check(f"{path}: [{section}] {key}", value, known[section][key])
-    for section, key in (("data", "path"), ("trainer", "num_epochs")):
-        if key not in sections.get(section, {}):
-            raise OptionError(f"{path}: [{section}] {key} is missing")
-    if sections["trainer"]["num_epochs"] < 1:
-        raise OptionError(
-            f"{path}: [trainer] num_epochs must be at least 1, found {sections['trainer']['num_epochs']}"
-        )
-    return RunConfig(**{"name": path.stem, **{section: {} for section in known}, **sections})
+
+    def read(section: str, kind: Any) -> Any:
+        return read_options(kind, sections.get(section, {}), f"[{section}] of {path}")
+
+    return RunConfig(
+        name=name,
+        data=read("data", DataOptions),
+        augment=_augment(sections.get("augment", {}), f"[augment] of {path}"),
+        sampling=read("sampling", SamplingOptions),
+        model=_given(read("model", _model_options(sections.get("model", {})))),
+        scheduler=_given(read("scheduler", _scheduler_options(sections.get("scheduler", {})))),
+        trainer=read("trainer", TrainerOptions),
+        parallel=read("parallel", RanksOptions),
+        checkpoint=read("checkpoint", CheckpointOptions),
+        events=read("events", EventOptions),
+    )
 
 
-def _known(sections: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Section -> key -> annotation; the scheduler that is named decides on its section's keys."""
-    scheduler = _named(sections, "scheduler", "name", SCHEDULERS, "budget")
-    _named(sections, "model", "preset", PRESETS, "small")
-    loader = _options(PlannedLoader)
-    return {
-        "data": {**_DATA, **{name: loader[name] for name in LOADER_OPTIONS}},
-        "model": {**_MODEL, **{item.name: str(item.type) for item in fields(ModelConfig)}},
-        "scheduler": {"name": "str", **_of_scheduler(scheduler)},
-        "trainer": {"num_epochs": "int", **{item.name: str(item.type) for item in fields(TrainOptions)}},
-        "parallel": {
-            **{item.name: str(item.type) for item in fields(ParallelOptions)},
-            "timeout_s": "float",
-        },
-        "checkpoint": _options(Checkpoints),
-        "events": {"device_interval_s": "float"},
-    }
+def _model_options(values: Mapping[str, Any]) -> type:
+    """A preset, encoders, and sizes; those that are not given stay as the preset has them."""
+    preset = values.get("preset", "small")
+    if preset not in PRESETS:
+        raise unknown_name("[model] preset", preset, PRESETS)
+    encoders = {"preset": (str, preset), "image_encoder": (str, None), "text_encoder": (str, None)}
+    return _reader(**encoders, **_plain_options(ModelConfig))
 
 
-def _of_scheduler(name: str) -> dict[str, str]:
-    """Options of a scheduler; `memory` is told the device's memory, and works its budget out."""
-    options = _options(SCHEDULERS[name], but="world_size")
+def _scheduler_options(values: Mapping[str, Any]) -> type:
+    """Options of the scheduler that is named; `memory` asks the device for its budget."""
+    name = values.get("name", "budget")
+    if name not in SCHEDULERS:
+        raise unknown_name("[scheduler] name", name, SCHEDULERS)
+    options = _plain_options(SCHEDULERS[name])
+    del options["world_size"]
     if name == "memory":
-        options = {**options, "memory_gb": "float | None", "follow": "bool"}
         del options["budget"]
-    return options
+        options |= {"memory_gb": (float, None), "follow": (bool, True)}
+    return _reader(name=(str, name), **options)
 
 
-def _named(sections: Mapping[str, Any], section: str, key: str, table: Mapping[str, Any], usual: str) -> str:
-    values = sections.get(section, {})
-    name = values.get(key, usual) if isinstance(values, dict) else usual
-    if name not in table:
-        raise unknown_name(f"[{section}] {key}", name, table)
-    return name
+def _reader(**options: tuple[Any, Any]) -> type:
+    return create_model("Options", __config__={"extra": "forbid", "strict": True}, **options)  # type: ignore[call-overload]
 
 
-def _options(configured: Callable[..., Any], but: str = "") -> dict[str, str]:
-    """Keyword options that TOML can express, with their annotations."""
-    parameters = inspect.signature(configured).parameters.values()
-    return {
-        option.name: option.annotation
-        for option in parameters
-        if option.kind is option.KEYWORD_ONLY and option.name != but and _kinds(option.annotation)
-    }
+def _plain_options(kind: type) -> dict[str, tuple[Any, Any]]:
+    """Type and default of each field of a dataclass whose type consists of plain values, as TOML has them."""
+    found = {}
+    for option in dataclasses.fields(kind):
+        with suppress(NameError):  # a type of ours, which TOML cannot express
+            found[option.name] = (eval(str(option.type), dict(vars(builtins))), None)
+    return found
 
 
-def _kinds(annotation: str) -> list[str]:
-    return [part for part in annotation.split(" | ") if part in _KINDS]
+def _augment(values: Mapping[str, Any], where: str) -> Augment | None:
+    """The augmentation of a name, `crop` unless given, with the options that differ; none without any key."""
+    options = dict(values)
+    name = options.pop("name", "crop" if options else "none")
+    base = augmentation(name)
+    return None if base is None else read_options(Augment, {**dataclasses.asdict(base), **options}, where)
 
 
-def _check(where: str, value: Any, annotation: str) -> None:
-    kinds = [_KINDS[kind] for kind in _kinds(annotation)]
-    if not any(fits(value) for _, fits in kinds):
-        raise OptionError(f"{where}: expected {' or '.join(name for name, _ in kinds)}, found {value!r}")
+def _given(options: Any) -> Section:
+    """The options that were given, in order."""
+    return options.model_dump(exclude_unset=True)
 
 
 def _apply(change: str, sections: dict[str, Any]) -> None:
@@ -236,18 +264,29 @@ def _apply(change: str, sections: dict[str, Any]) -> None:
     target[key] = value
 
 
+def _chosen(section: Any) -> Section:
+    """The keys of a section that are not as they would be without them."""
+    if not dataclasses.is_dataclass(section):
+        return section if isinstance(section, dict) else {}
+    return {
+        option.name: getattr(section, option.name)
+        for option in dataclasses.fields(section)
+        if getattr(section, option.name) != option.default
+    }
+
+
 def _flat(config: RunConfig) -> dict[str, Any]:
     return {
         f"{section}.{key}": value
         for section, values in config.as_dict().items()
-        if section != "name"
+        if isinstance(values, dict)
         for key, value in values.items()
     }
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

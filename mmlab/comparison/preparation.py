@@ -1,4 +1,4 @@
-"""What every run needs before it starts: two data sets, a device, a folder, and facts about the machine.
+"""What every run needs before it starts: two data sets, a loader, a device, and facts about the machine.
 
 Shared by comparisons and single runs, so that both hold out the same pairs and describe themselves alike.
 """
@@ -14,21 +14,47 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from mmlab.comparison.options import SamplingOptions
+from mmlab.data.augment import Augment
+from mmlab.data.complexity import image_complexity
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import load_tokenizer
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.loading.adaptive import difficulty
 from mmlab.loading.cache.build import build_cache
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.machine import GIB, describe_host
 from mmlab.model.packing import enable_packing
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.mixing import Mixed
 from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.weighted import Weighted
 from mmlab.types import parse_image_policy
 
 COST = PaddedTokens()
+EVAL_BATCH_SIZE = 32
+AUGMENTATIONS: dict[str, Augment | None] = {
+    "none": None,
+    "crop": Augment(),
+    "colour": Augment(brightness=0.4, contrast=0.4, saturation=0.4),
+    "randaugment": Augment(num_operations=2),
+}
+_UNIFORM_SHARE = 0.1  # of a sample's weight, whatever its difficulty
+
+
+def augmentation(name: str) -> Augment | None:
+    """The augmentation of a name in `AUGMENTATIONS`.
+
+    Raises:
+        OptionError: an unknown name.
+    """
+    if name not in AUGMENTATIONS:
+        raise unknown_name("augmentation", name, AUGMENTATIONS)
+    return AUGMENTATIONS[name]
 
 
 def make_datasets(
@@ -66,29 +92,6 @@ def make_datasets(
     return train_set, held_out_set
 
 
-def fill_cache(
-    datasets: Sequence[MultimodalDataset],
-    folder: str | Path,
-    *,
-    limit_gib: float | None = None,
-    progress: bool = True,
-) -> None:
-    """Give data sets one cache, and make what it has not; under `torchrun` every rank makes a part.
-
-    Data sets must be prepared alike, as those of `make_datasets` are. What cannot be made is the loader's affair,
-    which is told what to do with bad samples.
-
-    Raises:
-        OptionError: the folder holds other things, or the limit is too low.
-        RunError: another rank has given up.
-    """
-    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-    for dataset in datasets:
-        key = cache_key(dataset, among=datasets)
-        dataset.cache = SampleCache(folder, key=key, limit_bytes=limit_bytes)
-        build_cache(dataset, progress=progress)
-
-
 def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
     """Training and held-out pairs: by the data's own split `val` or `test`, else a tenth of the images, at least two.
 
@@ -99,22 +102,61 @@ def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
     held_out = np.isin(splits, ("val", "test"))
     if held_out.any():
         name = "val" if "val" in splits else "test"
-        train_records, held_out_records = (
-            records.select(np.flatnonzero(side)) for side in (~held_out, splits == name)
-        )
+        sides = [records.select(np.flatnonzero(side)) for side in (~held_out, splits == name)]
     else:
-        num_images = len(np.unique(records.group))
-        train_records, held_out_records = records.hold_out(
-            min(0.5, max(0.1, 2 / max(1, num_images))), seed=seed
-        )
-    for part, side in ((train_records, "train on"), (held_out_records, "hold out")):
+        share = max(0.1, 2 / max(1, len(np.unique(records.group))))
+        sides = list(records.hold_out(min(0.5, share), seed=seed))
+    for part, purpose in zip(sides, ("train on", "hold out"), strict=True):
         num_images = len(np.unique(part.group))
         if num_images < 2:
             raise DataError(
-                f"{records.source or 'the data'}: found {num_images} image to {side} in {len(records)} pairs, "
+                f"{records.source or 'the data'}: found {num_images} image to {purpose} in {len(records)} pairs, "
                 "at least 2 are needed; give more images, or a higher limit"
             )
-    return train_records, held_out_records
+    return sides[0], sides[1]
+
+
+def fill_cache(
+    datasets: Sequence[MultimodalDataset],
+    folder: str | Path,
+    *,
+    limit_gib: float | None = None,
+    progress: bool = True,
+) -> None:
+    """Give data sets one cache, and add what it lacks; under `torchrun` every rank adds a part.
+
+    The data sets must be prepared alike, as those of `make_datasets` are. A sample that cannot be decoded is left to
+    the loader, which knows what to do with it.
+
+    Raises:
+        OptionError: the folder holds other things, or the limit is too low.
+        RunError: another rank has failed.
+    """
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    for dataset in datasets:
+        key = cache_key(dataset, among=datasets)
+        dataset.cache = SampleCache(folder, key=key, limit_bytes=limit_bytes)
+        build_cache(dataset, progress=progress)
+
+
+def sampled(
+    scheduler: Scheduler, dataset: MultimodalDataset, options: SamplingOptions, *, progress: bool = True
+) -> tuple[Scheduler, NDArray[np.float64] | None]:
+    """The scheduler, on top of it what chooses the samples of an epoch; and (N,) weights in the loss, or None.
+
+    Measuring how difficult samples are decodes every image once, unless that was done before.
+    """
+    shared = {"inner": scheduler, "seed": scheduler.seed, "world_size": scheduler.world_size}
+    weights = None
+    if options.adaptive != "off":
+        records = dataset.records
+        found = difficulty(image_complexity(records, progress=progress), records.num_tokens)
+        weights = _UNIFORM_SHARE + (1 - _UNIFORM_SHARE) * found
+    if options.adaptive == "sampling":
+        return Weighted(weights=weights, **shared), 1 / weights if options.correct else None  # type: ignore[arg-type, operator]
+    if options.ratios is not None:
+        scheduler = Mixed(ratios=options.ratios, length=options.length, **shared)  # type: ignore[arg-type]
+    return scheduler, weights
 
 
 def suit(model: nn.Module, plan: BatchPlan) -> nn.Module:
@@ -136,7 +178,5 @@ def costs_of(plan: BatchPlan) -> NDArray[np.float64]:
 
 def describe_machine(device: str) -> dict[str, Any]:
     """What a reader must know of the machine to place its figures."""
-    return {
-        **describe_host(),
-        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",
-    }
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+    return {**describe_host(), "device_name": name}

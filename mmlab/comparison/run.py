@@ -58,9 +58,9 @@ class Run:
         if self._log is not None:
             self._log.emit(event)
 
-    def write(self, kind: str, **values: Any) -> None:
-        """Write an event that happens now, after the last step."""
-        self.emit(RunEvent.now(kind, self.step, values, self.rank))
+    def write(self, kind: str, step: int | None = None, **values: Any) -> None:
+        """Write an event that happens now, after the last step unless another is named."""
+        self.emit(RunEvent.now(kind, self.step if step is None else step, values, self.rank))
 
     def start(self, step: int = 0, **values: Any) -> None:
         """Write the first event, with what every run says of its process and its libraries.

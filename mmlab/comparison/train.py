@@ -7,14 +7,12 @@ the shares of all.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,24 +22,30 @@ import torch
 from torch import distributed
 from tqdm.auto import tqdm
 
-from mmlab.comparison.config import CACHE_OPTIONS, LOADER_OPTIONS, RunConfig, load_config
-from mmlab.comparison.preparation import costs_of, describe_machine, fill_cache, make_datasets
-from mmlab.data.dataset import MultimodalDataset
+from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
+from mmlab.comparison.options import names_of
+from mmlab.comparison.preparation import (
+    EVAL_BATCH_SIZE,
+    costs_of,
+    describe_machine,
+    fill_cache,
+    make_datasets,
+    sampled,
+)
+from mmlab.comparison.run import Run
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
-from mmlab.machine import resolve_device, this_process, versions
+from mmlab.machine import resolve_device
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
-from mmlab.parallel.faults import START_S, TIMEOUT_S, RankWatch, broke_off, current_watch
+from mmlab.parallel.faults import START_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.parallel.strategies import CollectiveFailed, ParallelOptions
+from mmlab.parallel.strategies import CollectiveFailed
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
-from mmlab.runs.control import Control
-from mmlab.runs.events import EVENT_FILES, RunEvent, RunLog
+from mmlab.runs.events import EVENT_FILES, RunEvent
 from mmlab.runs.folders import fresh_folder
-from mmlab.runs.monitor import DeviceMonitor
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
@@ -52,12 +56,11 @@ from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives
 
-EVAL_BATCH_SIZE = 32
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
 _WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY, LAUNCH, EVENT_FILES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
     """What a finished run found."""
 
@@ -105,159 +108,150 @@ def train(
     """
     with ExitStack() as stack:
         rank, world_size = stack.enter_context(_process_group(config))
-        folder = Path(runs) / config.name
-        start = None if resume in ("auto", "never") else Path(resume)
-        restarted = was_restarted()
+        folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
-            anew = resume == "never" or (
-                start is not None and folder.resolve() not in start.resolve().parents
-            )
-            if anew and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
-                fresh_folder(folder, _WRITTEN)
-            folder.mkdir(parents=True, exist_ok=True)
-            note_launch(folder / LAUNCH)
+            _prepare_folder(folder, resume, restarted=restarted)
         if world_size > 1:
             distributed.barrier()
-        log = stack.enter_context(RunLog(folder, rank))
+        run = stack.enter_context(Run(folder, rank=rank, interval_s=config.events.device_interval_s))
         if world_size > 1:
-            stack.enter_context(RankWatch(log.write, timeout_s=config.parallel.get("timeout_s", TIMEOUT_S)))
-        run = _Run(config, folder, log, rank=rank, world_size=world_size, progress=progress and rank == 0)
-        stack.callback(run.close)
-        return run.train(run.start("auto" if restarted else resume, start, own_first=restarted))
+            stack.enter_context(RankWatch(run.write, timeout_s=config.parallel.timeout_s))
+        bar = _Bar(stack, config.trainer.num_epochs, shown=progress and rank == 0)
+        training = _Training(config, folder, run, bar, world_size=world_size)
+        start = training.checkpoint_of("auto" if restarted else resume, own_first=restarted)
+        return training.train(start)
 
 
-class _Run:
-    """The parts of one run, joined."""
+def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
+    """Make the run's folder; where a run starts anew, move aside what an earlier one left there."""
+    elsewhere = resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
+    if elsewhere and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
+        fresh_folder(folder, _WRITTEN)
+    folder.mkdir(parents=True, exist_ok=True)
+    note_launch(folder / LAUNCH)
 
-    def __init__(
-        self, config: RunConfig, folder: Path, log: RunLog, *, rank: int, world_size: int, progress: bool
-    ) -> None:
-        self.config, self.folder, self._log = config, folder, log
-        self._rank, self._world_size = rank, world_size
-        self._control = Control(folder if rank == 0 else None)
-        options = {**config.trainer}
-        self._num_epochs = options.pop("num_epochs")
-        seed = options.get("seed", 0)
-        device = resolve_device(_device(options.pop("device", "auto")))
-        train_set, held_out_set = _datasets(
-            config, folder if rank == 0 else None, seed=seed, progress=progress
+
+class _Bar:
+    """The progress bar of a run, in epochs; it also prints what should stay on the terminal."""
+
+    def __init__(self, stack: ExitStack, num_epochs: int, *, shown: bool) -> None:
+        self._bar = tqdm(
+            total=num_epochs,
+            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
+            disable=None if shown else True,
         )
-        model = _model(config, len(train_set.tokenizer), seed)
-        asked = options.pop("objectives", ("contrastive",))
-        objectives = parse_objectives(model, asked, tokenizer=train_set.tokenizer)
-        saved = folder / _MEMORY if rank == 0 else None
-        parallel = ParallelOptions(
-            **{key: config.parallel[key] for key in config.parallel if key != "timeout_s"}
+        stack.callback(self._bar.close)
+        self.shown = not self._bar.disable
+
+    def begin_at(self, num_epochs_done: float) -> None:
+        self._bar.initial = self._bar.n = num_epochs_done
+
+    def show(self, num_epochs_done: float, text: str) -> None:
+        self._bar.set_postfix_str(text, refresh=False)
+        if self.shown:
+            self._bar.update(num_epochs_done - self._bar.n)
+
+    def say(self, message: str) -> None:
+        if self.shown:
+            self._bar.write(message, file=sys.stderr)
+
+
+class _Training:
+    """The parts of a run, joined: data, loaders, model, scheduler, trainer and checkpoints."""
+
+    def __init__(self, config: RunConfig, folder: Path, run: Run, bar: _Bar, *, world_size: int) -> None:
+        self.config, self.folder, self._run, self._bar = config, folder, run, bar
+        self._world_size = world_size
+        options, data = config.trainer, config.data
+        rank = run.rank
+        device = resolve_device(_device(options.device or "auto"))
+        train_set, held_out_set = make_datasets(
+            data.path,
+            image=data.image,
+            tokenizer=data.tokenizer,
+            limit=data.limit,
+            max_tokens=data.max_tokens,
+            seed=options.seed,
+            progress=bar.shown,
+            save_tokenizer_to=folder / _TOKENIZER if rank == 0 else None,
         )
-        shares = (0, 1) if parallel.strategy == "branch" else (rank, world_size)  # a branch needs all samples
-        scheduler = _scheduler(config, model, objectives, device, shares[1], seed=seed, saved=saved)
-        self.scheduler_name = config.scheduler.get("name", "budget")
-        loading = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
-        planner: Any = _Share(whole=scheduler, rank=shares[0], seed=scheduler.seed, world_size=shares[1])
-        if isinstance(scheduler, Memory) and config.scheduler.get("follow", True):
+        if data.cache is not None:
+            fill_cache((train_set, held_out_set), data.cache, limit_gib=data.cache_limit_gib, progress=bar.shown)
+        model = _model(config, len(train_set.tokenizer))
+        objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
+        # each rank of the strategy `branch` needs all samples
+        share = (0, 1) if config.parallel.strategy == "branch" else (rank, world_size)
+        scheduler = _scheduler(config, model, objectives, device, share[1], folder / _MEMORY if rank == 0 else None)
+        memory = scheduler.cost if isinstance(scheduler, Memory) else None
+        whole, weights = sampled(scheduler, train_set, config.sampling, progress=bar.shown)
+        planner: Any = _Share(whole=whole, rank=share[0], seed=whole.seed, world_size=share[1])
+        if whole is scheduler and memory is not None and config.scheduler.get("follow", True):
             agree = partial(ProcessGroup().largest, device=torch.device(device))
-            planner = ResourceAwareScheduler(planner=scheduler, rank=shares[0], emit=log.emit, agree=agree)
+            planner = ResourceAwareScheduler(planner=scheduler, rank=share[0], emit=run.emit, agree=agree)
         self._loader = PlannedLoader(
-            train_set, planner, device=None if device == "cpu" else device, emit=log.emit, **loading
+            train_set,
+            planner,
+            device=None if device == "cpu" else device,
+            augment=config.augment,
+            emit=run.emit,
+            **{name: getattr(data, name) for name in names_of(LoaderOptions)},
         )
+        self._loader.weights = weights
         self._held_out = PlannedLoader(
             held_out_set,
             # the first batches are measured by themselves in mid-epoch: a fair sample, where sorted ones are not
-            make_scheduler("random" if options.get("eval_batches") else "sorted", batch_size=EVAL_BATCH_SIZE),
+            make_scheduler("random" if options.eval_batches else "sorted", batch_size=EVAL_BATCH_SIZE),
             num_workers=0,
         )
-        if self.scheduler_name == "packed":
+        if config.scheduler.get("name") == "packed":
             enable_packing(model)
-        memory = getattr(scheduler, "cost", None) if isinstance(scheduler, Memory) else None
         self.trainer = FusionTrainer(
             model,
-            device=device,
-            emit=self._take,
+            options,
             objectives=objectives,
+            parallel=config.parallel,
+            emit=self._take,
             memory=memory,
-            parallel=parallel,
-            **options,
+            device=device,
         )
-        self._checkpoints = Checkpoints(folder / _CHECKPOINTS, emit=log.emit, **config.checkpoint)
-        self._bar = tqdm(
-            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}", disable=None if progress else True
+        self._checkpoints = Checkpoints(
+            folder / _CHECKPOINTS, emit=run.emit, **dataclasses.asdict(config.checkpoint)
         )
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
 
-    def start(self, resume: str, path: Path | None, *, own_first: bool = False) -> Path | None:
-        """Go on from a checkpoint where that is wanted, and write the start event; returns the checkpoint.
+    def checkpoint_of(self, resume: str, *, own_first: bool) -> Path | None:
+        """The checkpoint to go on from; None where the run starts anew.
 
         Args:
-            own_first: the run's own newest one, if there is one, rather than that of `path`.
+            own_first: the run's own newest one, if there is one, rather than that of `resume`.
         """
-        found = None
-        if resume != "never":
-            ranks = self.trainer.ranks
-            own = self._checkpoints.newest(ranks) if own_first else None
-            found = own or _saved_in(path, self._checkpoints, ranks)
-            if found is not None:
-                restore(self.trainer, self._loader, found)
-                self._warn_of_changes()
-        if self._rank == 0:
-            self.config.save(self.folder / _CONFIG)
-        trainer, config = self.trainer, self.config
-        machine = describe_machine(str(trainer.device))
-        values = {
-            "run_name": config.name,
-            "scheduler": self.scheduler_name,
-            "model": config.model.get("preset", "small"),
-            **trainer.description(),
-            "num_steps": self._num_steps(),
-            "num_epochs": self._num_epochs,
-            "device_name": machine["device_name"],
-            "world_size": self._world_size,
-            **this_process(),
-            "config": {**config.as_dict(), "machine": machine},
-            "versions": versions(),
-        }
-        self._log.write("start", trainer.step, **values)
-        return found
+        if resume == "never":
+            return None
+        ranks = self.trainer.ranks
+        own = self._checkpoints.newest(ranks) if own_first else None
+        path = None if resume == "auto" else Path(resume)
+        return own or _saved_in(path, self._checkpoints, ranks)
 
-    def train(self, resumed_from: Path | None) -> TrainingResult:
-        """The epochs that are left."""
-        trainer = self.trainer
-        self._bar.reset(self._num_epochs)
-        self._bar.initial = self._bar.n = self._epochs_done()
-        started, status, details = time.perf_counter(), "failed", {}
-        interval_s = self.config.events.get("device_interval_s", 0.5)
-        try:
-            with DeviceMonitor(self._log.emit, device=trainer.device, interval_s=interval_s, rank=self._rank):
-                trainer.fit(
-                    self._loader,
-                    num_epochs=max(0, self._num_epochs - trainer.epoch),
-                    eval_loader=self._held_out,
-                    checkpoints=self._checkpoints,
-                    control=self._control,
-                )
-            status = "done" if trainer.epoch >= self._num_epochs else "stopped"
-        except (KeyboardInterrupt, SystemExit):
-            status = "stopped"
-            raise
-        except Exception as error:
-            cause, watch = error, current_watch()
-            if watch is not None and (
-                broke_off(error) or isinstance(error, CollectiveFailed)
-            ):  # in one of torch's own
-                cause = watch.explained(error)
-            details = {"message": str(cause), "traceback": traceback.format_exc()}
-            if cause is error:
-                raise
-            raise cause from error
-        finally:
-            run_s = time.perf_counter() - started
-            figures = {"num_steps": trainer.step, "run_s": run_s, "paused_s": self._control.paused_s}
-            self._log.write("end", trainer.step, status=status, **figures, **details)
+    def train(self, start: Path | None) -> TrainingResult:
+        """The epochs that are left after a checkpoint."""
+        trainer, num_epochs = self.trainer, self.config.trainer.num_epochs
+        if start is not None:
+            restore(trainer, self._loader, start)
+        self._begin()
+        with _explained():
+            self._run.fit(
+                trainer,
+                self._loader,
+                num_epochs=max(0, num_epochs - trainer.epoch),
+                eval_loader=self._held_out,
+                checkpoints=self._checkpoints,
+            )
         best = self._checkpoints.best
         return TrainingResult(
             folder=str(self.folder),
-            status=status,
-            resumed_from=None if resumed_from is None else str(resumed_from),
+            status="done" if trainer.epoch >= num_epochs else "stopped",
+            resumed_from=None if start is None else str(start),
             num_steps=trainer.step,
             num_epochs=trainer.epoch,
             loss=self._loss,
@@ -265,17 +259,38 @@ class _Run:
             best_checkpoint=None if best is None else str(best),
         )
 
-    def close(self) -> None:
-        """Leave the terminal tidy."""
-        self._bar.close()
+    def _begin(self) -> None:
+        """Write the configuration and the start event."""
+        trainer, config, path = self.trainer, self.config, self.folder / _CONFIG
+        self._run.step = trainer.step
+        if self._run.rank == 0:
+            if trainer.step and path.exists() and (changes := load_config(path).changes(config)):
+                message = f"resumed with other options than before: {'; '.join(changes)}"
+                self._run.write("warning", message=message, source="training")
+                self._bar.say(message)
+            config.save(path)
+        machine = describe_machine(str(trainer.device))
+        values = {
+            "run_name": config.name,
+            "scheduler": config.scheduler.get("name", "budget"),
+            "model": config.model.get("preset", "small"),
+            **trainer.description(),
+            "num_steps": self._num_steps(),
+            "num_epochs": config.trainer.num_epochs,
+            "device_name": machine["device_name"],
+            "world_size": self._world_size,
+            "config": {**config.as_dict(), "machine": machine},
+        }
+        self._run.start(trainer.step, **values)
+        self._bar.begin_at(self._epochs_done())
 
     def _num_steps(self) -> int:
         """Of the whole run, as far as this epoch's plan tells."""
-        trainer = self.trainer
-        known = trainer.last_epoch == self._num_epochs and trainer.saved_on == trainer.num_sharing
+        trainer, num_epochs = self.trainer, self.config.trainer.num_epochs
+        known = trainer.last_epoch == num_epochs and trainer.saved_on == trainer.num_sharing
         if trainer.total_steps is not None and known:
             return trainer.total_steps
-        return trainer.step + trainer.steps_left(self._loader, self._num_epochs)
+        return trainer.step + trainer.steps_left(self._loader, num_epochs)
 
     def _epochs_done(self) -> float:
         """The one in hand by what its batches cost: they differ, so steps are no measure of time."""
@@ -285,36 +300,33 @@ class _Run:
 
     def _take(self, event: RunEvent) -> None:
         """Write an event and show it."""
-        self._log.emit(event)
+        self._run.emit(event)
         values = event.values
         if event.kind == "step":
             self._loss = values["loss"] if math.isfinite(values["loss"]) else None
-            self._bar.set_postfix_str(
-                f"step {event.step}/{self.trainer.total_steps}, epoch {values['epoch']}, loss {values['loss']:.3f}, "
-                f"{values['samples_per_s']:.0f} samples/s",
-                refresh=False,
-            )
-            if not self._bar.disable:
-                self._bar.update(self._epochs_done() - self._bar.n)
+            text = f"step {event.step}/{self.trainer.total_steps}, epoch {values['epoch']}, "
+            text += f"loss {values['loss']:.3f}, {values['samples_per_s']:.0f} samples/s"
+            self._bar.show(self._epochs_done() if self._bar.shown else 0.0, text)
         elif event.kind == "eval":
             self._evaluation = {
                 key: value for key, value in values.items() if isinstance(value, int) or math.isfinite(value)
             }
-            self._say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
-
-    def _warn_of_changes(self) -> None:
-        path = self.folder / _CONFIG
-        if self._rank == 0 and path.exists() and (changes := load_config(path).changes(self.config)):
-            message = f"resumed with other options than before: {'; '.join(changes)}"
-            self._log.write("warning", self.trainer.step, message=message, source="training")
-            self._say(message)
-
-    def _say(self, message: str) -> None:
-        if not self._bar.disable:
-            self._bar.write(message, file=sys.stderr)
+            self._bar.say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say which rank failed where this one's exchange with the others broke off."""
+    try:
+        yield
+    except Exception as error:
+        watch = current_watch()
+        if watch is None or not (broke_off(error) or isinstance(error, CollectiveFailed)):
+            raise
+        raise watch.explained(error) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Share(Scheduler):
     """A scheduler whose plans are one rank's share."""
 
@@ -335,9 +347,9 @@ def _process_group(config: RunConfig) -> Iterator[tuple[int, int]]:
         joined = distributed.is_initialized()
         yield (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
         return
-    on_gpu = resolve_device(config.trainer.get("device", "auto")).startswith("cuda")
+    on_gpu = resolve_device(config.trainer.device or "auto").startswith("cuda")
     # the last resort, behind `RankWatch`
-    timeout_s = max(config.parallel.get("timeout_s", TIMEOUT_S), START_S) + 60
+    timeout_s = max(config.parallel.timeout_s, START_S) + 60
     join("nccl" if on_gpu else "gloo", timeout_s=timeout_s)
     try:
         yield distributed.get_rank(), distributed.get_world_size()
@@ -353,47 +365,29 @@ def _device(name: str) -> str:
     return name
 
 
-def _datasets(
-    config: RunConfig, folder: Path | None, *, seed: int, progress: bool
-) -> tuple[MultimodalDataset, MultimodalDataset]:
-    others = ("path", *LOADER_OPTIONS, *CACHE_OPTIONS)
-    options = {key: value for key, value in config.data.items() if key not in others}
-    datasets = make_datasets(
-        config.data["path"],
-        **{"image": "aspect:128", **options},
-        seed=seed,
-        progress=progress,
-        save_tokenizer_to=None if folder is None else folder / _TOKENIZER,
-    )
-    if "cache" in config.data:
-        limit_gib = config.data.get("cache_limit_gib")
-        fill_cache(datasets, config.data["cache"], limit_gib=limit_gib, progress=progress)
-    return datasets
-
-
 def _scheduler(
     config: RunConfig,
     model: torch.nn.Module,
     objectives: Mapping[str, Objective],
     device: str,
     world_size: int,
-    *,
-    seed: int,
     saved: Path | None,
 ) -> Scheduler:
-    options = {"seed": seed, **config.scheduler}
+    """The scheduler that is asked for; for `memory` the model is priced first, unless `saved` has its prices."""
+    training = config.trainer
+    options = {"seed": training.seed, **config.scheduler}
     name = options.pop("name", "budget")
     if name != "memory":
-        return replace(make_scheduler(name, **options), world_size=world_size)
+        return dataclasses.replace(make_scheduler(name, **options), world_size=world_size)
     options.pop("follow", None)
     scheduler: Any = memory_scheduler(
         model,
         device=device,
-        precision=config.trainer.get("precision", "fp32"),
-        checkpointing=config.trainer.get("checkpointing", False),
+        precision=training.precision,
+        checkpointing=training.checkpointing,
         objectives=objectives,
-        accumulating=config.trainer.get("accumulation_steps", 1) > 1,
-        gradient_buckets=world_size > 1 and config.parallel.get("strategy", "ddp") == "ddp",
+        accumulating=training.accumulation_steps > 1,
+        gradient_buckets=world_size > 1 and config.parallel.strategy == "ddp",
         saved=saved,
         progress=False,
         world_size=world_size,
@@ -401,14 +395,14 @@ def _scheduler(
     )
     # what is free differs between ranks and moments; plans must not: the least counts
     least = -ProcessGroup().largest(-scheduler.budget, torch.device(device))
-    return replace(scheduler, budget=int(least))
+    return dataclasses.replace(scheduler, budget=int(least))
 
 
-def _model(config: RunConfig, vocab_size: int, seed: int) -> torch.nn.Module:
+def _model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     """The same first weights for the same seed, whatever was drawn before."""
     build: Callable[..., torch.nn.Module] = build_model
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(config.trainer.seed)
         return build(**config.model, vocab_size=vocab_size)
 
 

@@ -1,0 +1,122 @@
+"""The options of a comparison, and how options are read: by pydantic, from frozen dataclasses.
+
+A dataclass is the one list of its options. The command line makes its flags from it, `mmlab.Lab` and `mmlab.compare`
+check what they are given by it, and so do run files (`mmlab.comparison.config`). Needs neither torch nor the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from mmlab.errors import OptionError, unknown_name
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+Options = TypeVar("Options")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Which samples an epoch consists of, and how much each counts; by default each once, and all alike."""
+
+    ratios: Annotated[Mapping[str, float] | None, "share of each modality, as in image-text=0.7,text-only=0.3"] = None
+    adaptive: Annotated[
+        Literal["off", "sampling", "loss"], "difficult samples come more often, or have a greater weight in the loss"
+    ] = "off"
+    length: Annotated[
+        Literal["keep", "undersample", "oversample"], "samples of an epoch under ratios, see mmlab.Mixed"
+    ] = "keep"
+    correct: Annotated[bool, "weigh samples that come more often less, so that the expected loss stays"] = False
+
+    def __post_init__(self) -> None:
+        if self.ratios is not None and self.adaptive == "sampling":
+            raise OptionError(
+                "ratios and adaptive='sampling' both choose the samples of an epoch; use one of them, or "
+                "adaptive='loss'"
+            )
+        if self.correct and self.adaptive != "sampling":
+            raise OptionError(f"correct needs adaptive='sampling', found adaptive={self.adaptive!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonOptions(SamplingOptions):
+    """What `mmlab.compare`, `mmlab.Lab` and `mmlab compare` can be told, beside the data and the schedulers."""
+
+    budget: Annotated[float | None, "padded tokens a batch may cost (default: a mean fixed batch)"] = None
+    batch_size: Annotated[int, "samples a batch, for schedulers with a fixed size"] = 32
+    memory_gb: Annotated[float | None, "GiB that `memory` plans for (default: ask the device)"] = None
+    epochs: Annotated[int, "turns of every scheduler; each is one repetition of the timing"] = 3
+    limit: Annotated[int | None, "use only the first N pairs"] = None
+    image: Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"] = "aspect:128"
+    augment: Annotated[str, "random changes of images: none, crop, colour or randaugment"] = "none"
+    model: Annotated[str, "preset of the fusion model"] = "tiny"
+    tokenizer: Annotated[str, "builtin, or a Hugging Face name or path"] = "builtin"
+    lr: Annotated[float, "highest learning rate"] = 1e-3
+    device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto"
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], "of the training"] = "fp32"
+    seed: Annotated[int, "of weights, plans and the held-out split"] = 0
+    num_workers: Annotated[int | None, "threads that decode (default: one a core, at most 8)"] = None
+
+    def __post_init__(self) -> None:
+        SamplingOptions.__post_init__(self)
+        for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise OptionError(f"{name} must be at least {least}, found {value}")
+        for name in ("budget", "memory_gb"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise OptionError(f"{name} must be above 0, found {value}")
+
+
+def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
+    """Options from plain values, such as those of a TOML table.
+
+    >>> read_options(ComparisonOptions, {"epochs": 2}, "compare").epochs
+    2
+    >>> read_options(ComparisonOptions, {"epochs": "two"}, "compare")
+    Traceback (most recent call last):
+        ...
+    mmlab.errors.OptionError: compare epochs: expected a valid integer, found 'two'
+
+    Args:
+        kind: a dataclass, or a pydantic model.
+        where: what the values belong to; messages begin with it.
+
+    Raises:
+        OptionError: an unknown name, a value of the wrong type, or one that the dataclass refuses.
+    """
+    from pydantic import ValidationError, create_model
+
+    # pydantic hands the configuration of a model on to the dataclasses in it
+    reader = create_model("Reader", __config__={"extra": "forbid", "strict": True}, options=(kind, ...))
+    try:  # by way of JSON, where pydantic takes a list for a tuple, but no text for a number
+        found = reader.model_validate_json(json.dumps({"options": dict(values)}, default=str))
+    except ValidationError as error:
+        raise _explained(error, kind, where) from None
+    return found.options  # type: ignore[attr-defined]
+
+
+def names_of(kind: type) -> list[str]:
+    """Names of the options of a dataclass or of a pydantic model."""
+    return list(getattr(kind, "model_fields", None) or kind.__dataclass_fields__)
+
+
+def _explained(error: ValidationError, kind: type, where: str) -> OptionError:
+    """Say what was expected and what was found; of an option with several types, what each of them expects."""
+    first, *others = error.errors()
+    (_, *place), found = first["loc"], first["input"]
+    if first["type"] == "value_error":  # raised by the dataclass itself
+        return OptionError(f"{where}: {first['ctx']['error']}")
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return unknown_name(f"key in {where}", place[0], names_of(kind))
+    if first["type"] == "missing" and len(place) == 1:
+        return OptionError(f"{where} {place[0]} is missing")
+    alike = [first, *(other for other in others if other["loc"][1] == place[0])]
+    known = {"missing": "more items"}  # than the list has
+    expected = dict.fromkeys(
+        known.get(problem["type"], problem["msg"].removeprefix("Input should be ")) for problem in alike
+    )
+    return OptionError(f"{where} {place[0]}: expected {' or '.join(expected)}, found {found!r}")
