@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mmlab.comparison.results import ArmResult
+    from mmlab.comparison.result import ArmResult
 
 
 def draw_comparison(

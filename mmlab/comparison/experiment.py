@@ -2,33 +2,38 @@
 
 Notebooks, dashboard and command line all go through `compare`. What makes a comparison fair is decided here:
 
-* every arm starts from the same weights and sees the same samples the same number of times;
-* arms take turns epoch by epoch, in rotating order, so that a slow minute of the machine does not fall on one
+* every run starts from the same weights and sees the same samples the same number of times;
+* runs take turns epoch by epoch, in rotating order, so that a slow minute of the machine does not fall on one
   of them;
-* every image file is read once beforehand, so that no arm pays for a cold page cache;
+* every image file is read once beforehand, so that no run pays for a cold page cache;
 * the first steps of every turn are not timed, medians over epochs are reported and every epoch is kept;
-* peak memory is measured apart: one step on the arm's costliest batch, alone, with a fresh model and
+* peak memory is measured apart: one step on the run's costliest batch, alone, with a fresh model and
   optimizer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from mmlab.comparison.arms import WARMUP_STEPS, Arm, Bench, take_turns
-from mmlab.comparison.preparation import COST, describe_machine, make_datasets
+from mmlab.comparison.options import ComparisonOptions, read_options
+from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
+from mmlab.comparison.turns import NUM_NEGATIVES, WARMUP_STEPS, ComparisonRun, ComparisonSetup, take_turns
 from mmlab.data.records import Records
 from mmlab.errors import OptionError
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
+from mmlab.model.presets import build_model
+from mmlab.pricing.planner import memory_scheduler
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
 from mmlab.schedule.base import Scheduler
@@ -36,28 +41,15 @@ from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.schedulers import scheduler_type
 
-NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
-
 
 def compare(
     data: str | Path | Records,
     schedulers: Sequence[str] | Mapping[str, Scheduler] = ("random", "sorted", "bucket", "budget"),
     *,
-    budget: float | None = None,
-    batch_size: int = 32,
-    epochs: int = 3,
-    limit: int | None = None,
-    image: str = "aspect:128",
-    model: str = "tiny",
-    tokenizer: str = "builtin",
-    lr: float = 1e-3,
-    device: str = "auto",
-    precision: str = "fp32",
-    seed: int = 0,
-    num_workers: int | None = None,
     out: str | Path | None = None,
     progress: bool = True,
     control: Control | None = None,
+    **options: Any,
 ) -> Comparison:
     """Train the same model on the same pairs under each scheduler and report what each cost.
 
@@ -65,100 +57,117 @@ def compare(
 
     Args:
         data: anything that `read_records` takes, or records.
-        schedulers: names from `SCHEDULERS`, or configured schedulers by the name that they shall have.
-        budget: padded tokens that a batch may cost, for schedulers with a budget; `batch_size` mean samples
-            unless given.
-        batch_size: samples a batch, for schedulers with a fixed size.
-        epochs: turns of every arm; each is one repetition.
-        limit: use only the first pairs.
-        image: image policy in short form, see `parse_image_policy`.
-        model: a preset's name, see `mmlab.model.PRESETS`.
+        schedulers: names from `SCHEDULERS`, or configured schedulers by the name that they shall have. For `memory`
+            the model is priced first, some tens of seconds, and batches are planned in bytes.
         out: folder for `comparison.json`, `table.csv`, `figure.png`, `report.html` and the runs' events; a
             comparison that is already there is moved to `previous-N` inside it. Nothing is written when None.
-        control: where pause and stop are read; `mmlab.runs.control.send(out, "pause")` holds the arm in hand, `"stop"` ends
-            with the epochs that every arm finished.
+        control: where pause and stop are read; `mmlab.runs.control.send(out, "pause")` holds the run in hand, `"stop"` ends
+            with the epochs that every run finished.
+        options: fields of `mmlab.comparison.options.ComparisonOptions`, such as `budget`, `batch_size`, `epochs`,
+            `limit`, `image`, `augment`, `ratios`, `adaptive`, `model`, `device`, `precision`, `memory_gb` and `seed`.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
         OptionError: an option cannot work; the message names it.
     """
-    if epochs < 1:
-        raise OptionError(f"epochs must be at least 1, found {epochs}")
-    if batch_size < 1:
-        raise OptionError(f"batch size must be at least 1, found {batch_size}")
-    if seed < 0:
-        raise OptionError(f"seed must not be negative, found {seed}")
+    chosen = read_options(ComparisonOptions, options, "compare")
+    augmentation(chosen.augment)
     control = control or Control(out)
-    chosen_device = resolve_device(device)
+    device = resolve_device(chosen.device)
+    names = _distinct(schedulers)
     train_set, held_out_set = make_datasets(
-        data, image=image, tokenizer=tokenizer, limit=limit, seed=seed, progress=progress
+        data,
+        image=chosen.image,
+        tokenizer=chosen.tokenizer,
+        limit=chosen.limit,
+        seed=chosen.seed,
+        progress=progress,
     )
-    budget = batch_size * float(batch_costs(COST, train_set.sizes.alone).mean()) if budget is None else budget
-    planners = _planners(schedulers, batch_size=batch_size, budget=budget, seed=seed)
-    workers = default_num_workers() if num_workers is None else num_workers
+    if chosen.budget is None:
+        mean_cost = float(batch_costs(COST, train_set.sizes.alone).mean())
+        chosen = dataclasses.replace(chosen, budget=chosen.batch_size * mean_cost)
+    if chosen.num_workers is None:
+        chosen = dataclasses.replace(chosen, num_workers=default_num_workers())
+    if isinstance(schedulers, Mapping):
+        planners = dict(schedulers)
+    else:
+        planners = {
+            name: _scheduler(name, chosen, device, len(train_set.tokenizer), progress) for name in names
+        }
+    memory = next((planner for planner in planners.values() if isinstance(planner, Memory)), None)
     config = {
+        **dataclasses.asdict(chosen),
         "data": train_set.records.source,
         "num_train": len(train_set),
         "num_held_out": len(held_out_set),
-        "budget": budget,
         "budget_unit": COST.unit,
-        "batch_size": batch_size,
-        "epochs": epochs,
+        "memory_limit_bytes": None if memory is None else memory.budget,
         "image": str(train_set.image_policy),
-        "model": model,
-        "tokenizer": tokenizer,
-        "precision": precision,
-        "lr": lr,
         "num_negatives": NUM_NEGATIVES,
         "warmup_steps": WARMUP_STEPS,
-        "seed": seed,
-        "num_workers": workers,
-        "device": chosen_device,
-        "machine": describe_machine(chosen_device),
+        "device": device,
+        "machine": describe_machine(device),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     folder = None if out is None else fresh_folder(Path(out), COMPARISON_FILES)
-    bench = Bench(
+    setup = ComparisonSetup(
+        options=chosen,
         config=config,
+        device=device,
         train_set=train_set,
         held_out_set=held_out_set,
         folder=folder,
         control=control,
-        memory=next((planner for planner in planners.values() if isinstance(planner, Memory)), None),
+        memory=memory,
     )
-    arms = [Arm(name, planner, bench) for name, planner in planners.items()]
+    runs = [ComparisonRun(name, planner, setup) for name, planner in planners.items()]
     _warm_page_cache(train_set.records, progress)
-    interrupted = take_turns(arms, bench, progress)
-    finished = min(len(arm.epochs) for arm in arms)
+    interrupted = take_turns(runs, setup, progress)
+    finished = min(len(run.epochs) for run in runs)
     if not finished:
         raise KeyboardInterrupt
     with signals_held(signal.SIGINT):  # minutes of training must not be lost in the last second
-        comparison = Comparison(
-            config=config,
-            arms=[arm.result(finished) for arm in arms],
-            interrupted=interrupted,
-            folder=folder,
-        )
+        arms = [run.result(finished) for run in runs]
+        comparison = Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
         if folder is not None:
             comparison.save(folder)
     return comparison
 
 
-def _planners(
-    schedulers: Sequence[str] | Mapping[str, Scheduler], *, batch_size: int, budget: float, seed: int
-) -> dict[str, Scheduler]:
-    """Configured schedulers by name; a name takes those of these options that its scheduler has."""
-    if not schedulers:
+def _distinct(schedulers: Sequence[str] | Mapping[str, Scheduler]) -> list[str]:
+    """Names of the schedulers, each once.
+
+    Raises:
+        OptionError: none, one twice, or an unknown one.
+    """
+    names = list(schedulers)
+    if not names:
         raise OptionError("no schedulers to compare; give at least one name")
-    if isinstance(schedulers, Mapping):
-        return dict(schedulers)
-    twice = {name for name in schedulers if list(schedulers).count(name) > 1}
-    if twice:
-        raise OptionError(f"scheduler {sorted(twice)[0]!r} is named twice; name each once")
-    shared = {"batch_size": batch_size, "budget": budget, "seed": seed}
-    kinds = {name: scheduler_type(name) for name in schedulers}
-    return {name: kind(**kind.options_among(shared)) for name, kind in kinds.items()}
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise OptionError(f"scheduler {twice[0]!r} is named twice; name each once")
+    if not isinstance(schedulers, Mapping):
+        for name in names:
+            scheduler_type(name)
+    return names
+
+
+def _scheduler(
+    name: str, options: ComparisonOptions, device: str, vocab_size: int, progress: bool
+) -> Scheduler:
+    """A scheduler by its name, with those of the comparison's options that it has."""
+    if name == "memory":
+        return memory_scheduler(
+            build_model(options.model, vocab_size=vocab_size),
+            device=device,
+            memory_gb=options.memory_gb,
+            precision=options.precision,
+            progress=progress,
+            seed=options.seed,
+        )
+    kind = scheduler_type(name)
+    shared = {"batch_size": options.batch_size, "budget": options.budget, "seed": options.seed}
+    return kind(**kind.options_among(shared))
 
 
 def _warm_page_cache(records: Records, progress: bool) -> None:

@@ -23,14 +23,19 @@ Options = TypeVar("Options")
 class SamplingOptions:
     """Which samples an epoch consists of, and how much each counts; by default each once, and all alike."""
 
-    ratios: Annotated[Mapping[str, float] | None, "share of each modality, as in image-text=0.7,text-only=0.3"] = None
+    ratios: Annotated[
+        Mapping[str, float] | None, "share of each modality, as in image-text=0.7,text-only=0.3"
+    ] = None
     adaptive: Annotated[
-        Literal["off", "sampling", "loss"], "difficult samples come more often, or have a greater weight in the loss"
+        Literal["off", "sampling", "loss"],
+        "difficult samples come more often, or have a greater weight in the loss",
     ] = "off"
     length: Annotated[
         Literal["keep", "undersample", "oversample"], "samples of an epoch under ratios, see mmlab.Mixed"
     ] = "keep"
-    correct: Annotated[bool, "weigh samples that come more often less, so that the expected loss stays"] = False
+    correct: Annotated[bool, "weigh samples that come more often less, so that the expected loss stays"] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         if self.ratios is not None and self.adaptive == "sampling":
@@ -101,7 +106,7 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
 
 def names_of(kind: type) -> list[str]:
     """Names of the options of a dataclass or of a pydantic model."""
-    return list(getattr(kind, "model_fields", None) or kind.__dataclass_fields__)
+    return list(getattr(kind, "model_fields", None) or kind.__dataclass_fields__)  # type: ignore[attr-defined]
 
 
 def _explained(error: ValidationError, kind: type, where: str) -> OptionError:

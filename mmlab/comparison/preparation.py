@@ -146,17 +146,17 @@ def sampled(
 
     Measuring how difficult samples are decodes every image once, unless that was done before.
     """
-    shared = {"inner": scheduler, "seed": scheduler.seed, "world_size": scheduler.world_size}
-    weights = None
+    shared: Any = {"inner": scheduler, "seed": scheduler.seed, "world_size": scheduler.world_size}
+    weights = np.ones(0)
     if options.adaptive != "off":
         records = dataset.records
         found = difficulty(image_complexity(records, progress=progress), records.num_tokens)
         weights = _UNIFORM_SHARE + (1 - _UNIFORM_SHARE) * found
     if options.adaptive == "sampling":
-        return Weighted(weights=weights, **shared), 1 / weights if options.correct else None  # type: ignore[arg-type, operator]
+        return Weighted(weights=weights, **shared), 1 / weights if options.correct else None
     if options.ratios is not None:
-        scheduler = Mixed(ratios=options.ratios, length=options.length, **shared)  # type: ignore[arg-type]
-    return scheduler, weights
+        scheduler = Mixed(ratios=options.ratios, length=options.length, **shared)
+    return scheduler, weights if options.adaptive == "loss" else None
 
 
 def suit(model: nn.Module, plan: BatchPlan) -> nn.Module:

@@ -98,7 +98,11 @@ class Run:
             details = {"message": str(error), "traceback": "".join(traceback.format_exception(error))}
         if self._started_s is not None:
             run_s = time.perf_counter() - self._started_s
-            figures = {"num_steps": self.step, "run_s": run_s, "paused_s": self.control.paused_s}
+            figures: dict[str, Any] = {
+                "num_steps": self.step,
+                "run_s": run_s,
+                "paused_s": self.control.paused_s,
+            }
             self.write("end", status=self.status, **figures, **details)
         if self._log is not None:
             self._log.close()

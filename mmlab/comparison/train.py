@@ -176,12 +176,16 @@ class _Training:
             save_tokenizer_to=folder / _TOKENIZER if rank == 0 else None,
         )
         if data.cache is not None:
-            fill_cache((train_set, held_out_set), data.cache, limit_gib=data.cache_limit_gib, progress=bar.shown)
+            fill_cache(
+                (train_set, held_out_set), data.cache, limit_gib=data.cache_limit_gib, progress=bar.shown
+            )
         model = _model(config, len(train_set.tokenizer))
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         # each rank of the strategy `branch` needs all samples
         share = (0, 1) if config.parallel.strategy == "branch" else (rank, world_size)
-        scheduler = _scheduler(config, model, objectives, device, share[1], folder / _MEMORY if rank == 0 else None)
+        scheduler = _scheduler(
+            config, model, objectives, device, share[1], folder / _MEMORY if rank == 0 else None
+        )
         memory = scheduler.cost if isinstance(scheduler, Memory) else None
         whole, weights = sampled(scheduler, train_set, config.sampling, progress=bar.shown)
         planner: Any = _Share(whole=whole, rank=share[0], seed=whole.seed, world_size=share[1])

@@ -144,8 +144,8 @@ def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
     ("options", "message"),
     [
         ({"epochs": 0}, "epochs must be at least 1, found 0"),
-        ({"batch_size": 0}, "batch size must be at least 1, found 0"),
-        ({"seed": -3}, "seed must not be negative, found -3"),
+        ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
+        ({"seed": -3}, "seed must be at least 0, found -3"),
         ({"limit": 1}, "limit must be at least 2 pairs"),
         ({"budget": 3}, "budget"),
         ({"image": "round:3"}, "image policy 'round:3'"),

@@ -194,12 +194,16 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: P
         ("scheduler.budget=100", r"unknown key in \[scheduler\] of .* 'budget'"),
         ("scheduler.world_size=2", r"'world_size'"),
         ("model.preset=tinny", r"unknown \[model\] preset 'tinny'; did you mean 'tiny'\?"),
-        ("trainer.lr=fast", r"\[trainer\] lr: expected a number, found 'fast'"),
-        ("trainer.num_epochs=0", r"\[trainer\] num_epochs must be at least 1, found 0"),
-        ("trainer.num_epochs=true", r"\[trainer\] num_epochs: expected a whole number, found True"),
-        ("trainer.objectives=contrastive", r"\[trainer\] objectives: expected a list of texts"),
-        ("data.num_workers=many", r"expected a whole number or 'auto', found 'many'"),
-        ("name=3", r"name: expected text, found 3"),
+        ("trainer.lr=fast", r"\[trainer\] of .*small.toml lr: expected a valid number, found 'fast'"),
+        ("trainer.num_epochs=0", r"\[trainer\] of .*: num_epochs must be at least 1, found 0"),
+        ("trainer.num_epochs=true", r"num_epochs: expected a valid integer, found True"),
+        ("trainer.objectives=contrastive", r"objectives: expected a valid array, found 'contrastive'"),
+        ("data.num_workers=many", r"num_workers: expected a valid integer or 'auto', found 'many'"),
+        ("name=3", r"name must be that of a folder inside the runs, found 3"),
+        ("augment.hue=2", r"\[augment\] of .*: hue must be from 0 to 0.5, found 2"),
+        ("augment.name=colours", r"unknown augmentation 'colours'; did you mean 'colour'\?"),
+        ("sampling.adaptive=loses", r"adaptive: expected 'off', 'sampling' or 'loss', found 'loses'"),
+        ("sampling.correct=true", r"\[sampling\] of .*: correct needs adaptive='sampling'"),
         ("name=", r"name must be that of a folder inside the runs, found ''"),
         ("name=../other", r"name must be that of a folder inside the runs, found '../other'"),
         ("trainer=3", r"trainer is a section: write \[trainer\]"),
@@ -221,7 +225,7 @@ def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"broken.toml is not TOML: .*line 2"):
         load_config(broken)
     broken.write_text("[trainer]\nnum_epochs = 1")
-    with pytest.raises(OptionError, match=r"\[data\] path is missing"):
+    with pytest.raises(OptionError, match=r"\[data\] of .* path is missing"):
         load_config(broken)
 
 
@@ -293,7 +297,7 @@ def test_the_bar_follows_what_the_batches_cost(
             shares.append(self.n / self.total)
             return shown
 
-    monkeypatch.setattr("mmlab.comparison.train.tqdm", Bar)
+    monkeypatch.setattr(sys.modules["mmlab.comparison.train"], "tqdm", Bar)
     train(load_config(config, ["trainer.num_epochs=1", "scheduler.batch_size=5"]), runs=tmp_path)
     steps = [event.values for event in read_events(tmp_path / "small/events-rank0.jsonl")[0]]
     names = ("num_samples", "num_tokens", "height", "width")

@@ -1,0 +1,287 @@
+"""The runs of a comparison: one a scheduler, which train in turns, epoch by epoch.
+
+While a run waits, its weights and its optimizer's state are bytes in host memory, and its trainer is gone. So a run
+has the device to itself, and the memory that it is seen to use is its own. A turn begins with a new model that is
+given that state; nothing of this is timed.
+
+A run writes what its trainer emits, with the plan's prediction beside each measured step, and reduces every epoch to
+figures. Peak memory is measured apart, on the run's costliest batch: on a CPU by counting live tensors, which is too
+slow for every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import io
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from mmlab.comparison.options import ComparisonOptions
+from mmlab.comparison.preparation import EVAL_BATCH_SIZE, augmentation, costs_of, sampled, suit
+from mmlab.comparison.result import ArmResult
+from mmlab.comparison.run import Run
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.errors import DataError
+from mmlab.loading.loader import PlannedLoader, collate
+from mmlab.model.presets import build_model
+from mmlab.runs.control import Control
+from mmlab.runs.events import RunEvent
+from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
+from mmlab.schedule.base import Scheduler
+from mmlab.schedule.dense import Memory
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.losses.contrastive import Contrastive
+from mmlab.types import BatchShape
+
+WARMUP_STEPS = 2  # steps at the start of every turn that are not timed
+NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
+_MEDIAN_KEYS = (
+    "samples_per_s",
+    "step_s",
+    "data_wait_ratio",
+    "text_waste",
+    "image_waste",
+    "combined_waste",
+    "planned_combined_waste",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonSetup:
+    """What all runs of a comparison share."""
+
+    options: ComparisonOptions
+    config: dict[str, Any]  # what the comparison says of itself
+    device: str
+    train_set: MultimodalDataset
+    held_out_set: MultimodalDataset
+    folder: Path | None
+    control: Control
+    memory: Memory | None = (
+        None  # a scheduler that predicts bytes: its predictions stand beside every run's steps
+    )
+
+    def make_trainer(self, plan: BatchPlan, *, total_steps: int, emit: Any = None) -> FusionTrainer:
+        """A model with the comparison's initial weights, packed where the plan is, and its trainer."""
+        options = self.options
+        with torch.random.fork_rng():
+            torch.manual_seed(options.seed)
+            model = suit(build_model(options.model, vocab_size=len(self.train_set.tokenizer)), plan)
+        return FusionTrainer(
+            model,
+            precision=options.precision,
+            device=self.device,
+            lr=options.lr,
+            total_steps=total_steps,
+            objectives={"contrastive": Contrastive(num_negatives=NUM_NEGATIVES)},
+            seed=options.seed,
+            emit=emit,
+            memory=None if self.memory is None or plan.limits.streams is not None else self.memory.cost,
+        )
+
+    def peak_of_one_step(self, plan: BatchPlan, rows: Sequence[int]) -> tuple[int, str]:
+        """Peak bytes of one training step on these samples, and what counted them. No run may be in its turn.
+
+        The step before it creates the optimizer's state, so that the figure is that of a steady step.
+        """
+        batch = collate([self.train_set[row] for row in rows])
+        on_gpu = self.device.startswith("cuda")
+        before_bytes = torch.cuda.memory_allocated(self.device) if on_gpu else 0  # of the caller's own
+        trainer = self.make_trainer(plan, total_steps=2)
+        trainer.train_step([batch])
+        if on_gpu:
+            reset_peak_bytes(trainer.device)
+            trainer.train_step([batch])
+            found = peak_bytes(trainer.device) - before_bytes, "torch allocator, costliest batch"
+        else:
+            with LiveBytes().add(trainer.model, trainer.optimizer) as live:
+                trainer.train_step([batch])
+            found = live.peak_bytes, "live tensors, costliest batch"
+        del trainer
+        gc.collect()
+        return found
+
+
+class ComparisonRun:
+    """One scheduler with its own model, loader and events. A context manager, as `Run` is."""
+
+    def __init__(self, name: str, scheduler: Scheduler, setup: ComparisonSetup) -> None:
+        options = setup.options
+        self.name, self._scheduler, self._setup = name, scheduler, setup
+        planner, weights = sampled(scheduler, setup.train_set, options, progress=False)
+        self._loader = PlannedLoader(
+            setup.train_set,
+            planner,
+            num_workers=options.num_workers,
+            pin_memory=setup.device.startswith("cuda"),
+            augment=augmentation(options.augment),
+        )
+        self._loader.weights = weights
+        self._total_steps = options.epochs * len(self._loader)
+        self._saved = _saved(self._make_trainer())  # state of model, optimizer and schedule
+        self._run = Run(None if setup.folder is None else setup.folder / "runs" / name, control=setup.control)
+        self._steps: list[dict[str, Any]] = []  # values of this epoch's step events
+        self._planned: list[tuple[BatchShape, float]] = []  # shapes and costs that this epoch's plan promises
+        self._costs: list[float] = []
+        self._shape_mismatches = 0
+        self.epochs: list[dict[str, float]] = []
+        self._costliest: tuple[float, list[int]] = (
+            -1.0,
+            [],
+        )  # cost and samples of the costliest batch so far
+
+    def __enter__(self) -> ComparisonRun:
+        self._run.start(
+            run_name=self.name,
+            scheduler=self.name,
+            config=self._setup.config,
+            num_steps=self._total_steps,
+            num_epochs=self._setup.options.epochs,
+            planned_cost=self._setup.options.epochs * float(costs_of(self._loader.plan).sum()),
+        )
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._run.__exit__(*exc_info)
+
+    def run_epoch(self, epoch: int, held_out: PlannedLoader) -> None:
+        """Train one epoch and evaluate.
+
+        Raises:
+            KeyboardInterrupt: the epoch was stopped before its end.
+        """
+        self._loader.set_epoch(epoch)
+        plan = self._loader.plan
+        costs = costs_of(plan)
+        self._steps, self._planned = [], list(zip(plan.shapes, costs.tolist(), strict=True))
+        trainer = self._make_trainer()
+        trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
+        self._run.fit(trainer, self._loader, num_epochs=1)
+        if self._setup.control.stopped:
+            raise KeyboardInterrupt
+        self._costs += costs.tolist()
+        costliest = int(costs.argmax())
+        rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
+        self._costliest = max(self._costliest, (float(costs[costliest]), rows.tolist()))
+        held_out_values = trainer.evaluate(held_out)
+        self.epochs.append(self._measure(plan, held_out_values))
+        self._run.write("eval", **held_out_values)
+        self._saved = _saved(trainer)
+        del trainer
+        gc.collect()  # trainers hold themselves by cycles
+
+    def result(self, num_epochs: int) -> ArmResult:
+        """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
+        epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
+        budget = self._setup.config["budget"]
+        peak_bytes, peak_source = self._setup.peak_of_one_step(self._loader.plan, self._costliest[1])
+        medians = {key: float(np.median([epoch[key] for epoch in epochs])) for key in _MEDIAN_KEYS}
+        return ArmResult(
+            scheduler=self.name,
+            options={key: repr(value) for key, value in vars(self._scheduler).items()},
+            num_samples=len(self._setup.train_set),
+            num_batches=int(epochs[0]["num_batches"]),
+            peak_over_budget=self._costliest[0] / budget,
+            batches_over_budget=int(sum(cost > budget * (1 + 1e-9) for cost in self._costs)),
+            shape_mismatches=self._shape_mismatches,
+            peak_bytes=peak_bytes,
+            peak_source=peak_source,
+            num_unlearnt_samples=int(sum(epoch["num_unlearnt_samples"] for epoch in epochs)),
+            final_loss=last["held_out_loss"],
+            image_to_text_r1=last["image_to_text_r1"],
+            text_to_image_r1=last["text_to_image_r1"],
+            chance_r1=last["chance_r1"],
+            epochs=epochs,
+            **medians,
+        )
+
+    def _make_trainer(self) -> FusionTrainer:
+        return self._setup.make_trainer(self._loader.plan, total_steps=self._total_steps, emit=self._take)
+
+    def _measure(self, plan: BatchPlan, held_out: Mapping[str, float]) -> dict[str, float]:
+        """Figures of the epoch that was trained last."""
+        timed = self._steps[WARMUP_STEPS:] or self._steps
+        total_s = sum(step["step_s"] for step in timed)
+        wait_s = sum(step["data_wait_s"] for step in timed)
+        learnt = [step for step in self._steps if not math.isnan(step["loss"])]  # the rest had no negatives
+        if not learnt:
+            raise DataError(
+                f"no batch of {self.name!r} holds two different images, so there is nothing to tell apart; "
+                "give a larger batch size or budget, or more images"
+            )
+        losses, weights = [step["loss"] for step in learnt], [step["num_samples"] for step in learnt]
+        return {
+            "num_batches": len(self._steps),
+            "samples_per_s": sum(step["num_samples"] for step in timed) / total_s,
+            "step_s": float(np.median([step["step_s"] - step["data_wait_s"] for step in timed])),
+            "data_wait_ratio": wait_s / total_s,
+            **_epoch_waste(self._steps),
+            "planned_combined_waste": plan.report().combined_waste,
+            "train_loss": float(np.average(losses, weights=weights)),
+            "num_unlearnt_samples": sum(step["num_samples"] for step in self._steps) - sum(weights),
+            "held_out_loss": held_out["loss"],
+            "image_to_text_r1": held_out["image_to_text_r1"],
+            "text_to_image_r1": held_out["text_to_image_r1"],
+            "chance_r1": held_out["chance_r1"],
+        }
+
+    def _take(self, event: RunEvent) -> None:
+        """What the trainer emits: steps get the plan's prediction beside the measurement."""
+        if event.kind == "step":
+            planned, cost = self._planned[len(self._steps)]
+            values = {**event.values, "predicted_cost": cost}
+            if self._setup.memory is not None:
+                values["limit_bytes"] = self._setup.memory.budget
+            measured = (values["num_samples"], values["num_tokens"], values["height"], values["width"])
+            self._shape_mismatches += measured != tuple(planned)
+            event = dataclasses.replace(event, values=values)
+            self._steps.append(values)
+        self._run.emit(event)
+
+
+def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool) -> bool:
+    """Every run trains epoch after epoch, in an order that rotates; True when the user interrupted."""
+    num_epochs = setup.options.epochs
+    held_out = PlannedLoader(
+        setup.held_out_set, make_scheduler("sorted", batch_size=EVAL_BATCH_SIZE), num_workers=0
+    )
+    try:
+        with ExitStack() as stack:
+            bar = stack.enter_context(
+                tqdm(total=num_epochs * len(runs), unit="epoch", disable=None if progress else True)
+            )
+            for run in runs:
+                stack.enter_context(run)
+            for epoch in range(num_epochs):
+                for turn in range(len(runs)):
+                    run = runs[(turn + epoch) % len(runs)]
+                    bar.set_description(f"{run.name}, epoch {epoch + 1}/{num_epochs}")
+                    run.run_epoch(epoch, held_out)
+                    bar.update()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _saved(trainer: FusionTrainer) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(trainer.state_dict(), buffer)
+    return buffer.getvalue()
+
+
+def _epoch_waste(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Padding shares of a whole epoch from those of its steps, each weighted by its padded size."""
+    tokens = np.array([step["num_samples"] * step["num_tokens"] for step in steps], dtype=float)
+    costs = np.array([step["predicted_cost"] for step in steps], dtype=float)
+    weights = {"text_waste": tokens, "image_waste": costs - tokens, "combined_waste": costs}
+    return {key: float(np.average([step[key] for step in steps], weights=weights[key])) for key in weights}
