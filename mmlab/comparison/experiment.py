@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from mmlab.comparison.options import ComparisonOptions, read_options
+from mmlab.comparison.options import ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
 from mmlab.comparison.turns import NUM_NEGATIVES, WARMUP_STEPS, ComparisonRun, ComparisonSetup, take_turns
 from mmlab.data.records import Records
-from mmlab.errors import OptionError
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
 from mmlab.model.presets import build_model
@@ -74,7 +73,7 @@ def compare(
     augmentation(chosen.augment)
     control = control or Control(out)
     device = resolve_device(chosen.device)
-    names = _distinct(schedulers)
+    names = scheduler_names(schedulers)
     train_set, held_out_set = make_datasets(
         data,
         image=chosen.image,
@@ -133,23 +132,6 @@ def compare(
         if folder is not None:
             comparison.save(folder)
     return comparison
-
-
-def _distinct(schedulers: Sequence[str] | Mapping[str, Scheduler]) -> list[str]:
-    """Names of the schedulers, each once.
-
-    Raises:
-        OptionError: none, one twice, or an unknown one.
-    """
-    names = list(schedulers)
-    if not names:
-        raise OptionError("no schedulers to compare; give at least one name")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise OptionError(f"scheduler {twice[0]!r} is named twice; name each once")
-    if not isinstance(schedulers, Mapping):
-        for name in names:
-            scheduler_type(name)
-    return names
 
 
 def _scheduler(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from mmlab.errors import OptionError, unknown_name
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 Options = TypeVar("Options")
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
+PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class ComparisonOptions(SamplingOptions):
     tokenizer: Annotated[str, "builtin, or a Hugging Face name or path"] = "builtin"
     lr: Annotated[float, "highest learning rate"] = 1e-3
     device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto"
-    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], "of the training"] = "fp32"
+    precision: Annotated[PrecisionName, "of the training"] = "fp32"
     seed: Annotated[int, "of weights, plans and the held-out split"] = 0
     num_workers: Annotated[int | None, "threads that decode (default: one a core, at most 8)"] = None
 
@@ -102,6 +104,25 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
     except ValidationError as error:
         raise _explained(error, kind, where) from None
     return found.options  # type: ignore[attr-defined]
+
+
+def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the schedulers to compare, each once; those of a mapping may be any.
+
+    Raises:
+        OptionError: none, one twice, or an unknown one.
+    """
+    names = tuple(schedulers)
+    if not names:
+        raise OptionError("no schedulers to compare; give at least one name")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise OptionError(f"scheduler {twice[0]!r} is named twice; name each once")
+    if not isinstance(schedulers, Mapping):
+        from mmlab.schedule.schedulers import scheduler_type
+
+        for name in names:
+            scheduler_type(name)
+    return names
 
 
 def names_of(kind: type) -> list[str]:

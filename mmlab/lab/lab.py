@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
+from mmlab.comparison.options import PRECISIONS, ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
 from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
@@ -27,7 +28,6 @@ from mmlab.runs.control import send
 from mmlab.runs.figures import to_png
 from mmlab.runs.follow import Runs, RunState, overall_status
 from mmlab.runs.summaries import Progress, draw_runs, progress_of, table_of
-from mmlab.schedule.schedulers import scheduler_type
 from mmlab.types import parse_image_policy
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from mmlab.lab.lab_panel import LabPanel
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-OPTIONS = ("limit", "tokenizer", "lr", "device", "seed", "num_workers")  # passed on to `mmlab.compare`
 ENDED = ("done", "stopped", "failed")
 POLL_S = 0.1  # between two looks at the runs' files
 
@@ -53,7 +51,7 @@ class Lab:
     >>> lab.configure(epochs=0)
     Traceback (most recent call last):
         ...
-    mmlab.errors.OptionError: epochs must be a whole number, at least 1; found 0
+    mmlab.errors.OptionError: Lab: epochs must be at least 1, found 0
     >>> print(lab.code())
     from mmlab import Lab
     <BLANKLINE>
@@ -69,15 +67,10 @@ class Lab:
     Args:
         data: anything that `mmlab.read_records` takes, or records.
         schedulers: names from `mmlab.SCHEDULERS`, or configured schedulers by name.
-        budget: padded tokens that a batch may cost; `batch_size` mean samples unless given.
-        batch_size: samples a batch, for schedulers with a fixed size.
-        precision: fp32, tf32, bf16 or fp16.
-        epochs: turns of every scheduler.
-        model: a preset's name.
-        image: image policy in short form, such as `aspect:128`.
         out: folder of the results; what an earlier run left there is moved to `previous-N` when a new one starts.
         detached: the run goes on when this process ends (the kernel is restarted); `Lab.open` finds it again.
-        options: further ones of `mmlab.compare`: limit, tokenizer, lr, device, seed, num_workers.
+        options: those of `mmlab.compare` (`mmlab.comparison.options.ComparisonOptions`): `budget`, `batch_size`,
+            `epochs`, `image`, `augment`, `ratios`, `adaptive`, `model`, `precision`, `memory_gb` and others.
 
     Raises:
         OptionError: an option that cannot work.
@@ -88,28 +81,12 @@ class Lab:
         data: Any,
         *,
         schedulers: Any = SHOWN_SCHEDULERS,
-        budget: float | None = None,
-        batch_size: int = 32,
-        precision: str = "fp32",
-        epochs: int = 3,
-        model: str = "tiny",
-        image: str = "aspect:128",
         out: str | Path = "runs/lab",
         detached: bool = False,
         **options: Any,
     ) -> None:
         self.data, self.folder, self.detached = data, Path(out), detached
-        self.options: dict[str, Any] = {}
-        self.configure(
-            schedulers=schedulers,
-            budget=budget,
-            batch_size=batch_size,
-            precision=precision,
-            epochs=epochs,
-            model=model,
-            image=image,
-            **options,
-        )
+        self.options: dict[str, Any] = _checked({**_DEFAULTS, "schedulers": schedulers, **options})
         self._lock = threading.RLock()
         self._run: BackgroundRun | None = None
         self._opened = False  # what is in the folder is of this lab, though it has not started it
@@ -131,7 +108,7 @@ class Lab:
             )
         job = _job_of(Path(folder)) if run is None else run.job
         lab = cls(job["data"], out=folder)
-        known = {key: value for key, value in job["options"].items() if key in (*_DEFAULTS, *OPTIONS)}
+        known = {key: value for key, value in job["options"].items() if key in _DEFAULTS}
         # as they were: configured schedulers are known by name only, and cannot be checked
         lab.options |= {**known, "schedulers": tuple(job["schedulers"])}
         lab._run, lab._opened = run, True
@@ -143,7 +120,7 @@ class Lab:
         Raises:
             OptionError: an option that cannot work; nothing is changed then.
         """
-        self.options = {**self.options, **_checked(changes)}
+        self.options = _checked({**self.options, **changes})
 
     def start(self) -> Lab:
         """Start a run and return at once; does nothing where one with the same options is going on already.
@@ -359,49 +336,24 @@ class Lab:
         )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "schedulers": SHOWN_SCHEDULERS,
-    "budget": None,
-    "batch_size": 32,
-    "precision": "fp32",
-    "epochs": 3,
-    "model": "tiny",
-    "image": "aspect:128",
-}
+_DEFAULTS: dict[str, Any] = {"schedulers": SHOWN_SCHEDULERS, **asdict(ComparisonOptions())}
 
 
-def _checked(changes: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as they will be used.
 
     Raises:
         OptionError: one that cannot work.
     """
-    known = (*_DEFAULTS, *OPTIONS)
-    for name in changes:
-        if name not in known:
-            raise unknown_name("option of Lab", name, known)
-    found = dict(changes)
-    for name in ("epochs", "batch_size"):
-        if name in found and (type(found[name]) is not int or found[name] < 1):
-            raise OptionError(
-                f"{name.replace('_', ' ')} must be a whole number, at least 1; found {found[name]!r}"
-            )
-    budget = found.get("budget")
-    if budget is not None and not (isinstance(budget, int | float) and budget > 0):
-        raise OptionError(f"budget must be a number of padded tokens above 0, or None; found {budget!r}")
-    if found.get("precision", "fp32") not in PRECISIONS:
-        raise unknown_name("precision", found["precision"], PRECISIONS)
-    if "image" in found:
-        parse_image_policy(found["image"])
-    if "schedulers" in found and not isinstance(found["schedulers"], Mapping):
-        names = found["schedulers"] = tuple(found["schedulers"])
-        for name in names:
-            scheduler_type(name)
-        if not names:
-            raise OptionError("no schedulers to compare; choose at least one")
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise OptionError(f"scheduler {sorted(twice)[0]!r} is named twice; name each once")
-    return found
+    for name in options:
+        if name not in _DEFAULTS:
+            raise unknown_name("option of Lab", name, _DEFAULTS)
+    found = dict(options)
+    schedulers = found.pop("schedulers")
+    read_options(ComparisonOptions, found, "Lab")
+    parse_image_policy(found["image"])
+    names = scheduler_names(schedulers)
+    return {"schedulers": schedulers if isinstance(schedulers, Mapping) else names, **found}
 
 
 def _job_of(folder: Path) -> dict[str, Any]:
@@ -410,7 +362,7 @@ def _job_of(folder: Path) -> dict[str, Any]:
     runs.poll()
     starts = [state.latest("start") for state in runs.states.values()]
     config: dict[str, Any] = next((start["config"] for start in starts if "config" in start), {})
-    options = {key: config[key] for key in (*_DEFAULTS, *OPTIONS) if key in config}
+    options = {key: config[key] for key in _DEFAULTS if key in config}
     return {"data": config.get("data"), "schedulers": tuple(runs.states), "options": options}
 
 

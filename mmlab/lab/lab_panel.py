@@ -18,7 +18,6 @@ from mmlab.lab.panels import Panel
 from mmlab.schedule.schedulers import SCHEDULERS
 
 _WIDE = {"description_width": "7rem"}
-_NOT_BY_NAME = ("memory",)  # needs a cost model
 
 
 class LabPanel(Panel):
@@ -36,8 +35,7 @@ class LabPanel(Panel):
         by_name = not isinstance(options["schedulers"], Mapping) and all(
             name in SCHEDULERS for name in chosen
         )
-        offered = [name for name in SCHEDULERS if name not in _NOT_BY_NAME or name in chosen]
-        names = offered if by_name else list(chosen)
+        names = list(SCHEDULERS) if by_name else list(chosen)
         self.schedulers = widgets.SelectMultiple(
             options=names,
             value=chosen,
