@@ -11,10 +11,10 @@ computes slows it; `Lab` trains longer runs in a process of their own.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.panels import WIDE, Panel
 from mmlab.runs.control import Control, send
 from mmlab.runs.events import EVENT_FILES, RunEvent, RunLog
-from mmlab.runs.figures import PALETTE
+from mmlab.runs.figures import colours_of
 from mmlab.runs.folders import fresh_folder
+from mmlab.runs.follow import Runs, RunState
 from mmlab.runs.monitor import DeviceMonitor
+from mmlab.runs.summaries import Progress, progress_of
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.base import Objective
+from mmlab.training.options import TrainOptions, change_options
 from mmlab.training.precision import PRECISIONS
 from mmlab.training.weighting import WEIGHTINGS, make_weighting
 from mmlab.types import Batch
@@ -54,10 +57,11 @@ class TrainingPanel(Panel):
         objectives: see `FusionTrainer`; weightings need two or more to have anything to do.
         num_epochs: passes over the batches in a run.
         interval: steps between two updates of the weights.
-        options: further ones of `FusionTrainer`.
+        options: of the trainer; the settings replace their part of them.
+        changes: options of the trainer by name, instead of those in `options`.
 
     Raises:
-        OptionError: no batches.
+        OptionError: no batches, or an option of the trainer that cannot work.
     """
 
     def __init__(
@@ -70,56 +74,84 @@ class TrainingPanel(Panel):
         objectives: Mapping[str, Objective],
         num_epochs: int = 1,
         interval: int = 5,
-        **options: Any,
+        options: TrainOptions | None = None,
+        **changes: Any,
     ) -> None:
         if not batches:
             raise OptionError("no batches to train on; give at least one")
         self._model, self._batches, self._held_out = model, list(batches), list(held_out)
         self._objectives, self._num_epochs, self._interval = dict(objectives), num_epochs, interval
-        self._options = options
-        costs = [PaddedTokens()(batch.shape) for batch in self._batches]
-        self._costs = np.concatenate([[0.0], np.cumsum(costs * num_epochs)])  # before the n-th batch of a run
+        self.options = change_options(options, changes)
         self.folder = Path(out)
         fresh_folder(self.folder, {path.parent.name for path in self.folder.glob(f"*/{EVENT_FILES}")})
-        self.error: str | None = None  # traceback of what ended the latest run
-        self.progress = (
-            nan,
-            nan,
-        )  # share of the latest run that is done, seconds left by what its batches cost
-        self.runs: dict[str, list[dict[str, Any]]] = {}  # values of the steps, by the run's name
-        self.results: dict[str, dict[str, Any]] = {}  # what each run that ended has come to
-        self._lock = threading.Lock()
-        self._status, self._name = "idle", ""
-        self._num_done, self._spent_s = 0, 0.0  # batches of the latest run, and what their steps took
+        self._lock = threading.RLock()
+        self._runs = Runs(self.folder)
+        self._name, self._stopping = "", False  # of the latest run
         self._thread: threading.Thread | None = None
-        on_gpu = torch.cuda.is_available() and options.get("device") != "cpu"
+        on_gpu = torch.cuda.is_available() and self.options.device != "cpu"
         names = [name for name in PRECISIONS if on_gpu or name != "tf32"]
-        self.precision = widgets.Dropdown(options=names, description="precision", style=WIDE)
-        self.accumulation = widgets.SelectionSlider(
-            options=[1, 2, 4, 8], description="micro-batches a step", style=WIDE
+        chosen = self.options
+        self.precision = widgets.Dropdown(
+            options=names, value=chosen.precision, description="precision", style=WIDE
         )
-        self.weighting = widgets.Dropdown(options=list(WEIGHTINGS), description="weighting", style=WIDE)
+        self.accumulation = widgets.SelectionSlider(
+            options=sorted({1, 2, 4, 8, chosen.accumulation_steps}),
+            value=chosen.accumulation_steps,
+            description="micro-batches a step",
+            style=WIDE,
+        )
+        self.weighting = widgets.Dropdown(
+            options=list(WEIGHTINGS), value=chosen.weighting, description="weighting", style=WIDE
+        )
         self.live = LivePanel(controller=self)
         settings = [self.precision, self.accumulation, self.weighting]
         super().__init__([widgets.HBox(settings, layout=widgets.Layout(flex_flow="row wrap"))], [self.live])
 
     @property
+    def runs(self) -> dict[str, RunState]:
+        """Every run so far, by the settings that tell it from the others."""
+        with self._lock:
+            self._runs.poll()
+            return self._runs.states
+
+    @property
     def state(self) -> str:
         """`idle`, `running`, `paused`, `stopping`, `done`, `stopped` or `failed`: of the latest run."""
-        return self._status
+        if self._thread is None:
+            return "idle"
+        is_alive, run = self._thread.is_alive(), self.runs.get(self._name)
+        if is_alive:
+            return "stopping" if self._stopping else "paused" if run and run.status == "paused" else "running"
+        return "failed" if run is None else run.status
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """Share of the latest run that is done, and seconds left by what its batches cost; NaN where not known yet."""
+        run = self.runs.get(self._name)
+        return Progress() if run is None else progress_of([run])
+
+    @property
+    def error(self) -> str | None:
+        """Traceback of what ended the latest run, if anything did."""
+        run = self.runs.get(self._name)
+        return None if run is None else run.latest("end").get("traceback")
 
     def start(self) -> None:
         """Train with the settings' values; returns at once. A run of the same values is done anew."""
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
                 return
-            settings = (self.precision.value, self.accumulation.value, self.weighting.value)
-            self._name = _name(*settings)
+            options = dataclasses.replace(
+                self.options,
+                precision=self.precision.value,
+                accumulation_steps=self.accumulation.value,
+                weighting=self.weighting.value,
+            )
+            self._name, self._stopping = _name(options), False
             folder = fresh_folder(self.folder / self._name, (EVENT_FILES,))
-            self._status, self.error, self.progress = "running", None, (nan, nan)
-            self._num_done, self._spent_s = 0, 0.0
-            arguments = (self._name, folder, Control(folder), *settings)
-            self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+            self._thread = threading.Thread(
+                target=self._train, args=(options, folder, Control(folder)), daemon=True
+            )
             self._thread.start()
 
     def pause(self) -> None:
@@ -154,7 +186,8 @@ class TrainingPanel(Panel):
 
     def summary(self) -> pd.DataFrame:
         """A row a run that ended: steps, those skipped, median time of a step and the held-out losses."""
-        return pd.DataFrame.from_dict(self.results, orient="index").rename_axis("run")
+        rows = {name: _row(run) for name, run in self.runs.items() if run.event("eval") is not None}
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")
 
     def figure(self) -> Figure:
         """What the live view does not draw: loss by objective, weights and loss scale of every run."""
@@ -170,104 +203,91 @@ class TrainingPanel(Panel):
     def _tell(self, command: str) -> None:
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
+                self._stopping |= command == "stop"
                 send(self.folder / self._name, command)
-                if command == "stop":
-                    self._status = "stopping"
 
-    def _run(
-        self, name: str, folder: Path, control: Control, precision: str, accumulation: int, weighting: str
-    ) -> None:
-        steps: list[dict[str, Any]] = []
-        self.runs.pop(name, None)
-        self.results.pop(name, None)
-        self.runs[name] = steps
-        status, details = "failed", {}
+    def _train(self, options: TrainOptions, folder: Path, control: Control) -> None:
+        """One run, from its first event to its last; in a thread, which has nobody to raise to."""
+        trainer, end = None, {"status": "failed"}
         with RunLog(folder) as log:
-
-            def take(event: RunEvent) -> None:
-                log.emit(event)
-                if event.kind == "step":
-                    steps.append(dict(event.values))
-                    self._count(event.values)
-                elif event.kind in ("pause", "resume") and self._status != "stopping":
-                    self._status = "paused" if event.kind == "pause" else "running"
-
             try:
-                rule: Any = weighting
-                if len(self._objectives) > 1:
-                    names = list(self._objectives)
-                    rule = make_weighting(weighting, names, interval=self._interval, smoothing=0.3)
-                trainer = FusionTrainer(
-                    copy.deepcopy(self._model),
-                    objectives=self._objectives,
-                    weighting=rule,
-                    precision=precision,
-                    accumulation_steps=accumulation,
-                    emit=take,
-                    **self._options,
-                )
-                num_steps = self._num_epochs * -(-len(self._batches) // accumulation)
-                log.write("start", 0, run_name=name, **{**trainer.description(), "num_steps": num_steps})
-                with DeviceMonitor(log.emit, device=trainer.device):
-                    trainer.fit(self._batches, num_epochs=self._num_epochs, control=control)
-                if steps:
-                    found = trainer.evaluate(self._held_out)
-                    log.write("eval", trainer.step, **found)
-                    self.results[name] = _result(steps, found)
-                status = "stopped" if control.stopped else "done"
-            except (
-                Exception
-            ) as error:  # a thread has nobody to raise to: the live view shows it, wait() raises
-                self.error = traceback.format_exc()
-                details = {"message": str(error), "traceback": self.error}
-            log.write("end", len(steps), status=status, num_steps=len(steps), **details)
-        self._status = status
+                trainer = self._make_trainer(options, log)
+                end["status"] = self._fit(trainer, log, control)
+            except Exception as error:  # the live view shows it, and wait() raises
+                end |= {"message": str(error), "traceback": traceback.format_exc()}
+            num_steps = 0 if trainer is None else trainer.step
+            log.write("end", num_steps, num_steps=num_steps, **end)
 
-    def _count(self, step: Mapping[str, Any]) -> None:
-        """Work out how far the run is."""
-        self._num_done += step["num_batches"]
-        self._spent_s += step["step_s"]
-        done = float(self._costs[self._num_done] / self._costs[-1])
-        self.progress = (done, self._spent_s * (1 - done) / done)
+    def _make_trainer(self, options: TrainOptions, log: RunLog) -> FusionTrainer:
+        costs = [PaddedTokens()(batch.shape) for batch in self._batches] * self._num_epochs
+        cost_before = np.concatenate([[0.0], np.cumsum(costs)])  # the n-th batch of the run
+        num_done = 0
+
+        def take(event: RunEvent) -> None:
+            nonlocal num_done
+            if event.kind == "step":
+                first, num_done = num_done, num_done + event.values["num_batches"]
+                cost = float(cost_before[num_done] - cost_before[first])
+                event = dataclasses.replace(event, values={**event.values, "predicted_cost": cost})
+            log.emit(event)
+
+        names = list(self._objectives)
+        weighting: Any = options.weighting
+        if len(names) > 1:
+            weighting = make_weighting(weighting, names, interval=self._interval, smoothing=0.3)
+        trainer = FusionTrainer(
+            copy.deepcopy(self._model), options, objectives=self._objectives, weighting=weighting, emit=take
+        )
+        num_steps = self._num_epochs * -(-len(self._batches) // options.accumulation_steps)
+        start = {**trainer.description(), "num_steps": num_steps, "planned_cost": float(cost_before[-1])}
+        log.write("start", 0, run_name=_name(options), **start)
+        return trainer
+
+    def _fit(self, trainer: FusionTrainer, log: RunLog, control: Control) -> str:
+        with DeviceMonitor(log.emit, device=trainer.device):
+            trainer.fit(self._batches, num_epochs=self._num_epochs, control=control)
+        if trainer.step:
+            log.write("eval", trainer.step, **trainer.evaluate(self._held_out))
+        return "stopped" if control.stopped else "done"
 
 
-def _name(precision: str, accumulation: int, weighting: str) -> str:
+def _name(options: TrainOptions) -> str:
     """What tells a run from the others, as a folder's name."""
-    parts = [precision] + [f"x{accumulation}"] * (accumulation > 1) + [weighting] * (weighting != "fixed")
+    steps, rule = options.accumulation_steps, options.weighting
+    parts = [options.precision] + [f"x{steps}"] * (steps > 1) + [rule] * (rule != "fixed")
     return " ".join(parts)
 
 
-def _result(steps: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> dict[str, Any]:
-    frame = pd.DataFrame(steps)
-    losses = [name for name in ("matching_loss", "masked_language_loss") if name in found]
+def _row(run: RunState) -> dict[str, Any]:
+    held_out = run.latest("eval")
+    losses = [name for name in ("matching_loss", "masked_language_loss") if name in held_out]
     return {
-        "steps": len(frame),
-        "skipped": int(frame["skipped"].sum()),
-        "step, ms": 1e3 * float(frame["step_s"].iloc[1:].median()),
-        "held-out loss": found["loss"],
-        **{f"held-out {name.replace('_', ' ')}": found[name] for name in losses},
+        "steps": run.count(),
+        "skipped": int(run.column("skipped").sum()),
+        "step, ms": 1e3 * float(np.median(run.column("step_s", start=min(1, run.count() - 1)))),
+        "held-out loss": held_out["loss"],
+        **{f"held-out {name.replace('_', ' ')}": held_out[name] for name in losses},
     }
 
 
-def training_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+def training_figure(runs: Mapping[str, RunState]) -> Figure:
     """Loss, weights and loss scale of every run over the samples that it has seen."""
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     loss, weight, scale = figure.subplots(1, 3)
-    for number, (name, steps) in enumerate(runs.items()):
-        if not steps:
-            continue
-        frame, colour = pd.DataFrame(steps), PALETTE[number % len(PALETTE)]
-        seen = frame["num_samples"].cumsum()
-        keys = [key for key in steps[0] if key.endswith("_loss")]
-        for style, key in zip(("-", "--", ":"), keys, strict=False):
-            loss.plot(seen, frame[key], ls=style, color=colour, label=name if style == "-" else None)
-            weight.plot(seen, frame[key.replace("_loss", "_weight")], ls=style, color=colour)
-        scale.step(seen, frame["loss_scale"], where="post", color=colour)
-        skipped = frame["skipped"].astype(bool)
-        scale.plot(seen[skipped], frame["loss_scale"][skipped], "x", color=colour)
+    begun = {name: run for name, run in runs.items() if run.count()}
+    for name, colour in colours_of(begun).items():
+        run = begun[name]
+        seen, scales = run.column("num_samples").cumsum(), run.column("loss_scale")
+        parts = [key for key in run.keys("step") if key.endswith("_loss")]
+        for style, key in zip(("-", "--", ":"), parts, strict=False):
+            loss.plot(seen, run.column(key), ls=style, color=colour, label=name if style == "-" else None)
+            weight.plot(seen, run.column(key.replace("_loss", "_weight")), ls=style, color=colour)
+        scale.step(seen, scales, where="post", color=colour)
+        skipped = run.column("skipped").astype(bool)
+        scale.plot(seen[skipped], scales[skipped], "x", color=colour)
     loss.set(title="loss by objective, without its weight", xlabel="samples", ylabel="nats")
     weight.set(title="weights of the objectives", xlabel="samples", ylim=(0, None))
     scale.set(title="loss scale (x: step skipped)", xlabel="samples", yscale="log")
-    if any(runs.values()):
+    if begun:
         loss.legend(frameon=False, fontsize="small")
     return figure

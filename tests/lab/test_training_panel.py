@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def test_the_runs_files_have_what_the_live_view_draws(make_panel):
     [run] = runs.states.values()
     assert (run.name, run.latest("start")["num_steps"], run.status) == ("fp32", 6, "done")
     assert {"device", "eval", "step"} <= {kind for kind, _ in run._columns}
-    assert run.column("loss").tolist() == [step["loss"] for step in panel.runs["fp32"]]
+    assert np.isfinite(run.column("loss")).all()
     assert (panel.folder / "fp32/previous-1").is_dir()
     make_panel()  # in the same folder, as when a notebook is run again: begins without the runs before
     assert not Runs(panel.folder).poll()
@@ -83,7 +85,7 @@ def test_weights_move_only_where_a_rule_moves_them(make_panel):
         panel.start()
         panel.wait()
     fixed, moved = (
-        {step["contrastive_weight"] for step in panel.runs[name]} for name in ("fp32", "fp32 uncertainty")
+        set(panel.runs[name].column("contrastive_weight")) for name in ("fp32", "fp32 uncertainty")
     )
     assert fixed == {1.0}
     assert len(moved) > 1
@@ -96,9 +98,9 @@ def test_a_run_is_paused_resumed_and_stopped_and_keeps_its_curve(make_panel):
     panel.start()  # nor to start: it goes on
     panel.pause()
     until(lambda: panel.state == "paused")
-    held = len(panel.runs["fp32"])
+    held = panel.runs["fp32"].count()
     panel.resume()
-    until(lambda: len(panel.runs["fp32"]) >= held + 2)
+    until(lambda: panel.runs["fp32"].count() >= held + 2)
     assert panel.state == "running"
     assert 0 < panel.progress[0] < 1
     assert panel.progress[1] > 0
@@ -109,10 +111,11 @@ def test_a_run_is_paused_resumed_and_stopped_and_keeps_its_curve(make_panel):
     panel.close()
 
 
-def test_an_error_is_told_to_the_view_and_raised(make_panel):
-    panel = make_panel(lr=-1.0)
+def test_an_error_is_told_to_the_view_and_raised(make_panel, batches):
+    strange = dataclasses.replace(batches[0], input_ids=batches[0].input_ids + 10**6)
+    panel = make_panel([strange])
     panel.start()
-    with pytest.raises(RunError, match="lr"):
+    with pytest.raises(RunError, match="IndexError"):
         panel.wait()
     assert panel.state == "failed"
     assert panel.error.startswith("Traceback")
@@ -121,6 +124,8 @@ def test_an_error_is_told_to_the_view_and_raised(make_panel):
 def test_what_cannot_run_is_refused(make_panel):
     with pytest.raises(OptionError, match="no batches"):
         make_panel([])
+    with pytest.raises(OptionError, match="lr must be at least 0"):
+        make_panel(lr=-1.0)
     with pytest.raises(RunError, match="press Start"):
         make_panel().wait()
 
