@@ -41,8 +41,8 @@ from tqdm import tqdm
 
 from mmlab.errors import RunError
 from mmlab.model.presets import build_model
+from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fit import fit_memory
-from mmlab.pricing.memory import held_out_errors
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.trace import StepTracer
 from mmlab.pricing.virtual_device import VirtualDevice

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from torch import nn
 
 from mmlab.machine import CONTEXT_BYTES
-from mmlab.pricing.trace import StepTrace, StepTracer
+from mmlab.pricing.trace import OptimizerFactory, StepTrace, StepTracer
 from mmlab.types import BatchShape
 
 _MIB = 2**20
@@ -39,27 +40,19 @@ class MemoryBreakdown:
     def as_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
         return {
-            "shape": list(self.shape),
-            **{f"{part}_bytes": getattr(self, part) for part in _PARTS},
-            "peak_bytes": self.peak_bytes,
-            "peak_operation": self.peak_operation,
-            "context_bytes": self.context_bytes,
-            "conditions": dict(self.conditions),
-            "assumptions": list(self.assumptions),
+            (f"{name}_bytes" if name in _PARTS else name): list(value) if isinstance(value, tuple) else value
+            for name, value in ((name, getattr(self, name)) for name in self.__slots__)
         }
 
     def __str__(self) -> str:
-        lines = [self._title(), *(f"  {name:20} {size / _MIB:10,.1f} MiB" for name, size in self._rows())]
-        return "\n".join([*lines, *(f"  assumed: {assumption}" for assumption in self.assumptions)])
+        lines = [f"  {name:20} {size}" for name, size in self._rows()]
+        return "\n".join([self._title(), *lines, *(f"  {note}" for note in self._notes())])
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         rows = "".join(
-            f"<tr><td>{name}</td><td style='text-align:right'>{size / _MIB:,.1f} MiB</td></tr>"
-            for name, size in self._rows()
+            f"<tr><td>{name}</td><td style='text-align:right'>{size}</td></tr>" for name, size in self._rows()
         )
-        notes = "".join(f"<div>assumed: {escape(assumption)}</div>" for assumption in self.assumptions)
+        notes = "".join(f"<div>{escape(note)}</div>" for note in self._notes())
         return f"<div>{escape(self._title())}</div><table>{rows}</table>{notes}"
 
     def _title(self) -> str:
@@ -70,23 +63,21 @@ class MemoryBreakdown:
             f"peak in {self.peak_operation}"
         )
 
-    def _rows(self) -> list[tuple[str, int]]:
+    def _rows(self) -> list[tuple[str, str]]:
         rows = [(part.replace("_", " "), getattr(self, part)) for part in _PARTS]
-        return [*rows, ("peak", self.peak_bytes), ("CUDA context, beside", self.context_bytes)]
+        rows += [("peak", self.peak_bytes), ("CUDA context, beside", self.context_bytes)]
+        return [(name, f"{num_bytes / _MIB:10,.1f} MiB") for name, num_bytes in rows]
+
+    def _notes(self) -> list[str]:
+        return [f"assumed: {assumption}" for assumption in self.assumptions]
 
 
 def price(
     model: nn.Module,
     shape: BatchShape | Sequence[int],
     precision: str = "fp32",
-    optimizer: Any = "adamw",
-    *,
-    device: str = "cuda",
-    checkpointing: bool = False,
-    attention: str = "auto",
-    objectives: Any = ("contrastive",),
-    accumulating: bool = False,
-    gradient_buckets: bool = False,
+    optimizer: str | OptimizerFactory = "adamw",
+    **setting: Any,
 ) -> MemoryBreakdown:
     """What one training step on a batch of this shape needs, without the device and without the memory.
 
@@ -99,24 +90,13 @@ def price(
     Args:
         model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.
         shape: (B, T, H, W).
-        precision, optimizer, device, checkpointing, attention, objectives: see `StepTracer`.
-        accumulating, gradient_buckets: see `StepTracer`.
+        precision, optimizer, setting: the fields of `mmlab.pricing.trace.StepSetting`: `device`, `checkpointing`, ...
 
     Raises:
         OptionError: an unknown name, or an operation that cannot be priced, with the module it is in.
     """
-    tracer = StepTracer(
-        model,
-        precision=precision,
-        optimizer=optimizer,
-        device=device,
-        checkpointing=checkpointing,
-        attention=attention,
-        objectives=objectives,
-        accumulating=accumulating,
-        gradient_buckets=gradient_buckets,
-    )
-    return _breakdown(tracer(BatchShape(*shape)), tracer.conditions)
+    tracer = StepTracer(model, precision=precision, optimizer=optimizer, **setting)
+    return _breakdown(tracer(BatchShape(*shape)), tracer.setting.conditions)
 
 
 def _breakdown(trace: StepTrace, conditions: Mapping[str, Any]) -> MemoryBreakdown:

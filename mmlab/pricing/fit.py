@@ -6,12 +6,12 @@ spares an operation. Probes lie off all of these, at lengths 8k + 1, where paddi
 most general, sequence of operations, and shapes that spare some are predicted at or above what they need. Where a model
 still leaves out operations at some probe, what lived before them stands for them.
 
-A fit costs a trace for each probe and each held-out shape: some 25 CPU seconds for the base preset, 10 for `tiny`.
+A fit costs a trace for each probe and each held-out shape: 15 to 25 CPU seconds for the base preset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from mmlab.errors import OptionError
+from mmlab.pricing.closed_form import fit_rows, held_out_errors, step_terms
 from mmlab.pricing.fingerprint import fingerprint
-from mmlab.pricing.memory import MemoryModel, fit_rows, held_out_errors, step_terms
-from mmlab.pricing.trace import OptimizerFactory, StepTrace, StepTracer
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.trace import StepTrace, StepTracer
 from mmlab.schedule.cost import batch_costs
-from mmlab.training.losses.base import Objective
 from mmlab.types import PATCH, BatchShape
 
 _SIZES = (2, 3, 4, 6, 8, 12, 16)  # samples in a probe
@@ -38,46 +38,28 @@ _LARGEST_SIZE, _LONGEST_TEXT, _LARGEST_IMAGE = 4096, 512, 48**2  # up to which t
 def fit_memory(
     model: nn.Module,
     *,
-    precision: str = "fp32",
-    optimizer: str | OptimizerFactory = "adamw",
-    device: str = "cuda",
-    checkpointing: bool = False,
-    attention: str = "auto",
-    objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
-    accumulating: bool = False,
-    gradient_buckets: bool = False,
     num_probes: int = 14,
     num_held_out: int = 6,
     patch: int | None = None,
     progress: bool = True,
+    **setting: Any,
 ) -> MemoryModel:
     """Fit the memory that a training step of a model needs, for batches of any shape.
 
     Args:
-        precision, optimizer, device, checkpointing, attention, objectives: see `StepTracer`.
-        accumulating, gradient_buckets: see `StepTracer`.
         num_probes: traced steps that the closed form is fitted to.
         num_held_out: further traced steps, of larger batches, that its errors are reported on.
         patch: side in pixels of the cells that image sides are counted in, rounded up. None takes the vision model's
             patch, else 16. For a ResNet, 32 is exact where all sides are multiples of 32; with 16 its last stage counts
             as large as at the next odd number of cells, a per cent or two too much elsewhere.
+        setting: the fields of `mmlab.pricing.trace.StepSetting`: `precision`, `device`, `checkpointing`, ...
 
     Raises:
         OptionError: too few probes, a step that cannot be priced, or one that depends on the shape in other ways.
     """
     if num_probes < 1 or num_held_out < 0:
         raise OptionError(f"at least 1 probe and 0 held-out shapes, found {num_probes} and {num_held_out}")
-    tracer = StepTracer(
-        model,
-        precision=precision,
-        optimizer=optimizer,
-        device=device,
-        checkpointing=checkpointing,
-        attention=attention,
-        objectives=objectives,
-        accumulating=accumulating,
-        gradient_buckets=gradient_buckets,
-    )
+    tracer = StepTracer(model, **setting)
     vision = _vision_config(model)
     patch = patch or getattr(vision, "patch_size", None) or PATCH
     most_tokens = _most_tokens(model)
@@ -93,12 +75,14 @@ def fit_memory(
         patch=patch,
         largest=(_LARGEST_SIZE, most_tokens, _LARGEST_IMAGE),
     )
-    peaks = np.array([trace.peak_bytes for trace in traces])
-    held_out = held_out_errors(batch_costs(rows, unseen), peaks[num_probes:]) if num_held_out else {}
+    held_out = {}
+    if num_held_out:
+        peaks = np.array([trace.peak_bytes for trace in traces[num_probes:]])
+        held_out = held_out_errors(batch_costs(rows, unseen), peaks)
     return MemoryModel(
         rows=rows,
         fingerprint=fingerprint(model),
-        conditions=tracer.conditions | ({} if side is None else {"image_size": side}),
+        conditions=tracer.setting.conditions | ({} if side is None else {"image_size": side}),
         held_out=held_out,
     )
 
@@ -109,9 +93,8 @@ def _probes(num: int, patch: int, most_tokens: int, side: int | None) -> NDArray
     images = [(high * patch, wide * patch) for high, wide in _GRIDS] if side is None else [(side, side)]
     shapes = np.array([(size, tokens, *image) for size, tokens, image in product(_SIZES, texts, images)])
     terms = step_terms(shapes, patch)[0]
-    terms /= (terms / terms.max(axis=0)).sum(
-        axis=1, keepdims=True
-    )  # errors count relative to the bytes, about
+    # a fit weighs errors by one over the bytes, which grow about as the sum of the terms
+    terms /= (terms / terms.max(axis=0)).sum(axis=1, keepdims=True)
     terms /= terms.max(axis=0)
     spread, chosen = np.eye(terms.shape[1]) * 1e6, []
     for _ in range(num):
@@ -179,7 +162,7 @@ def _only_side(tracer: StepTracer, vision: Any, patch: int) -> int | None:
     except (
         ValueError,
         RuntimeError,
-    ):  # transformers' way to refuse; any other reason comes up again at the first probe
+    ):  # transformers refuses so; any other reason comes up at the first probe
         return side
     return None
 

@@ -1,14 +1,9 @@
 """How many bytes one training step needs for a batch of a given padded shape: a closed form, fitted beforehand.
 
-The peak of live bytes is a maximum of many polynomials in batch size B, text tokens T and image patches P: one for each
-operation of the step, since each operation is a place where the peak may be. A polynomial fitted to the peaks misses by
-several per cent, and by tens of per cent where one branch takes over from another. So `fit_rows` fits the bytes that
-are live after *every* operation, and keeps the few operations that can be the largest. Coefficients are never negative,
-as no tensor has a negative size, so a prediction never falls when a batch grows.
-
-Costs: a fit takes about a second, a prediction some ten microseconds. Planners evaluate it in compiled code.
-Does not trace or measure: the rows come from `mmlab.pricing`, corrections from a step that was measured. Not contained
-are the allocator's fragmentation and scratch memory inside kernels; one measured step adds them (`calibrated`).
+A `MemoryModel` is the fitted rows (`mmlab.pricing.closed_form`) with what they hold for: a model's fingerprint, the
+conditions of the step, the versions of the libraries. A prediction takes some ten microseconds; planners evaluate the
+rows in compiled code. The allocator's fragmentation and scratch memory inside kernels are not contained; one measured
+step adds them (`calibrated`).
 """
 
 from __future__ import annotations
@@ -18,26 +13,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import versions
 from mmlab.schedule.cost import MaxPolynomial, max_batch_size
-from mmlab.types import PATCH, BatchShape
+from mmlab.types import BatchShape
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-# Powers of B, T and P that a step's tensors have: constants, position embeddings and biases, activations, attention
-# without fusion, cross-attention, similarities of every pair in the batch.
-EXPONENTS = (
-    *((0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 2, 0), (0, 0, 2)),
-    *((1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
-)
-LARGEST = (4096, 2048, 4096)  # B, T, P up to which rows are kept
-_KEPT_RATIO = 1 - 5e-4  # of the maximum over all rows, which those kept reach everywhere
 _NOTABLE_RATIO = 0.03  # between prediction and measurement: more is not fragmentation but another step
 _LIBRARIES = ("torch", "transformers")
 
@@ -56,8 +38,8 @@ class MemoryModel:
     Args:
         rows: one polynomial for each operation at which the peak can be, in bytes.
         fingerprint: of the model, see `mmlab.pricing.fingerprint`.
-        conditions: what the step was: `precision`, `optimizer`, `checkpointing`, `attention`, `device`.
-        held_out: errors on shapes that were not fitted, see `held_out_errors`.
+        conditions: what the step was, see `mmlab.pricing.trace.StepSetting`.
+        held_out: errors on shapes that were not fitted, see `mmlab.pricing.closed_form.held_out_errors`.
         versions: of the libraries that decide which tensors a step has.
         offset_bytes: what `calibrated` has added to every row.
     """
@@ -98,13 +80,16 @@ class MemoryModel:
         predicted = self(shape)
         gap = measured_bytes / predicted - 1
         if abs(gap) > _NOTABLE_RATIO:
+            listed = ", ".join(f"{name} {value}" for name, value in self.conditions.items())
             warnings.warn(
                 f"the step measured {measured_bytes} bytes for {shape}, {gap:+.1%} from the predicted {predicted:.0f}; "
-                f"is it the same step ({_listed(self.conditions)})?",
+                f"is it the same step ({listed})?",
                 stacklevel=2,
             )
         offset = max(0, round(measured_bytes - predicted))
-        return replace(self, rows=_raised(self.rows, offset), offset_bytes=self.offset_bytes + offset)
+        constant = ~self.rows.exponents.any(axis=1)
+        rows = replace(self.rows, coefficients=self.rows.coefficients + offset * constant)
+        return replace(self, rows=rows, offset_bytes=self.offset_bytes + offset)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -150,126 +135,6 @@ class MemoryModel:
         return model
 
 
-def fit_rows(
-    shapes: NDArray[np.integer],
-    live_bytes: NDArray[np.integer],
-    *,
-    step_peak_bytes: int = 0,
-    patch: int = PATCH,
-    largest: tuple[int, int, int] = LARGEST,
-) -> MaxPolynomial:
-    """Fit the bytes that are live after every operation, and keep the operations that can be the largest.
-
-    Each is fitted by least squares of the relative error, with coefficients that are not negative. Rows are kept until
-    they reach 99.95 % of the maximum over all, anywhere up to `largest`. A dimension that does not vary in `shapes` has
-    no part in the fit: the rows then hold for that value of it only.
-
-    Args:
-        shapes: (n, 4) batch size, tokens, height and width of the traced steps.
-        live_bytes: (n, E) after each of the E operations of each step.
-        step_peak_bytes: the most that is live within the optimizer's step, which has no shape.
-        patch: side of a patch in pixels.
-        largest: B, T and P up to which the rows hold.
-
-    Returns:
-        The rows, in bytes.
-
-    Raises:
-        OptionError: fewer shapes than the terms to be fitted.
-    """
-    features, exponents = step_terms(shapes, patch)
-    if len(features) < len(exponents):
-        raise OptionError(f"{len(exponents)} terms need as many traced shapes, found {len(features)}")
-    operations = np.unique(np.asarray(live_bytes, dtype=np.float64), axis=1)
-    weight = 1 / operations.max(axis=1)
-    features *= weight[:, None]
-    scale = features.max(axis=0)
-    features, targets = features / scale, operations * weight[:, None]
-    step = [float(step_peak_bytes), *[0.0] * (len(exponents) - 1)]  # the first term is the constant
-    rows = np.array([step, *(_nonnegative(features, target) / scale for target in targets.T)])
-    needed = _needed(rows @ _values(_box(largest), exponents).T)
-    return MaxPolynomial(rows[needed], exponents, "bytes", patch)
-
-
-def held_out_errors(predicted: NDArray[np.floating], found: NDArray[np.integer]) -> dict[str, float]:
-    """Relative errors of predictions: `p50_ratio`, `p95_ratio`, `max_ratio` of the absolute ones, and
-    `worst_under_ratio`, the largest that a prediction fell short by; with `num_shapes`."""
-    error = np.asarray(predicted) / np.asarray(found) - 1
-    return {
-        "num_shapes": len(error),
-        "p50_ratio": float(np.median(np.abs(error))),
-        "p95_ratio": float(np.quantile(np.abs(error), 0.95)),
-        "max_ratio": float(np.abs(error).max()),
-        "worst_under_ratio": float(max(0.0, -error.min())),
-    }
-
-
-def step_terms(
-    shapes: NDArray[np.integer], patch: int = PATCH
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The terms that a fit to these shapes can tell apart: (n, M) values and (M, 3) powers of B, T and P."""
-    count, text, height, width = np.asarray(shapes, dtype=np.int64).T
-    at = np.stack([count, text, -(-height // patch) * -(-width // patch)], axis=1)
-    varies = at.min(axis=0) < at.max(axis=0)
-    exponents = np.array([term for term in EXPONENTS if not np.array(term)[~varies].any()], dtype=np.int64)
-    return _values(at, exponents), exponents
-
-
-def _values(at: NDArray[np.integer], exponents: NDArray[np.integer]) -> NDArray[np.float64]:
-    return (at[:, None, :].astype(np.float64) ** exponents).prod(axis=2)
-
-
-def _box(largest: tuple[int, int, int]) -> NDArray[np.int64]:
-    """(m, 3) points spread by equal ratios over all B, T, P up to `largest`; without text and without image too."""
-    size, *others = (np.unique(np.geomspace(1, most, 16).astype(np.int64)) for most in largest)
-    axes = [size, *(np.append(0, axis) for axis in others)]
-    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 3)
-
-
-def _nonnegative(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The least-squares solution without negative coefficients (Lawson and Hanson 1974, chapter 23)."""
-    solution = np.zeros(features.shape[1])
-    active = np.zeros(len(solution), dtype=bool)
-    for _ in range(3 * len(solution)):
-        gradient = features.T @ (target - features @ solution)
-        gradient[active] = 0
-        if gradient.max() <= 1e-12:
-            break
-        active[np.argmax(gradient)] = True
-        while True:
-            trial = np.zeros_like(solution)
-            trial[active] = np.linalg.lstsq(features[:, active], target, rcond=None)[0]
-            falls = active & (trial <= 0)
-            if not falls.any():
-                break
-            share = (solution[falls] / (solution[falls] - trial[falls])).min()
-            solution += share * (trial - solution)
-            active &= solution > 1e-15
-        solution = trial
-    return solution
-
-
-def _needed(heights: NDArray[np.float64]) -> list[int]:
-    """Rows of `heights` (K, m) whose maximum is nearly that of all at every point, the most needed first."""
-    most = np.maximum(heights.max(axis=0), 1.0)  # one byte
-    kept = [int(np.argmax(heights.sum(axis=1)))]
-    while True:
-        reached = heights[kept].max(axis=0) / most
-        short = int(np.argmin(reached))
-        if reached[short] >= _KEPT_RATIO or reached[short] == heights[:, short].max() / most[short]:
-            return kept
-        kept.append(int(np.argmax(heights[:, short])))
-
-
-def _raised(rows: MaxPolynomial, offset_bytes: int) -> MaxPolynomial:
-    constant = ~rows.exponents.any(axis=1)
-    return replace(rows, coefficients=rows.coefficients + offset_bytes * constant)
-
-
 def _versions() -> dict[str, str | None]:
     found = versions(_LIBRARIES)
     return {name: found[name] for name in (*_LIBRARIES, "mmlab")}
-
-
-def _listed(conditions: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in conditions.items())

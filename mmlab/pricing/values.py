@@ -1,9 +1,10 @@
 """Values where shapes are not enough: what is known of fake tensors, and answers where nothing is.
 
-A model may look at its masks: skip a mask that is all True, gather the patches that are there. So a batch's masks, and
-numbers that the model writes itself, are known: `Answers` computes what follows from them alone beside the fake
-tensors, for real, up to 2^24 elements. Whatever else a model reads as a number is answered with False or 1 and kept in
-`reads`. An operation whose result has a shape that depends on unknown values cannot be priced.
+A model may look at its masks: skip a mask that is all True, or gather the patches that are there. So the values of a
+batch's masks are known, and those of tensors that the model makes from constants: `Answers` computes what follows from
+them alone for real, beside the fake tensors, up to 2^24 elements. Any other number that a model reads does not exist;
+False stands for a truth value and 1 for any other number, and the read is kept in `reads`, so that a price can say what
+it rests on. An operation whose result has a shape that depends on unknown values cannot be priced.
 
 Costs about 20 us an operation on known values, and their bytes.
 """
@@ -17,17 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+
+from mmlab.errors import OptionError
+from mmlab.pricing.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    TorchDispatchMode,
     UnsupportedOperatorException,
+    WeakTensorKeyDictionary,
+    storage_key,
+    tree_map_only,
+    without_modes,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from mmlab.errors import OptionError
 from mmlab.runs.meters import tensors_in
 
 _MAX_KNOWN = 2**24  # elements of a tensor whose values are known
@@ -80,7 +83,7 @@ class Answers(TorchDispatchMode):
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        with _disable_current_modes():
+        with without_modes():
             real = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor), (args, kwargs))
             device = {"device": "cpu"} if "device" in kwargs else {}
             return func(*real[0], **{**real[1], **device})
@@ -116,8 +119,8 @@ class Answers(TorchDispatchMode):
         """What was written to with something unknown is not known any more, nor are its views."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, Tensor) and value in self.known:
-                storage = value.untyped_storage()._cdata
-                for fake in [fake for fake in self.known if fake.untyped_storage()._cdata == storage]:
+                storage = storage_key(value)
+                for fake in [fake for fake in self.known if storage_key(fake) == storage]:
                     del self.known[fake]
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from mmlab.errors import DataError, OptionError
 from mmlab.lab.notebook import draw_sizes
-from mmlab.pricing.memory import EXPONENTS, MemoryModel, fit_rows, held_out_errors
+from mmlab.pricing.closed_form import EXPONENTS, fit_rows, held_out_errors
+from mmlab.pricing.memory import MemoryModel
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape, aspect

@@ -23,7 +23,7 @@ from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
-from mmlab.pricing.memory import fit_rows
+from mmlab.pricing.closed_form import fit_rows
 from mmlab.pricing.memory_policies import MARGIN_STEP, MAX_CHANGE, PATIENCE, TOLERANCE
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.virtual_device import VirtualDevice

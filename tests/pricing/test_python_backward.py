@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmlab.errors import OptionError
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.huggingface import LossModel
-from mmlab.pricing.engine import python_engine
+from mmlab.pricing.backward import python_backward
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.losses.names import parse_objectives
 from tests.batches import make_batch
@@ -34,7 +34,7 @@ def _gradients(model: nn.Module, batch: Any, *, walk: bool, dtype: torch.dtype |
     """Gradients by name, and the peak of live bytes."""
     model = copy.deepcopy(model).train()
     torch.manual_seed(0)
-    with python_engine() if walk else nullcontext(), LiveBytes().add(model) as live:
+    with python_backward() if walk else nullcontext(), LiveBytes().add(model) as live:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             output = model(batch)
             goals = parse_objectives(model, ("contrastive", "matching"))
@@ -110,7 +110,7 @@ def test_shapes_of_graphs(formula: Callable[[Tensor, Tensor], Tensor]) -> None:
         [torch.arange(8.0).view(2, 4).add(shift).requires_grad_() for shift in (0, 1)] for _ in range(2)
     )
     formula(*expected).backward()
-    with python_engine():
+    with python_backward():
         formula(*found).backward()
     for leaf, other in zip(expected, found, strict=True):
         assert (leaf.grad is None) == (other.grad is None)
@@ -120,5 +120,5 @@ def test_shapes_of_graphs(formula: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 
 def test_a_second_pass_is_refused() -> None:
-    with python_engine(), pytest.raises(OptionError, match="pricing walks each graph once"):
+    with python_backward(), pytest.raises(OptionError, match="pricing walks each graph once"):
         torch.ones(1, requires_grad=True).sum().backward(retain_graph=True)

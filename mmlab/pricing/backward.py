@@ -1,12 +1,12 @@
 """Backward passes in Python: a walk of the autograd graph that asks nothing of the device.
 
-torch's own engine needs a CUDA context as soon as a graph has CUDA tensors, fake ones too. `python_engine()` lets
-`Tensor.backward` walk the graph in Python instead, in the order of torch's engine: the node made last runs first,
-gradients of leaves as soon as they are known, and what a node has saved is let go when it has run. So on real tensors
-the gradients are the same, bit for bit, and on fake ones the bytes that live at each moment are those of torch's
-engine.
+torch's own engine needs a CUDA context as soon as a graph has CUDA tensors, fake ones too. Within `python_backward()`
+`Tensor.backward` walks the graph in Python instead, in the order of torch's engine: the node that was made last runs
+first, a leaf receives its gradient as soon as it is complete, and the tensors that a node saved are freed when it has
+run. On real tensors the gradients are the same, bit for bit; on fake tensors the bytes that live at each moment are
+those of torch's engine.
 
-Costs about 30 us a node. Does not: run tensor hooks, keep the graph for a second pass, differentiate the gradient, nor
+Costs about 30 us a node. Does not run tensor hooks, keep the graph for a second pass, differentiate the gradient, or
 give gradients of chosen inputs only.
 """
 
@@ -18,67 +18,61 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from mmlab.errors import OptionError
-
-Node = Any  # torch.autograd.graph.Node, or a class of torch's own that looks like it
+from mmlab.pricing.torch_internals import (
+    BackwardCFunction,
+    Node,
+    backward_replaced,
+    next_sequence_number,
+    output_forms,
+    sequence_number,
+)
 
 
 @contextmanager
-def python_engine() -> Iterator[None]:
+def python_backward() -> Iterator[None]:
     """Within it `backward()` runs in Python. Forward pass and backward pass both belong inside."""
-    engine = _Engine()
+    walk = _Walk()
     with (
-        patch.object(torch.autograd, "backward", engine.backward),
-        # activation checkpointing asks which backward pass it is in, to recompute once in each
-        patch.object(torch._C, "_current_graph_task_id", lambda: engine.task),
-        torch.autograd.graph.saved_tensors_hooks(_Saved, engine.unpack),
+        backward_replaced(walk.backward, lambda: walk.task),
+        torch.autograd.graph.saved_tensors_hooks(_Saved, walk.unpack),
     ):
         yield
 
 
 class _Saved:
-    """A tensor that a node has saved, until it is let go."""
+    """A tensor that a node has saved, until the node has run."""
 
     __slots__ = ("__weakref__", "number", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
-        self.number = torch._C._autograd._get_sequence_nr()  # of the next node to be made
+        self.number = next_sequence_number()  # above the number of the node that saves it
 
 
-class _Engine:
+class _Walk:
     def __init__(self) -> None:
         self.task = -1  # the backward pass that is running; -1 outside
         self._tasks = count()
-        self._used: list[_Saved] = []  # by the node that is running
-        self._inputs: list[_Saved] = []  # of checkpointed regions that are being walked
+        self._used: list[
+            _Saved
+        ] = []  # by nodes that have run, or by a checkpointed block that is computed again
 
     def unpack(self, saved: _Saved) -> Tensor:
         assert saved.tensor is not None, "a graph is walked once"
-        direct = (
-            sys._getframe(1).f_code is _run_node.__code__
-        )  # else for a checkpointed region, to be recomputed
-        (self._used if direct else self._inputs).append(saved)
+        self._used.append(saved)
         return saved.tensor
 
-    def _release_used(self) -> None:
-        """Let go of what the node that has just run had saved."""
+    def _free(self, number: int) -> None:
+        """Free what was saved by nodes made after the one of this number: all of them have run."""
         for saved in self._used:
-            saved.tensor = None
-        self._used.clear()
-
-    def _release_inputs(self, number: int) -> None:
-        """Let go of the inputs of regions all of whose nodes have run, as the next to run is this one."""
-        for saved in self._inputs:
             if saved.number > number:
                 saved.tensor = None
-        self._inputs = [saved for saved in self._inputs if saved.tensor is not None]
+        self._used = [saved for saved in self._used if saved.tensor is not None]
 
     def backward(
         self,
@@ -88,7 +82,7 @@ class _Engine:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """`torch.autograd.backward`, less its options.
+        """`torch.autograd.backward` without its options.
 
         Raises:
             OptionError: a graph that is to be kept, a second derivative, or chosen inputs.
@@ -99,65 +93,58 @@ class _Engine:
                 "priced; call it without them"
             )
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = (
-            [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
-        )
+        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(roots)
         outer, self.task = self.task, next(self._tasks)
         try:
             with torch.no_grad():
-                gradients = [
-                    torch.ones_like(root) if gradient is None else gradient
-                    for root, gradient in zip(roots, given, strict=True)
-                ]
-                del given
-                self._walk(roots, gradients)
+                self._walk([*map(_root, roots, given)])
         finally:
             self.task = outer
 
-    def _walk(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
-        received: dict[Node, dict[int, Tensor | None]] = {}  # by node, by its output in the forward pass
-        gradient: Tensor | None
-        for root, gradient in zip(roots, gradients, strict=True):
-            _add(received.setdefault(_node(root), {}), root.output_nr, gradient)
-        gradients.clear()
-        gradient = None
-        waiting = _num_users(list(received))
+    def _walk(self, roots: list[tuple[Node, int, Tensor]]) -> None:
+        """Run every node once all nodes that use its outputs have run; of those that are ready, the newest first."""
+        received: dict[Node, dict[int, Tensor]] = {}  # gradients by node, by its output in the forward pass
+        while roots:
+            _add(received, *roots.pop())
+        waiting = _num_users([*received])
         order = count()
-        ready = [(-_priority(node), next(order), node) for node in received if not waiting.get(node)]
+        ready = [(-_number(node), next(order), node) for node in received if not waiting.get(node)]
         heapq.heapify(ready)
         while ready:
             priority, _, node = heapq.heappop(ready)
-            self._release_inputs(-priority)
+            self._free(-priority)
             edges = node.next_functions
-            outputs = (
+            if _is_leaf(node):
                 _accumulate(node, received.pop(node))
-                if _is_leaf(node)
-                else _run_node(node, received.pop(node))
-            )
-            self._release_used()
+                continue
+            outputs = _run_node(node, received.pop(node))
+            self._free(-priority)
             del node  # nothing may keep a graph that has been walked
             for number, (target, index) in enumerate(edges):
                 if target is None:
                     continue
                 gradient, outputs[number] = outputs[number], None
-                _add(received.setdefault(target, {}), index, _fitted(gradient, target, index))
+                if gradient is not None:
+                    _add(received, target, index, _fitted(gradient, target, index))
                 gradient = None
                 waiting[target] -= 1
                 if not waiting[target]:
-                    heapq.heappush(ready, (-_priority(target), next(order), target))
+                    received.setdefault(target, {})
+                    heapq.heappush(ready, (-_number(target), next(order), target))
             del edges, outputs
 
 
-def _node(tensor: Tensor) -> Node:
-    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+def _root(tensor: Tensor, gradient: Tensor | None) -> tuple[Node, int, Tensor]:
+    node = tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+    return node, tensor.output_nr, torch.ones_like(tensor) if gradient is None else gradient
 
 
 def _is_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
-def _priority(node: Node) -> int:
-    return sys.maxsize if _is_leaf(node) else node._sequence_nr()
+def _number(node: Node) -> int:
+    return sys.maxsize if _is_leaf(node) else sequence_number(node)
 
 
 def _num_users(roots: list[Node]) -> dict[Node, int]:
@@ -174,17 +161,17 @@ def _num_users(roots: list[Node]) -> dict[Node, int]:
     return num_users
 
 
-def _run_node(node: Node, received: dict[int, Tensor | None]) -> list[Tensor | None]:
+def _run_node(node: Node, received: dict[int, Tensor]) -> list[Tensor | None]:
     """The gradients of a node's inputs, one for each of its edges."""
-    expected = node._input_metadata
-    gradients = [received.pop(index, None) for index in range(len(expected))]
+    forms = output_forms(node)
+    gradients = [received.pop(index, None) for index in range(len(forms))]
     if not isinstance(node, BackwardCFunction):
         outputs = node(*gradients)
         del gradients
         return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     gradients = [
         torch.zeros(form.shape, dtype=form.dtype, device=form.device) if gradient is None else gradient
-        for gradient, form in zip(gradients, expected, strict=True)
+        for gradient, form in zip(gradients, forms, strict=True)
     ]
     outputs = node.apply(*gradients)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -192,26 +179,24 @@ def _run_node(node: Node, received: dict[int, Tensor | None]) -> list[Tensor | N
     return [None if target is None else next(wanted) for target, _ in node.next_functions]
 
 
-def _add(sums: dict[int, Tensor | None], index: int, gradient: Tensor | None) -> None:
-    held = sums.get(index)
-    sums[index] = gradient if held is None else held if gradient is None else held + gradient
+def _add(received: dict[Node, dict[int, Tensor]], node: Node, index: int, gradient: Tensor) -> None:
+    sums = received.setdefault(node, {})
+    sums[index] = sums[index] + gradient if index in sums else gradient
 
 
-def _fitted(gradient: Tensor | None, target: Node, index: int) -> Tensor | None:
+def _fitted(gradient: Tensor, target: Node, index: int) -> Tensor:
     """In the shape and type of what it is the gradient of."""
-    if gradient is None:
-        return None
-    form = target.variable if _is_leaf(target) else target._input_metadata[index]
+    form = target.variable if _is_leaf(target) else output_forms(target)[index]
     if gradient.shape != form.shape:
         gradient = gradient.sum_to_size(form.shape)
     return gradient.to(form.dtype)
 
 
-def _accumulate(node: Node, received: dict[int, Tensor | None]) -> list[Tensor | None]:
+def _accumulate(node: Node, received: dict[int, Tensor]) -> None:
     """Add to a leaf's gradient; the first one becomes it, where nobody else has it and its layout is the leaf's."""
+    if not received:
+        return
     leaf, gradient = node.variable, received.pop(0)
-    if gradient is None:
-        return []
     if leaf.grad is not None:
         leaf.grad += gradient
     elif gradient.stride() == leaf.stride() and sys.getrefcount(gradient) <= _ALONE:
@@ -220,7 +205,6 @@ def _accumulate(node: Node, received: dict[int, Tensor | None]) -> list[Tensor |
         leaf.grad = torch.empty_strided(
             leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
         ).copy_(gradient)
-    return []
 
 
 def _references_in_accumulate(received: dict[int, object]) -> int:

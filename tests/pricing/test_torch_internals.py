@@ -1,0 +1,122 @@
+"""Each undocumented part of torch that pricing uses does what pricing takes for granted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mmlab.pricing import torch_internals as internals
+
+
+def test_tensors_share_a_key_where_they_share_memory() -> None:
+    with internals.FakeTensorMode():
+        x = torch.ones(4, 4)
+        assert internals.storage_key(x) == internals.storage_key(x.t()[1:])
+        assert internals.storage_key(x) != internals.storage_key(x.clone())
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    x = torch.ones(3, requires_grad=True)
+    number = internals.next_sequence_number()
+    first = x * 2
+    second = first + 1
+    assert internals.sequence_number(first.grad_fn) == number
+    assert internals.sequence_number(second.grad_fn) == number + 1
+    assert internals.next_sequence_number() == number + 2
+
+
+def test_a_node_knows_the_forms_of_its_outputs() -> None:
+    halves = torch.ones(2, 5, requires_grad=True).half().chunk(2, dim=1)
+    found = [
+        (torch.Size(form.shape), form.dtype, form.device)
+        for form in internals.output_forms(halves[0].grad_fn)
+    ]
+    assert found == [(half.shape, torch.float16, half.device) for half in halves]
+
+
+def test_a_replaced_backward_is_called_and_checkpointing_asks_for_its_task() -> None:
+    seen, asked = [], []
+
+    def task() -> int:
+        asked.append(True)
+        return 7
+
+    usual = torch.autograd.backward
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint(torch.exp, x, use_reentrant=False)
+    with internals.backward_replaced(lambda tensors, *rest, **options: seen.append(tensors), task):
+        y.sum().backward()
+        assert torch.equal(y.grad_fn(torch.ones(2)), y)
+    assert len(seen) == 1
+    assert asked
+    assert torch.autograd.backward is usual
+
+
+def test_attention_of_cuda_tensors_is_replaced_and_put_back() -> None:
+    called = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> Tensor:
+        called.append(query.device.type)
+        return query + value
+
+    with internals.cuda_attention_replaced(attend), internals.FakeTensorMode():
+        query = torch.empty(1, 1, 8, 8, device="cuda")
+        assert F.scaled_dot_product_attention(query, query, query).device.type == "cuda"
+    assert called == ["cuda"]
+    x = torch.rand(1, 1, 8, 8)
+    assert F.scaled_dot_product_attention(x, x, x).shape == x.shape
+    assert called == ["cuda"]
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention", "efficient_attention", "math_attention"])
+def test_attention_kernels_give_their_shapes_without_a_device(kernel: str) -> None:
+    bias = {"efficient_attention": (None, False), "math_attention": (None,)}.get(kernel, ())
+    with internals.FakeTensorMode(allow_fallback_kernels=False):
+        x = torch.empty(2, 4, 24, 16, dtype=torch.float16, device="cuda")
+        assert getattr(internals, kernel)(x, x, x, *bias, 0.0, False)[0].shape == x.shape
+
+
+def test_mixed_precision_stays_on_without_a_driver() -> None:
+    with internals.mixed_precision_without_driver(), internals.FakeTensorMode():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            x = torch.empty(4, 4, device="cuda")
+            assert (x @ x).dtype == torch.bfloat16
+        assert torch.amp.GradScaler("cuda").is_enabled()
+
+
+def test_operations_without_modes_are_real() -> None:
+    with internals.FakeTensorMode(), internals.without_modes():
+        assert type(torch.ones(2)) is Tensor
+
+
+def test_values_that_fake_tensors_lack_are_asked_for_by_name() -> None:
+    with internals.FakeTensorMode(allow_fallback_kernels=False):
+        x = torch.empty(3)
+        with pytest.raises(internals.DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(internals.DynamicOutputShapeException):
+            x.nonzero()
+    known = internals.WeakTensorKeyDictionary()
+    known[x] = 1
+    assert known[x] == 1
+    del x
+    assert not known
+    assert internals.tree_map_only(int, lambda number: number + 1, [1, ("a", 2)]) == [2, ("a", 3)]
+
+
+def test_a_custom_function_s_node_is_told_apart() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * gradient
+
+    x = torch.ones(2, requires_grad=True)
+    assert isinstance(Double.apply(x).grad_fn, internals.BackwardCFunction)
+    assert not isinstance((2 * x).grad_fn, internals.BackwardCFunction)
