@@ -115,12 +115,12 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
     lines = [line for name, run in found["runs"].items() for line in _lines(name, run)]
     widths = {
         heading: max([len(heading), *(len(line[heading]) for line in lines)]) + 2
-        for heading in _HEADINGS
+        for heading in _COLUMNS
         if heading == "run" or any(line[heading] not in ("", "-") for line in lines)
     }
-    for heading in _LEAST_FIRST:
+    for heading in sorted(filter(_COLUMNS.get, widths), key=lambda heading: -_COLUMNS[heading]):
         if sum(widths.values()) > width:
-            widths.pop(heading, None)
+            del widths[heading]
     waits = "" if found["runs"] else ": waiting for a run"
     table = Table(title=f"{found['folder']}{waits}", title_justify="left", box=None, pad_edge=False)
     for heading in widths:
@@ -131,37 +131,23 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
     return table
 
 
-_HEADINGS = [
-    "run",
-    "rank",
-    "status",
-    "done",
-    "left",
-    "step",
-    "loss",
-    "samples/s",
-    "step ms",
-    "wait %",
-    "ranks %",
-    "waste %",
-    "memory GiB",
-    "use %",
-    "W",
-]
-_LEAST_FIRST = [
-    "W",
-    "step ms",
-    "use %",
-    "rank",
-    "waste %",
-    "ranks %",
-    "wait %",
-    "memory GiB",
-    "left",
-    "loss",
-    "step",
-    "samples/s",
-]
+_COLUMNS = {  # heading -> which columns go first where the terminal is narrow; 0 stays
+    "run": 0,
+    "rank": 9,
+    "status": 0,
+    "done": 0,
+    "left": 4,
+    "step": 2,
+    "loss": 3,
+    "samples/s": 1,
+    "step ms": 11,
+    "wait %": 6,
+    "ranks %": 7,
+    "waste %": 8,
+    "memory GiB": 5,
+    "use %": 10,
+    "W": 12,
+}
 
 
 def _lines(name: str, run: Mapping[str, Any]) -> Iterator[dict[str, str]]:
