@@ -35,18 +35,16 @@ def enable_checkpointing(model: nn.Module, enabled: bool = True) -> nn.Module:
     Raises:
         OptionError: the model has nothing that can be checkpointed.
     """
-    found = 0
-    for block in _blocks(model):
-        found += 1
+    blocks = _blocks(model)
+    others = [item for item in model.modules() if getattr(item, "supports_gradient_checkpointing", False)]
+    for block in blocks:
         if enabled and not isinstance(block.forward, _Checkpointed):
             block.forward = _Checkpointed(block)
         elif not enabled:
             block.__dict__.pop("forward", None)
-    for module in model.modules():
-        if getattr(module, "supports_gradient_checkpointing", False):
-            found += 1
-            _switch(module, enabled)
-    if not found and enabled:
+    for other in others:
+        _switch(other, enabled)
+    if enabled and not blocks and not others:
         raise OptionError(
             f"{type(model).__name__} has no block that can be checkpointed: mmlab's own encoders and fusion can, and "
             "Hugging Face models with gradient checkpointing"
@@ -79,15 +77,9 @@ class _Checkpointed:
         if not self.block.training:
             return forward(self.block, *inputs)
         # compiled code changes statistics apart from what it computes again, and takes contexts of another kind
-        contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": self._contexts}
-        return checkpoint(
-            forward,
-            self.block,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,  # these blocks draw nothing
-            **contexts,
-        )
+        options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": self._contexts}
+        options["preserve_rng_state"] = False  # these blocks draw nothing
+        return checkpoint(forward, self.block, *inputs, use_reentrant=False, **options)
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Around the forward pass, and around the same computation in the backward pass."""
@@ -97,15 +89,14 @@ class _Checkpointed:
 @contextmanager
 def _keeping_statistics(block: nn.Module) -> Iterator[None]:
     """Batch normalisation counts a batch once, though it is computed twice."""
-    norms = _norms(block)
-    kept = [dict(norm._buffers) for norm in norms]
-    for norm, buffers in zip(norms, kept, strict=True):
-        norm._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
+    kept = [(norm, *named) for norm in _norms(block) for named in norm.named_buffers(recurse=False)]
+    for norm, name, buffer in kept:
+        setattr(norm, name, buffer.clone())
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, kept, strict=True):
-            norm._buffers.update(buffers)
+        for norm, name, buffer in kept:
+            setattr(norm, name, buffer)
 
 
 def _norms(block: nn.Module) -> list[nn.Module]:

@@ -63,7 +63,8 @@ class Compiled:
             )
         self.num_variants, self.max_variants, self._on_limit = 0, max_variants, on_limit
         self._model, self._num_graphs = model, 0
-        self._lookup = torch._dynamo.lookup_backend(backend)
+        # torch documents this for backends that wrap others, and has no public name for it
+        self._backend = torch._dynamo.lookup_backend(backend)
         self._compiled = torch.compile(model, backend=self._compile, dynamic=True)
 
     def __call__(self, batch: Batch) -> Any:
@@ -84,7 +85,7 @@ class Compiled:
 
     def _compile(self, graph: Any, inputs: Any, **options: Any) -> Any:
         self._num_graphs += 1
-        return self._lookup(graph, inputs, **options)
+        return self._backend(graph, inputs, **options)
 
 
 def _check_compiler(device: torch.device) -> None:

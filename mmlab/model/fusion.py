@@ -113,16 +113,8 @@ class CrossAttention(nn.Module):
         if dim % num_heads:
             raise OptionError(f"num_heads must divide hidden_dim, found {num_heads} heads for width {dim}")
         self.num_heads = num_heads
-        self.query_norm, self.key_norm, self.mlp_norm = (
-            nn.LayerNorm(dim),
-            nn.LayerNorm(dim),
-            nn.LayerNorm(dim),
-        )
-        self.query, self.key_value, self.out = (
-            nn.Linear(dim, dim),
-            nn.Linear(dim, 2 * dim),
-            nn.Linear(dim, dim),
-        )
+        self.query_norm, self.key_norm, self.mlp_norm = (nn.LayerNorm(dim) for _ in range(3))
+        self.query, self.key_value, self.out = (nn.Linear(dim, width) for width in (dim, 2 * dim, dim))
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(

@@ -28,7 +28,12 @@ from mmlab.types import Batch
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # of a `FusionModel`, all that images go through
 IMAGE_MODULES = ("image_encoder", "image_head", "fusion.mix_images")
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
+
+
+Pair = tuple[Tensor, Tensor]
+Features = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Encoded(NamedTuple):
@@ -46,10 +51,10 @@ class FusionOutput:
     image_embedding: Tensor  # (B, D) of length one
     text_embedding: Tensor  # (B, D) of length one
     logit_scale: Tensor  # () inverse temperature
-    features: tuple[Tensor, Tensor, Tensor, Tensor]  # image (B, P, C), its mask, text (B, T, C), its mask
+    features: Features  # image (B, P, C), its mask, text (B, T, C), its mask
     matcher: Callable[..., Tensor]  # features of N pairs -> logits (N,)
     num_chunks: int = (
-        1  # in which pairs are matched, each computed again in the backward pass, to save memory
+        1  # in which pairs are matched; each is computed again in the backward pass, to save memory
     )
     teller: Callable[..., Tensor] | None = None  # see `token_losses`
 
@@ -168,9 +173,7 @@ class FusionModel(nn.Module):
         features, fusable, mask = self._encode_images(self._normalised(pixel_values), pixel_mask)
         return Encoded(self._embed_image(features, mask), fusable, mask)
 
-    def begin_image(
-        self, pixel_values: Tensor, pixel_mask: Tensor, *, num_blocks: int
-    ) -> tuple[Tensor, Tensor]:
+    def begin_image(self, pixel_values: Tensor, pixel_mask: Tensor, *, num_blocks: int) -> Pair:
         """The image branch up to and with so many blocks of its encoder, for `finish_image`, maybe on another device;
         `require_cut` says whether it can.
 
@@ -202,7 +205,7 @@ class FusionModel(nn.Module):
         """Raise `OptionError` unless samples go through the image branch each by itself, so that devices can share
         them."""
         for name, module in self.named_modules():
-            if name.startswith(IMAGE_MODULES) and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if name.startswith(IMAGE_MODULES) and isinstance(module, BATCH_NORMS):
                 raise OptionError(
                     f"several ranks cannot share the images: batch normalisation ({name}) needs whole batches; use two "
                     "ranks, or an image encoder without it (vit)"
@@ -247,9 +250,7 @@ class FusionModel(nn.Module):
         levels = self.text_encoder.levels(input_ids, attention_mask, num_levels=self.num_levels)
         return levels[-1], self.fusion.mix_texts(levels)
 
-    def _drop(
-        self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _drop(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Features:
         """In training, hide the image or the text of some pairs behind its mask."""
         if self.training and self.modality_dropout:
             drawn = torch.rand(len(image), 1, device=image.device)

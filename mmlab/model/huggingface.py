@@ -10,6 +10,7 @@ strangers.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +138,8 @@ class LossModel(nn.Module):
             output = Loss(output["loss"])
         loss = getattr(output, "loss", None)
         if loss is None:
-            had = [name for name in OFFERED if name != "labels" or self._has_labels(batch)]
+            has_labels = self.labels != "batch" or batch.labels is not None
+            had = [name for name in OFFERED if name != "labels" or has_labels]
             raise DataError(
                 f"{type(self.module).__name__} returned no loss; it takes {', '.join(self.accepted)}, the batch has "
                 f"{', '.join(had)}"
@@ -156,30 +158,24 @@ class LossModel(nn.Module):
                 f"a text has {batch.input_ids.shape[1]} tokens, {type(self.module).__name__} takes "
                 f"{self.max_tokens}; use MultimodalDataset(max_tokens={self.max_tokens})"
             )
-        accepted = self.accepted
-        values: dict[str, Any] = {name: True for name in _ALSO if name in accepted}
-        if self._interpolates:
-            values["interpolate_pos_encoding"] = True
-        if "batch" in accepted:
-            values["batch"] = batch
-        if "pixel_values" in accepted:
-            values["pixel_values"] = self._pixels(batch)
-        if "pixel_mask" in accepted:
-            values["pixel_mask"] = self._whole_patches(batch.pixel_mask).long()
-        if (
-            "attention_mask" in accepted and "input_ids" in accepted
-        ):  # an image model's own has no padding to hide
-            values["attention_mask"] = batch.attention_mask.long()
         input_ids, labels = batch.input_ids, batch.labels
-        if "labels" in accepted and self.labels == "text":
-            labels = _text_labels(batch)
-        elif "labels" in accepted and self.labels == "masked":
-            input_ids, labels = self._hide(batch)
-        if "input_ids" in accepted:
-            values["input_ids"] = input_ids
-        if "labels" in accepted:
-            values["labels"] = labels
-        return values
+        if "labels" in self.accepted and self.labels != "batch":
+            input_ids, labels = (
+                self._hide(batch) if self.labels == "masked" else (input_ids, _text_labels(batch))
+            )
+        makers: dict[str, Callable[[], Any]] = {
+            "batch": lambda: batch,
+            "input_ids": lambda: input_ids,
+            "attention_mask": lambda: batch.attention_mask.long(),
+            "pixel_values": lambda: self._pixels(batch),
+            "pixel_mask": lambda: self._whole_patches(batch.pixel_mask).long(),
+            "labels": lambda: labels,
+            **dict.fromkeys(_ALSO, lambda: True),
+        }
+        if "input_ids" not in self.accepted:  # an image model's own attention mask has no padding to hide
+            del makers["attention_mask"]
+        values = {name: makers[name]() for name in self.accepted if name in makers}
+        return values | {"interpolate_pos_encoding": True} if self._interpolates else values
 
     def _pixels(self, batch: Batch) -> Tensor:
         """(B, 3, H, W) normalised, zero outside the images."""
@@ -195,12 +191,8 @@ class LossModel(nn.Module):
         generator = None if self.training else torch.Generator(batch.input_ids.device).manual_seed(0)
         _, _, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio, generator)
         assert self.mask_id is not None
-        return batch.input_ids.masked_fill(hidden, self.mask_id), batch.input_ids.masked_fill(
-            ~hidden, _IGNORED
-        )
-
-    def _has_labels(self, batch: Batch) -> bool:
-        return self.labels != "batch" or batch.labels is not None
+        ids = batch.input_ids
+        return ids.masked_fill(hidden, self.mask_id), ids.masked_fill(~hidden, _IGNORED)
 
 
 def _check_signature(module: nn.Module) -> list[str]:
@@ -245,8 +237,7 @@ def _normalisation(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if images is None:
         return CLIP_MEAN, CLIP_STD
     scale = 255 * images.rescale_factor if images.do_rescale else 255.0
-    normalises = images.do_normalize
-    mean, std = (images.image_mean, images.image_std) if normalises else ((0.0,) * 3, (1.0,) * 3)
+    mean, std = (images.image_mean, images.image_std) if images.do_normalize else ((0.0,) * 3, (1.0,) * 3)
     return tuple(value / scale for value in mean), tuple(value / scale for value in std)
 
 
@@ -263,8 +254,4 @@ def _pair(size: Any) -> tuple[int, int] | None:
 
 
 def _takes(module: Any) -> frozenset[str]:
-    return (
-        frozenset(inspect.signature(module.forward).parameters)
-        if isinstance(module, nn.Module)
-        else frozenset()
-    )
+    return frozenset(inspect.signature(module.forward).parameters if isinstance(module, nn.Module) else ())

@@ -213,7 +213,7 @@ class LiveBytes(TorchDispatchMode):
         self.granule_bytes, self.device_type = granule_bytes, device_type
         self.current_bytes = 0
         self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}  # bytes of each live storage, by its address
+        self._sizes: dict[int, int] = {}  # bytes of each live storage, by its id
         self._refs: dict[int, weakref.ref] = {}
         self._lock = threading.RLock()  # tensors are freed in any thread, in the middle of anything
 
@@ -242,7 +242,7 @@ class LiveBytes(TorchDispatchMode):
                 if tensor.layout != torch.strided:
                     continue
                 storage = tensor.untyped_storage()
-                key = storage._cdata
+                key = id(storage)  # torch gives one object for a storage for as long as it lives
                 if key not in self._sizes:
                     kind = tensor.device.type
                     if kind == "meta" or self.device_type not in (None, kind):

@@ -48,7 +48,7 @@ class Gpu:
         except Exception:
             nvml.nvmlShutdown()
             raise
-        self._unsupported: dict[str, str] = {}  # name of the reading -> why
+        self._unsupported: dict[str, str] = {}  # key -> why it is not asked for again
 
     def close(self) -> None:
         """Let go of the driver."""
@@ -69,78 +69,26 @@ class Gpu:
         Args:
             process_id: whose share of memory and use to tell.
         """
-        raw: dict[str, Any] = {}
-        for name, read in _RAW.items():
-            if name in self._unsupported:
+        found: dict[str, Any] = {}
+        failed = []
+        for key, read in _DETAILS.items():
+            if key in self._unsupported:
                 continue
             try:
-                raw[name] = read(self._nvml, self._handle)
-            except (
-                Exception
-            ) as error:  # whatever the driver says: the reading is left out and the reason kept
+                value = read(self._nvml, self._handle, process_id)
+            except Exception as error:  # whatever the driver says: the value is left out and the reason kept
                 code = getattr(error, "value", None)
-                if code == self._nvml.NVML_ERROR_NOT_FOUND:  # no process has been sampled yet
-                    continue
-                reason = (
-                    f"no {name.replace('_', ' ')} from NVML: {type(error).__name__}: {error}".splitlines()[0]
-                )
+                reason = f"no {key} from NVML: {type(error).__name__}: {error}".splitlines()[0]
                 if code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
-                    self._unsupported[name] = reason
-                else:
-                    raw[f"{name}_failed"] = reason
-        failed = [raw.pop(name) for name in list(raw) if name.endswith("_failed")]
-        return details_of(raw, process_id), [*self._unsupported.values(), *failed]
-
-
-_RAW: Mapping[str, Callable[[Any, Any], Any]] = {
-    "memory_use": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).memory,
-    "power": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu),
-    "power_limit": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu),
-    "temperature": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-    "sm_clock": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-    "memory_clock": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-    "throttling": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
-    "pcie_sent": lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES),
-    "pcie_received": lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES),
-    "processes": lambda nvml, gpu: [
-        (process.pid, process.usedGpuMemory) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-    ],
-    "process_use": lambda nvml, gpu: [
-        (sample.pid, sample.timeStamp, sample.smUtil)
-        for sample in nvml.nvmlDeviceGetProcessUtilization(gpu, 0)
-    ],
-}
-
-
-def details_of(raw: Mapping[str, Any], process_id: int) -> dict[str, Any]:
-    """The driver's raw answers as values of an event, in the units of the key table; what is missing stays missing.
-
-    >>> details_of({"power": 312_500, "throttling": 0x24, "processes": [(7, 2**30), (8, None)]}, process_id=7)
-    {'power_w': 312.5, 'throttle_reasons': 'power cap, temperature', 'process_bytes': 1073741824}
-    """
-    found: dict[str, Any] = {}
-    scaled = {
-        "memory_use": ("memory_utilization_ratio", 0.01),
-        "power": ("power_w", 0.001),
-        "power_limit": ("power_limit_w", 0.001),
-        "temperature": ("temperature_c", 1),
-        "sm_clock": ("sm_clock_mhz", 1),
-        "memory_clock": ("memory_clock_mhz", 1),
-        "pcie_sent": ("pcie_sent_bytes_per_s", KIB),
-        "pcie_received": ("pcie_received_bytes_per_s", KIB),
-    }
-    for name, (key, factor) in scaled.items():
-        if name in raw:
-            found[key] = raw[name] * factor
-    if "throttling" in raw:
-        found["throttle_reasons"] = throttle_reasons(raw["throttling"])
-    mine = [used for process, used in raw.get("processes", ()) if process == process_id and used is not None]
-    if mine:
-        found["process_bytes"] = mine[0]
-    samples = [(at, use) for process, at, use in raw.get("process_use", ()) if process == process_id]
-    if samples:
-        found["process_utilization_ratio"] = max(samples)[1] / 100
-    return found
+                    self._unsupported[key] = reason
+                elif (
+                    code != self._nvml.NVML_ERROR_NOT_FOUND
+                ):  # that only says that no process has been sampled yet
+                    failed.append(reason)
+                continue
+            if value is not None:
+                found[key] = value
+        return found, [*self._unsupported.values(), *failed]
 
 
 def throttle_reasons(bits: int) -> str:
@@ -153,3 +101,37 @@ def throttle_reasons(bits: int) -> str:
     names = [name for bit, name in _REASONS.items() if bits & bit]
     unknown = bits & ~sum(_REASONS)
     return ", ".join(names + ([f"reason {unknown:#x}"] if unknown else []))
+
+
+def _process_bytes(nvml: Any, gpu: Any, process_id: int) -> int | None:
+    """None where the driver does not know the process: in a container it may have another number."""
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+    return next((process.usedGpuMemory for process in processes if process.pid == process_id), None)
+
+
+def _process_use(nvml: Any, gpu: Any, process_id: int) -> float | None:
+    samples = nvml.nvmlDeviceGetProcessUtilization(gpu, 0)
+    own = [(sample.timeStamp, sample.smUtil) for sample in samples if sample.pid == process_id]
+    return max(own)[1] / 100 if own else None
+
+
+# keys of a `device` event: what gives them, in the units of the key table; None where there is nothing to tell
+_DETAILS: Mapping[str, Callable[[Any, Any, int], Any]] = {
+    "memory_utilization_ratio": lambda nvml, gpu, _: nvml.nvmlDeviceGetUtilizationRates(gpu).memory / 100,
+    "power_w": lambda nvml, gpu, _: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "power_limit_w": lambda nvml, gpu, _: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    "temperature_c": lambda nvml, gpu, _: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "sm_clock_mhz": lambda nvml, gpu, _: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "memory_clock_mhz": lambda nvml, gpu, _: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+    "throttle_reasons": lambda nvml, gpu, _: throttle_reasons(
+        nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+    ),
+    "pcie_sent_bytes_per_s": lambda nvml, gpu, _: (
+        nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES) * KIB
+    ),
+    "pcie_received_bytes_per_s": lambda nvml, gpu, _: (
+        nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES) * KIB
+    ),
+    "process_bytes": _process_bytes,
+    "process_utilization_ratio": _process_use,
+}

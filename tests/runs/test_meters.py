@@ -16,7 +16,7 @@ from mmlab.errors import OptionError
 from mmlab.machine import process_rss_bytes
 from mmlab.runs.event_keys import EVENT_KEYS
 from mmlab.runs.meters import DeviceMeter, LiveBytes, peak_bytes, read_device
-from mmlab.runs.nvml import Gpu, details_of
+from mmlab.runs.nvml import Gpu
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -77,18 +77,18 @@ class _Driver:
         self.lost, self.asked = False, []
 
     def __getattr__(self, name: str) -> object:
-        return lambda *arguments: self._answer(name.removeprefix("nvmlDeviceGet"))
+        return lambda *arguments: self._answer(name.removeprefix("nvmlDeviceGet"), arguments)
 
-    def _answer(self, name: str) -> object:
+    def _answer(self, name: str, arguments: tuple) -> object:
         self.asked.append(name)
         if self.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         if name.startswith("nvml") or name == "HandleByUUID":
             return None
-        answer = self.answers.get(name, pynvml.NVML_ERROR_NOT_SUPPORTED)
-        if isinstance(answer, int) and name not in ("PowerUsage", "Temperature"):
-            raise pynvml.NVMLError(answer)
-        return answer
+        answer = self.answers.get(name, pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer[arguments[1]] if isinstance(answer, dict) else answer
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -113,15 +113,15 @@ def test_what_the_driver_refuses_is_left_out_with_its_reason_and_not_asked_again
     driver = _Driver(
         PowerUsage=312_500,
         Temperature=61,
-        ComputeRunningProcesses=pynvml.NVML_ERROR_NO_PERMISSION,
-        ProcessUtilization=pynvml.NVML_ERROR_NOT_FOUND,
+        ComputeRunningProcesses=pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION),
+        ProcessUtilization=pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND),
     )
     gpu = Gpu("GPU-0", driver)
     values, missing = gpu.details(7)
     assert values == {"memory_utilization_ratio": 0.4, "power_w": 312.5, "temperature_c": 61}
-    assert "no processes from NVML: NVMLError_NoPermission: Insufficient Permissions" in missing
-    assert any("no sm clock from NVML: NVMLError_NotSupported" in note for note in missing)
-    assert not any("process use" in note for note in missing), "no sample yet is no fault"
+    assert "no process_bytes from NVML: NVMLError_NoPermission: Insufficient Permissions" in missing
+    assert any("no sm_clock_mhz from NVML: NVMLError_NotSupported" in note for note in missing)
+    assert not any("process_utilization" in note for note in missing), "no sample yet is no fault"
     driver.asked.clear()
     assert gpu.details(7) == (values, missing)
     assert "ClockInfo" not in driver.asked
@@ -130,22 +130,28 @@ def test_what_the_driver_refuses_is_left_out_with_its_reason_and_not_asked_again
 
 # As an H100 answers under load, in the form that the bindings give; written down, not read from a device here.
 RECORDED = {
-    "memory_use": 48,
-    "power": 643_211,
-    "power_limit": 700_000,
-    "temperature": 68,
-    "sm_clock": 1755,
-    "memory_clock": 2619,
-    "throttling": 0x4,
-    "pcie_sent": 51_200,
-    "pcie_received": 2_048_000,
-    "processes": [(4021, 61 * 2**30), (99, 2**30)],
-    "process_use": [(4021, 1_000, 88), (4021, 2_000, 93), (99, 2_500, 5)],
+    "UtilizationRates": SimpleNamespace(gpu=75, memory=48),
+    "PowerUsage": 643_211,
+    "EnforcedPowerLimit": 700_000,
+    "Temperature": 68,
+    "ClockInfo": {_Driver.NVML_CLOCK_SM: 1755, _Driver.NVML_CLOCK_MEM: 2619},
+    "CurrentClocksEventReasons": 0x4,
+    "PcieThroughput": {_Driver.NVML_PCIE_UTIL_TX_BYTES: 51_200, _Driver.NVML_PCIE_UTIL_RX_BYTES: 2_048_000},
+    "ComputeRunningProcesses": [
+        SimpleNamespace(pid=4021, usedGpuMemory=61 * 2**30),
+        SimpleNamespace(pid=99, usedGpuMemory=2**30),
+    ],
+    "ProcessUtilization": [
+        SimpleNamespace(pid=4021, timeStamp=1_000, smUtil=88),
+        SimpleNamespace(pid=4021, timeStamp=2_000, smUtil=93),
+        SimpleNamespace(pid=99, timeStamp=2_500, smUtil=5),
+    ],
 }
 
 
-def test_raw_answers_become_the_units_of_the_key_table() -> None:
-    found = details_of(RECORDED, 4021)
+def test_the_drivers_answers_are_given_in_the_units_of_the_key_table() -> None:
+    gpu = Gpu("GPU-0", _Driver(**RECORDED))
+    found, missing = gpu.details(4021)
     assert found == {
         "memory_utilization_ratio": pytest.approx(0.48),
         "power_w": pytest.approx(643.211),
@@ -159,11 +165,10 @@ def test_raw_answers_become_the_units_of_the_key_table() -> None:
         "process_bytes": 61 * 2**30,
         "process_utilization_ratio": 0.93,
     }
+    assert missing == []
     assert all("device" in EVENT_KEYS[key].kinds for key in found)
-    assert details_of({}, 1) == {}
-    assert "process_bytes" not in details_of(RECORDED, 1), (
-        "in a container the driver knows us by another number"
-    )
+    other, _ = gpu.details(1)
+    assert found.keys() - other.keys() == {"process_bytes", "process_utilization_ratio"}
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])
