@@ -2,166 +2,195 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from mmlab.schedule._compiled import compiled
+
+
+class _Pool(NamedTuple):
+    """The samples that are looked at together, and which of them the present pack has taken."""
+
+    text: np.ndarray  # (n,) tokens of each sample
+    image: np.ndarray  # (n,) patches
+    group: np.ndarray  # (n,) number of the image
+    by_arrival: np.ndarray  # (pool size,) the pooled samples, the oldest first
+    by_size: np.ndarray  # (pool size,) the same, ordered by patches, then tokens
+    taken: np.ndarray  # (n,) whether a sample is in a pack
+    pack_of_group: np.ndarray  # (groups,) the last pack that took a sample of the group
+
+
+@compiled
+def _num_not_larger(pool, pooled, text, image):
+    """How many of the `pooled` samples come before or with (image, text) in the order by size."""
+    low = 0
+    high = pooled
+    while low < high:
+        middle = (low + high) // 2
+        sample = pool.by_size[middle]
+        if pool.image[sample] < image or (pool.image[sample] == image and pool.text[sample] <= text):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _add_to_pool(pool, pooled, sample):
+    """Add a sample to the `pooled` ones, in both orders."""
+    pool.by_arrival[pooled] = sample
+    rank = _num_not_larger(pool, pooled, pool.text[sample], pool.image[sample])
+    for place in range(pooled, rank, -1):
+        pool.by_size[place] = pool.by_size[place - 1]
+    pool.by_size[rank] = sample
+
+
+@compiled
+def _drop_taken(pool, samples, pooled):
+    """Keep those of the first `pooled` samples that are not taken, in their order; how many."""
+    kept = 0
+    for place in range(pooled):
+        if not pool.taken[samples[place]]:
+            samples[kept] = samples[place]
+            kept += 1
+    return kept
+
+
+@compiled
+def _take_oldest(pool, pooled, pack, members, text_room, image_room, patience):
+    """Fill a pack with the oldest sample and the next ones that fit, until `patience` have not; members, room left."""
+    count = misses = 0
+    text_left = text_room
+    image_left = image_room
+    for place in range(pooled):
+        sample = pool.by_arrival[place]
+        fits = pool.text[sample] <= text_left and pool.image[sample] <= image_left
+        if place == 0 or (fits and pool.pack_of_group[pool.group[sample]] != pack):
+            text_left -= pool.text[sample]
+            image_left -= pool.image[sample]
+            pool.pack_of_group[pool.group[sample]] = pack
+            pool.taken[sample] = True
+            members[count] = sample
+            count += 1
+        else:
+            misses += 1
+            if misses == patience:
+                break
+    return count, text_left, image_left
+
+
+@compiled
+def _best_fit(pool, pooled, pack, out, text_open, image_open, best, text_unit, image_unit, reach):
+    """The pooled sample that leaves the least of the open room, less than `best`; -1 where there is none.
+
+    The order by size is walked down from the largest image that fits. Images only get smaller from there, so the walk
+    ends where the gap in the image stream alone is as large as the best gap so far, or after `reach` samples.
+    """
+    chosen = -1
+    start = _num_not_larger(pool, pooled, text_open, image_open) - 1
+    for place in range(start, max(-1, start - reach), -1):
+        sample = pool.by_size[place]
+        image_gap = (image_open - pool.image[sample]) * image_unit
+        if image_gap >= best:
+            break
+        if pool.taken[sample] or pool.text[sample] > text_open:
+            continue
+        gap = image_gap + (text_open - pool.text[sample]) * text_unit
+        group = pool.group[sample]
+        if gap < best and (pool.pack_of_group[group] != pack or (out >= 0 and group == pool.group[out])):
+            best = gap
+            chosen = sample
+    return chosen
+
+
+@compiled
+def _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room, reach, sweeps):
+    """Exchange members of a pack for pooled samples, or add some, while that leaves less room; members afterwards.
+
+    Members take turns. At turn 0 a sample is added, so the oldest, which is member 0, stays; at any other turn the
+    member may go back to the pool for one that fits better. Every step leaves less room than before, and the loop ends
+    when a whole round of turns has changed nothing, when no room is left, or after `sweeps` rounds.
+    """
+    text_unit, image_unit = 1.0 / max(1, room[0]), 1.0 / max(1, room[1])
+    turn = idle = 0
+    tries = sweeps * count
+    if text_left < 0 or image_left < 0:  # one oversize sample
+        return count
+    while idle < count and tries > 0 and (text_left > 0 or image_left > 0):
+        tries -= 1
+        out = members[turn] if turn > 0 else -1
+        text_open = text_left + (pool.text[out] if turn > 0 else 0)
+        image_open = image_left + (pool.image[out] if turn > 0 else 0)
+        gap = text_left * text_unit + image_left * image_unit - 1e-9
+        chosen = _best_fit(pool, pooled, pack, out, text_open, image_open, gap, text_unit, image_unit, reach)
+        idle += 1
+        if chosen >= 0:
+            idle = 0
+            if turn > 0:
+                pool.taken[out] = False
+                pool.pack_of_group[pool.group[out]] = -1
+            members[turn if turn > 0 else count] = chosen
+            count += turn == 0
+            pool.taken[chosen] = True
+            pool.pack_of_group[pool.group[chosen]] = pack
+            text_left = text_open - pool.text[chosen]
+            image_left = image_open - pool.image[chosen]
+        turn = turn + 1 if turn + 1 < count else 0
+    return count
 
 
 @compiled
 def fill_packs(text, image, group, num_groups, text_room, image_room, pool_size, patience, reach, sweeps):
     """Pack samples, in order of arrival, so that no pack holds more than `text_room` tokens and `image_room` patches.
 
-    A pool of the oldest samples is kept twice, by arrival and by size. Each pack takes the oldest sample and the next
-    ones that fit, until `patience` have not; then its members are exchanged for (or joined by) those pool members that
-    leave the least room, until no exchange helps. A sample put back keeps its age, so none waits for more packs than
-    the pool has samples. One that is too large for any pack gets one to itself. No pack holds two samples of one group.
+    A pool holds the oldest samples. Each pack takes the oldest one and others that fit, and then its gaps are closed by
+    exchanges with the pool. Two invariants: a pack of several samples never exceeds either room, and never holds two
+    samples of one group. As every pack takes the oldest sample, and one that was put back keeps its age, no sample
+    waits for more packs than the pool has samples. One that is too large for any pack gets one to itself.
 
     Args:
         text, image: (n,) tokens and patches in order of arrival.
         group: (n,) number of the image, below `num_groups`.
         pool_size: samples looked at together.
+        patience: samples that may fail to fit before a pack's first filling ends.
         reach: pool members examined for each exchange.
-        sweeps: passes over a pack's members at most.
+        sweeps: rounds of exchanges at most.
 
     Returns:
         (n,) samples pack after pack, and (b,) where each pack ends.
     """
     num = len(text)
-    order = np.empty(num, np.int64)
-    ends = np.empty(num, np.int64)
-    by_arrival = np.empty(pool_size, np.int64)
-    by_size = np.empty(pool_size, np.int64)
-    fresh = np.empty(pool_size, np.int64)
+    order, ends = np.empty(num, np.int64), np.empty(num, np.int64)
     members = np.empty(pool_size, np.int64)
-    taken = np.zeros(num, np.bool_)
-    pack_of_group = np.full(num_groups, -1, np.int64)
-    pooled = 0
-    arrived = 0
-    packed = 0
-    num_packs = 0
-    text_unit = 1.0 / max(1, text_room)
-    image_unit = 1.0 / max(1, image_room)
+    by_arrival, by_size = np.empty(pool_size, np.int64), np.empty(pool_size, np.int64)
+    taken, pack_of_group = np.zeros(num, np.bool_), np.full(num_groups, -1, np.int64)
+    pool = _Pool(text, image, group, by_arrival, by_size, taken, pack_of_group)
+    pooled = arrived = packed = pack = 0
     while arrived < num or pooled > 0:
-        num_fresh = 0
-        while pooled + num_fresh < pool_size and arrived < num:
-            by_arrival[pooled + num_fresh] = arrived
-            place = num_fresh
-            while place > 0 and (
-                image[fresh[place - 1]] > image[arrived]
-                or (image[fresh[place - 1]] == image[arrived] and text[fresh[place - 1]] > text[arrived])
-            ):
-                fresh[place] = fresh[place - 1]
-                place -= 1
-            fresh[place] = arrived
-            num_fresh += 1
+        while pooled < pool_size and arrived < num:
+            _add_to_pool(pool, pooled, arrived)
+            pooled += 1
             arrived += 1
-        old = pooled - 1
-        new = num_fresh - 1
-        pooled += num_fresh
-        place = pooled - 1
-        while new >= 0:  # merge the fresh ones into the order by size, from the back
-            if old >= 0 and (
-                image[by_size[old]] > image[fresh[new]]
-                or (image[by_size[old]] == image[fresh[new]] and text[by_size[old]] > text[fresh[new]])
-            ):
-                by_size[place] = by_size[old]
-                old -= 1
-            else:
-                by_size[place] = fresh[new]
-                new -= 1
-            place -= 1
-
-        count = 0
-        text_left = text_room
-        image_left = image_room
-        misses = 0
-        for place in range(pooled):
-            sample = by_arrival[place]
-            if place == 0 or (
-                text[sample] <= text_left
-                and image[sample] <= image_left
-                and pack_of_group[group[sample]] != num_packs
-            ):
-                text_left -= text[sample]
-                image_left -= image[sample]
-                pack_of_group[group[sample]] = num_packs
-                taken[sample] = True
-                members[count] = sample
-                count += 1
-            else:
-                misses += 1
-                if misses == patience:
-                    break
-
-        turn = 0
-        idle = 0
-        tries = sweeps * count
-        while (
-            idle < count
-            and tries > 0
-            and text_left >= 0
-            and image_left >= 0
-            and (text_left > 0 or image_left > 0)
-        ):
-            tries -= 1
-            out = members[turn] if turn > 0 else -1  # turn 0 adds, and so keeps the oldest
-            text_open = text_left + (text[out] if turn > 0 else 0)
-            image_open = image_left + (image[out] if turn > 0 else 0)
-            low = 0
-            high = pooled
-            while low < high:
-                middle = (low + high) // 2
-                sample = by_size[middle]
-                if image[sample] < image_open or (image[sample] == image_open and text[sample] <= text_open):
-                    low = middle + 1
-                else:
-                    high = middle
-            best = text_left * text_unit + image_left * image_unit - 1e-9
-            chosen = -1
-            for place in range(low - 1, max(-1, low - 1 - reach), -1):
-                sample = by_size[place]
-                image_gap = (image_open - image[sample]) * image_unit
-                if image_gap >= best:
-                    break
-                if taken[sample] or text[sample] > text_open:
-                    continue
-                gap = image_gap + (text_open - text[sample]) * text_unit
-                if gap < best and (
-                    pack_of_group[group[sample]] != num_packs or (turn > 0 and group[sample] == group[out])
-                ):
-                    best = gap
-                    chosen = sample
-            if chosen >= 0:
-                idle = 0
-                if turn > 0:
-                    taken[out] = False
-                    pack_of_group[group[out]] = -1
-                    members[turn] = chosen
-                else:
-                    members[count] = chosen
-                    count += 1
-                taken[chosen] = True
-                pack_of_group[group[chosen]] = num_packs
-                text_left = text_open - text[chosen]
-                image_left = image_open - image[chosen]
-            else:
-                idle += 1
-            turn = turn + 1 if turn + 1 < count else 0
-
-        for place in range(count):
-            order[packed] = members[place]
-            packed += 1
-        ends[num_packs] = packed
-        num_packs += 1
-        kept = 0
-        for place in range(pooled):
-            if not taken[by_arrival[place]]:
-                by_arrival[kept] = by_arrival[place]
-                kept += 1
-        kept = 0
-        for place in range(pooled):
-            if not taken[by_size[place]]:
-                by_size[kept] = by_size[place]
-                kept += 1
-        pooled = kept
-    return order, ends[:num_packs].copy()
+        count, text_left, image_left = _take_oldest(
+            pool, pooled, pack, members, text_room, image_room, patience
+        )
+        count = _close_gaps(
+            pool,
+            pooled,
+            pack,
+            members,
+            count,
+            text_left,
+            image_left,
+            (text_room, image_room),
+            reach,
+            sweeps,
+        )
+        order[packed : packed + count] = members[:count]
+        packed += count
+        ends[pack] = packed
+        pack += 1
+        _drop_taken(pool, by_arrival, pooled)
+        pooled = _drop_taken(pool, by_size, pooled)
+    return order, ends[:pack].copy()

@@ -1,7 +1,7 @@
 """The base of every scheduler: options in, one epoch's plan out.
 
 A scheduler is a frozen dataclass of its options. To write one, subclass `Scheduler`, override `make_batches` (and
-`block_size`, where an epoch can be planned in parts), and add it to `mmlab.schedule.SCHEDULERS`.
+`block_size`, where an epoch can be planned in parts), and add it to `mmlab.schedule.schedulers.SCHEDULERS`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import HasSizes, Samples, SampleSizes
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from mmlab.schedule.report import SourceShare
 
 BLOCK_SIZE = 32768  # samples planned together where an epoch is planned in parts: tens of milliseconds
 
@@ -60,14 +60,10 @@ class Scheduler:
             OptionError: a sample that no batch may hold under this scheduler's budget.
         """
         sizes = sizes_of(samples)
-        return self._plan_of(EpochBlocks(self, sizes, epoch, self.limits(sizes)))
+        return BatchPlan(EpochBlocks.of(self, sizes, epoch), sizes)
 
     def resume(
-        self,
-        samples: Samples,
-        state: Mapping[str, Any],
-        *,
-        world_size: int | None = None,
+        self, samples: Samples, state: Mapping[str, Any], *, world_size: int | None = None
     ) -> BatchPlan:
         """The rest of an epoch, from the `state_dict` of a plan or of its iterator; nothing is replayed.
 
@@ -82,9 +78,12 @@ class Scheduler:
         """
         scheduler = self if world_size is None else replace(self, world_size=world_size)
         sizes = sizes_of(samples)
-        whole = EpochBlocks(scheduler, sizes, state["epoch"], scheduler.limits(sizes))
-        rest, position = whole.resumed(state)
-        return scheduler._plan_of(rest)._view(0, 1, position)
+        rest, position = EpochBlocks.of(scheduler, sizes, state["epoch"]).resumed(state)
+        return BatchPlan(rest, sizes, start=position)
+
+    def draw(self, sizes: SampleSizes, epoch: int) -> Ints | None:
+        """Rows of the samples that an epoch has; None, unless overridden, for each sample once."""
+        return None
 
     def limits(self, sizes: SampleSizes) -> Limits:
         """What a batch may cost; no limit unless overridden."""
@@ -94,18 +93,17 @@ class Scheduler:
         """Samples planned together; the whole epoch unless overridden."""
         return num_samples
 
-    def make_batches(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
-    ) -> Block:
+    def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
         """Batches of `rows`, which come in random order."""
         raise NotImplementedError
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
-        """The batches in the order of training; as they were cut unless overridden."""
+        """The batches in the order of training; as they were made unless overridden."""
         return batches
 
-    def _plan_of(self, source: EpochBlocks) -> BatchPlan:
-        return BatchPlan(source, source.sizes, limits=source.limits, even_for=self.world_size)
+    def source_shares(self, sizes: SampleSizes, times_drawn: Ints, epoch: int) -> dict[str, SourceShare]:
+        """What became of each source of samples, for the plan's report; empty unless overridden."""
+        return {}
 
 
 def sizes_of(samples: Samples) -> SampleSizes:
@@ -114,12 +112,8 @@ def sizes_of(samples: Samples) -> SampleSizes:
         return samples
     if isinstance(samples, HasSizes):
         return samples.sizes()
-    return SampleSizes(
-        num_tokens=np.array([record.num_tokens for record in samples], dtype=np.int32),
-        height=np.array([record.height for record in samples], dtype=np.int32),
-        width=np.array([record.width for record in samples], dtype=np.int32),
-        group=np.array([record.group for record in samples], dtype=np.int64),
-    )
+    columns = ("num_tokens", "height", "width", "group")
+    return SampleSizes(**{name: np.array([getattr(record, name) for record in samples]) for name in columns})
 
 
 def require_at_least(name: str, value: float, limit: float) -> None:

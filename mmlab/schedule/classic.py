@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.schedule.base import Scheduler, require_at_least
-from mmlab.schedule.collisions import occurrences, resolve_collisions
-from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.collisions import images_of, resolve_collisions
+from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.cost import FREE
-from mmlab.schedule.metrics import cells
+from mmlab.schedule.metrics import lengths, sides
 from mmlab.types import PATCH
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.schedule.plan import BatchPlan
     from mmlab.types import SampleSizes
 
@@ -40,24 +38,24 @@ class FixedSize(Scheduler):
         super().__post_init__()
         require_at_least("batch_size", self.batch_size, 1)
 
-    def make_batches(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
-    ) -> Block:
-        order, starts_bucket = self.sort_samples(sizes, rows)
-        batches = Block(order, _ends_of(starts_bucket, self.batch_size))
+    def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
+        order = self.sort_samples(sizes, rows)
+        batches = Block(order, _ends_of(self.bucket_of(sizes, order), self.batch_size))
         if self.allow_collisions:
             return batches
         batches, put_out = resolve_collisions(sizes, batches, FREE, np.inf)
-        turn = occurrences(sizes, put_out)
+        turn = images_of(sizes, put_out).occurrence  # samples of one turn are all of different images
         by_turn = np.argsort(turn, kind="stable")
-        extra = Block(put_out[by_turn], _ends_of(_changes(turn[by_turn]), self.batch_size))
+        extra = Block(put_out[by_turn], _ends_of(turn[by_turn], self.batch_size))
         return Block.join([batches, extra])
 
-    def sort_samples(
-        self, sizes: SampleSizes, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(n,) `rows` in the order in which they are cut, and where a new batch must begin."""
-        raise NotImplementedError
+    def sort_samples(self, sizes: SampleSizes, rows: Ints) -> Ints:
+        """(n,) `rows`, which come in random order, as they are cut: bucket after bucket unless overridden."""
+        return rows[np.argsort(self.bucket_of(sizes, rows), kind="stable")]
+
+    def bucket_of(self, sizes: SampleSizes, rows: Ints) -> Ints:
+        """(n,) number of the bucket of each row; a batch stays inside one. All are in bucket 0 unless overridden."""
+        return np.zeros(len(rows), np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +67,6 @@ class Random(FixedSize):
 
     def block_size(self, num_samples: int) -> int:
         return 4096 * self.batch_size
-
-    def sort_samples(
-        self, sizes: SampleSizes, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        return rows, np.zeros(len(rows), dtype=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +80,9 @@ class BatchScheduler(FixedSize):
         """Plan an epoch under the articles' name; reads `dataset.sizes` and decodes no image."""
         return self.plan(dataset.sizes)
 
-    def sort_samples(
-        self, sizes: SampleSizes, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def sort_samples(self, sizes: SampleSizes, rows: Ints) -> Ints:
         rows = np.sort(rows)
-        by_size = np.lexsort((sizes.num_tokens[rows], sizes.width[rows], sizes.height[rows]))
-        return rows[by_size], np.zeros(len(rows), dtype=bool)
+        return rows[np.lexsort((sizes.num_tokens[rows], sizes.width[rows], sizes.height[rows]))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,39 +105,24 @@ class LengthGrouped(FixedSize):
         super().__post_init__()
         require_at_least("mega_batch", 1 if self.mega_batch is None else self.mega_batch, 1)
 
-    def sort_samples(
-        self, sizes: SampleSizes, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        length = sizes.num_tokens[rows] + _patches(sizes, rows)
+    def sort_samples(self, sizes: SampleSizes, rows: Ints) -> Ints:
+        length = np.add(*lengths(sizes, PATCH, rows))
         span = self.batch_size * (self.mega_batch or max(1, min(len(rows) // (self.batch_size * 4), 50)))
-        mega = np.arange(len(rows)) // span
-        by_length = np.lexsort((-length, mega))
+        by_length = np.lexsort((-length, np.arange(len(rows)) // span))
         order, length = rows[by_length], length[by_length]
         firsts = np.arange(0, len(rows), span)
         if len(rows):
             longest = firsts[np.argmax(length[firsts])]
             order[[0, longest]] = order[[longest, 0]]
-        return order, np.zeros(len(rows), dtype=bool)
+        return order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucketed(FixedSize):
-    """The base of schedulers whose batches stay inside a bucket; batches come in random order."""
+    """The base of schedulers with several buckets, whose batches come in random order."""
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         return batches.pick(rng.permutation(len(batches.ends)))
-
-    def sort_samples(
-        self, sizes: SampleSizes, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        keys = self.buckets(sizes, rows)
-        by_bucket = np.lexsort(keys)
-        edges = [_changes(key[by_bucket]) for key in keys]
-        return rows[by_bucket], np.logical_or.reduce(edges)
-
-    def buckets(self, sizes: SampleSizes, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], ...]:
-        """Columns (n,) that are equal inside a bucket, the most important last."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +144,9 @@ class Bucket(Bucketed):
         require_at_least("text_step", self.text_step, 1)
         require_at_least("classes_per_octave", self.classes_per_octave, 1)
 
-    def buckets(self, sizes: SampleSizes, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], ...]:
+    def bucket_of(self, sizes: SampleSizes, rows: Ints) -> Ints:
         aspect = aspect_class(sizes.height[rows], sizes.width[rows], self.classes_per_octave)
-        return sizes.num_tokens[rows] // self.text_step, aspect
+        return aspect << 32 | sizes.num_tokens[rows] // self.text_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,13 +156,12 @@ class AspectBucket(Bucketed):
     When to use: image cost rules and captions are short, or padded to a fixed length anyway.
     """
 
-    def buckets(self, sizes: SampleSizes, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], ...]:
-        return cells(sizes.width[rows], PATCH), cells(sizes.height[rows], PATCH)
+    def bucket_of(self, sizes: SampleSizes, rows: Ints) -> Ints:
+        _, high, wide = sides(sizes, PATCH, rows)
+        return high << 32 | wide
 
 
-def aspect_class(
-    height: NDArray[np.integer], width: NDArray[np.integer], classes_per_octave: int
-) -> NDArray[np.int64]:
+def aspect_class(height: np.ndarray, width: np.ndarray, classes_per_octave: int) -> Ints:
     """(n,) class of width / height on a logarithmic scale, from 1; 0 without an image."""
     there = (height > 0) & (width > 0)
     ratio = np.divide(width, height, out=np.ones(len(width)), where=there)
@@ -195,19 +169,10 @@ def aspect_class(
     return np.where(there, np.rint((octave + 17) * classes_per_octave), 0).astype(np.int64)
 
 
-def _patches(sizes: SampleSizes, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    return cells(sizes.height[rows], PATCH) * cells(sizes.width[rows], PATCH)
-
-
-def _changes(ordered: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """(n,) whether a value differs from the one before it; not so for the first."""
-    return np.diff(ordered, prepend=ordered[:1]) != 0
-
-
-def _ends_of(starts_bucket: NDArray[np.bool_], batch_size: int) -> NDArray[np.int64]:
-    """Ends of batches of at most `batch_size` that begin anew at each start of a bucket."""
-    num_samples = len(starts_bucket)
-    places = np.arange(num_samples)
+def _ends_of(bucket: Ints, batch_size: int) -> Ints:
+    """Ends of batches of at most `batch_size` samples that stay inside a bucket; buckets lie one after the other."""
+    places = np.arange(len(bucket))
+    starts_bucket = np.diff(bucket, prepend=bucket[:1]) != 0
     bucket_start = np.maximum.accumulate(np.where(starts_bucket, places, 0))
     starts_batch = (places - bucket_start) % batch_size == 0
-    return np.append(np.flatnonzero(starts_batch)[1:], num_samples)[: int(starts_batch.sum())]
+    return np.append(np.flatnonzero(starts_batch)[1:], len(bucket))[: int(starts_batch.sum())]

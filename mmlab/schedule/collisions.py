@@ -6,16 +6,14 @@ cut into batches of their own. Costs about a microsecond for each colliding samp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmlab.schedule.columns import Block
-from mmlab.schedule.metrics import cells
+from mmlab.schedule.columns import Block, Ints
+from mmlab.schedule.metrics import sides
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.schedule.cost import MaxPolynomial
     from mmlab.types import SampleSizes
 
@@ -23,10 +21,38 @@ _REACH = 256  # places on either side among which a partner is sought
 _MOST_OF_ONE = 32  # samples of one image in a block that are moved about; more are put out at once
 
 
+class Images(NamedTuple):
+    """Which of n samples share an image."""
+
+    number: Ints  # (n,) of the image, from 0 in order of appearance
+    occurrence: Ints  # (n,) how many earlier samples have the same image
+    members: Ints  # (n,) the samples, image after image
+    starts: Ints  # (images + 1,) where each image begins in `members`
+
+
+def images_of(sizes: SampleSizes, rows: Ints) -> Images:
+    """Group samples by image; one whose group is negative has an image of its own."""
+    places = np.arange(len(rows))
+    group = sizes.group[rows]
+    group = np.where(group < 0, -1 - places, group)
+    by_group = np.argsort(group, kind="stable")
+    firsts = np.flatnonzero(np.diff(group[by_group], prepend=group[by_group[:1]] - 1))
+    counts = np.diff(firsts, append=len(rows))
+    appearance = np.argsort(by_group[firsts])
+    number = np.empty(len(rows), np.int64)
+    number[by_group] = np.repeat(np.argsort(appearance), counts)
+    occurrence = np.empty(len(rows), np.int64)
+    occurrence[by_group] = places - np.repeat(firsts, counts)
+    starts = np.append(0, np.cumsum(counts[appearance]))
+    members = np.empty(len(rows), np.int64)
+    members[starts[number] + occurrence] = places
+    return Images(number, occurrence, members, starts)
+
+
 def resolve_collisions(
     sizes: SampleSizes, batches: Block, cost: MaxPolynomial, budget: float, *, reach: int = _REACH
-) -> tuple[Block, NDArray[np.int64]]:
-    """Part samples of one image.
+) -> tuple[Block, Ints]:
+    """Separate samples of one image.
 
     Args:
         batches: neighbouring batches should have samples of like size.
@@ -36,23 +62,21 @@ def resolve_collisions(
     Returns:
         Batches without collisions, and the rows that had to leave them, which may still collide among themselves.
     """
-    from mmlab.schedule._dense_loops import part_images
-    from mmlab.schedule._groups import number_groups
+    from mmlab.schedule._dense_loops import exchange_samples
 
-    order, batch_of_place = batches.order, batches.batch_of_place
-    image, occurrence, num_images = number_groups(sizes.group[order])
-    if not occurrence.any():
+    order, batch_of_place, images = batches.order, batches.batch_of_place, images_of(sizes, batches.order)
+    if not images.occurrence.any():
         return batches, np.empty(0, np.int64)
-    crowded = order[occurrence >= _MOST_OF_ONE]
+    few = images.occurrence < _MOST_OF_ONE
+    crowded = order[~few]
     if len(crowded):
-        few = occurrence < _MOST_OF_ONE
-        order, batch_of_place, image = order[few], batch_of_place[few], image[few]
-    held = part_images(
-        sizes.num_tokens[order].astype(np.int64),
-        cells(sizes.height[order], cost.patch),
-        cells(sizes.width[order], cost.patch),
-        image,
-        num_images,
+        order, batch_of_place = order[few], batch_of_place[few]
+        images = images_of(sizes, order)
+    held = exchange_samples(
+        np.stack(sides(sizes, cost.patch, order), axis=1),
+        images.number,
+        images.members,
+        images.starts,
         batch_of_place,
         len(batches.ends),
         cost.coefficients,
@@ -66,10 +90,3 @@ def resolve_collisions(
     left[held[kept]] = False
     rest = Block(order[held[kept]], ends[np.diff(ends, prepend=0) > 0])
     return rest, np.concatenate((order[left], crowded))
-
-
-def occurrences(sizes: SampleSizes, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(n,) how many earlier rows have the same image; rows of one number never collide."""
-    from mmlab.schedule._groups import number_groups
-
-    return number_groups(sizes.group[rows])[1]

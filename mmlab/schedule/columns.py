@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.types import CostModel
+
+Ints = NDArray[np.int64]
 
 
 class Block(NamedTuple):
     """A run of batches as columns."""
 
-    order: NDArray[np.int64]  # (n,) sample rows, batch after batch
-    ends: NDArray[np.int64]  # (b,) where each batch ends in `order`
+    order: Ints  # (n,) sample rows, batch after batch
+    ends: Ints  # (b,) where each batch ends in `order`
 
     @property
-    def starts(self) -> NDArray[np.int64]:
+    def starts(self) -> Ints:
         """(b,) where each batch begins in `order`."""
         return self.ends - self.counts
 
     @property
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> Ints:
         """(b,) samples of each batch."""
         return np.diff(self.ends, prepend=0)
 
     @property
-    def batch_of_place(self) -> NDArray[np.int64]:
+    def batch_of_place(self) -> Ints:
         """(n,) number of the batch that each place in `order` belongs to."""
         return np.repeat(np.arange(len(self.ends)), self.counts)
+
+    def largest(self, values: NDArray[Any]) -> NDArray[Any]:
+        """(b,) the largest of each batch's `values`, which are (n,) in the order of the places."""
+        return np.maximum.reduceat(values, self.starts) if len(self.ends) else values[:0]
+
+    def totals(self, values: NDArray[Any]) -> NDArray[Any]:
+        """(b,) the sum of each batch's `values`, which are (n,) in the order of the places."""
+        return np.add.reduceat(values, self.starts) if len(self.ends) else values[:0]
 
     def pick(self, batches: NDArray[np.integer]) -> Block:
         """The batches asked for, in that order."""
@@ -46,8 +55,8 @@ class Block(NamedTuple):
         """One block after the other."""
         if len(blocks) == 1:
             return blocks[0]
-        shifts = np.cumsum([0, *(len(block.order) for block in blocks)])[:-1]
-        ends = [block.ends + shift for block, shift in zip(blocks, shifts, strict=True)]
+        shifts = np.cumsum([0, *(len(block.order) for block in blocks)])
+        ends = [block.ends + shift for block, shift in zip(blocks, shifts, strict=False)]
         nothing = np.empty(0, np.int64)
         return Block(
             np.concatenate([nothing, *(block.order for block in blocks)]), np.concatenate([nothing, *ends])

@@ -1,14 +1,13 @@
 """What a batch of a given padded shape costs: padded tokens, or any maximum of polynomials in its shape.
 
-A cost model is a pure function of a `BatchShape` that never falls when a dimension grows. Planners take any such
-callable; those with `as_polynomial()` are evaluated in compiled code, others once a shape. One call takes some
-microseconds. Nothing here measures:
-coefficients come from a fit made elsewhere.
+A cost model (`mmlab.types.CostModel`) is a pure function of a `BatchShape` that never falls when a dimension grows.
+Planners take any such callable. One that also has `as_polynomial()` is evaluated in compiled code, any other once a
+shape. Nothing here measures: bytes and seconds are fitted elsewhere and come as the coefficients of a `MaxPolynomial`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,9 +47,6 @@ class MaxPolynomial:
     exponents: NDArray[np.int64]
     unit: str = "padded tokens"
     patch: int = PATCH
-    powers: list[tuple[int, int, int]] = field(
-        init=False, repr=False, compare=False
-    )  # `exponents`, quicker to walk
 
     def __post_init__(self) -> None:
         coefficients = np.atleast_2d(np.asarray(self.coefficients, dtype=np.float64))
@@ -64,12 +60,12 @@ class MaxPolynomial:
             raise OptionError("exponents must not be negative, and that of the batch size must be at most 2")
         object.__setattr__(self, "coefficients", coefficients)
         object.__setattr__(self, "exponents", exponents)
-        object.__setattr__(self, "powers", [tuple(row) for row in exponents.tolist()])
 
     def __call__(self, shape: BatchShape) -> float:
         count, text, height, width = shape
         patches = -(-height // self.patch) * -(-width // self.patch)
-        terms = [float(count) ** b * float(text) ** t * float(patches) ** p for b, t, p in self.powers]
+        powers = self.exponents.tolist()
+        terms = [float(count) ** b * float(text) ** t * float(patches) ** p for b, t, p in powers]
         return float((self.coefficients @ terms).max())
 
     def as_polynomial(self) -> MaxPolynomial:

@@ -15,10 +15,10 @@ import numpy as np
 from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler, require_at_least
 from mmlab.schedule.classic import aspect_class
-from mmlab.schedule.collisions import occurrences, resolve_collisions
-from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.collisions import images_of, resolve_collisions
+from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.cost import FREE, PaddedTokens, costliest_sample, max_batch_size, polynomial_of
-from mmlab.schedule.metrics import cells, work
+from mmlab.schedule.metrics import lengths, sides, work
 from mmlab.schedule.ranks import balance
 from mmlab.types import PATCH, BatchShape
 
@@ -47,7 +47,6 @@ class Budget(Scheduler):
             epoch, at most 32,768.
         overhead_ratio: what a batch costs besides its samples, as a share of a full one; a larger value gives fewer,
             fuller batches with more padding.
-        min_batch_size, multiple_of: sizes that batches have where the budget allows.
         max_batch_size: the most samples a batch may have.
     """
 
@@ -56,9 +55,7 @@ class Budget(Scheduler):
     allow_collisions: bool = False
     window: int | None = None
     overhead_ratio: float = 0.03
-    min_batch_size: int = 1
     max_batch_size: int = 4096
-    multiple_of: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,15 +63,12 @@ class Budget(Scheduler):
             raise OptionError(f"budget must be above 0 {self.cost.unit}, found {self.budget}")
         require_at_least("window", 1 if self.window is None else self.window, 1)
         require_at_least("overhead_ratio", self.overhead_ratio, 0)
-        require_at_least("min_batch_size", self.min_batch_size, 1)
-        require_at_least("max_batch_size", self.max_batch_size, self.min_batch_size)
-        require_at_least("multiple_of", self.multiple_of, 1)
+        require_at_least("max_batch_size", self.max_batch_size, 1)
 
     def limits(self, sizes: SampleSizes) -> Limits:
         budget = self.budget
         if budget is None:
-            text, image = mean_sizes(sizes, _patch_of(self.cost))
-            budget = DEFAULT_MEAN_SAMPLES * self._price_of(text, image)
+            budget = DEFAULT_MEAN_SAMPLES * self._cost_of_one(*mean_lengths(sizes, self._patch))
         row, price = costliest_sample(self.cost, sizes, enough=budget)
         if price > budget and self.budget is None:
             budget = price
@@ -86,19 +80,10 @@ class Budget(Scheduler):
             )
         return Limits(self.cost, budget)
 
-    def _price_of(self, text: float, image: float) -> float:
-        """Cost of an average sample, its image taken as a square where the model must see one."""
-        if polynomial := polynomial_of(self.cost):
-            return float(polynomial.at(1, text, image))
-        side = round(image**0.5) * _patch_of(self.cost)
-        return self.cost(BatchShape(1, round(text), side, side))
-
     def block_size(self, num_samples: int) -> int:
         return max(BLOCK_SIZE, self.window or 0)
 
-    def make_batches(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
-    ) -> Block:
+    def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
         num_windows = max(1, round(len(rows) / window))
         if self.allow_collisions or not len(rows):
@@ -106,69 +91,69 @@ class Budget(Scheduler):
                 sizes, rows, np.arange(len(rows)) * num_windows // max(1, len(rows)), limits
             )
         batches = self._cut_windows(sizes, rows, _deal_images(sizes, rows, num_windows, rng), limits)
-        polynomial = polynomial_of(self.cost)
         assert limits.budget is not None
-        if polynomial is None:
+        if (polynomial := polynomial_of(self.cost)) is None:
             batches, put_out = resolve_collisions(sizes, batches, FREE, limits.budget, reach=0)
         else:
             batches, put_out = resolve_collisions(sizes, batches, polynomial, limits.budget)
-        extra = self._cut_windows(sizes, put_out, occurrences(sizes, put_out), limits)
-        return Block.join([batches, extra])
+        turn = images_of(sizes, put_out).occurrence  # samples of one turn are all of different images
+        return Block.join([batches, self._cut_windows(sizes, put_out, turn, limits)])
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         if not len(batches.ends):
             return batches
-        patch, (order, _), starts = _patch_of(self.cost), batches, batches.starts
-        text = sizes.num_tokens[order]
-        high, wide = cells(sizes.height[order], patch), cells(sizes.width[order], patch)
-        most = [np.maximum.reduceat(side, starts) for side in (text, high, wide)]
-        batch_work = batches.counts * (work(most[0]) + work(most[1] * most[2]))
-        sample_work = np.add.reduceat(work(text) + work(high * wide), starts)
+        text, high, wide = sides(sizes, self._patch, batches.order)
+        longest, tallest, widest = (batches.largest(side) for side in (text, high, wide))
+        batch_work = batches.counts * (work(longest) + work(tallest * widest))
+        sample_work = batches.totals(work(text) + work(high * wide))
         return balance(batches, batch_work, sample_work, self.world_size, rng)
 
-    def _cut_windows(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], window: NDArray[np.int64], limits: Limits
-    ) -> Block:
+    @property
+    def _patch(self) -> int:
+        return getattr(self.cost, "patch", PATCH)
+
+    def _cost_of_one(self, text: float, image: float) -> float:
+        """Cost of an average sample, its image taken as a square where the model must see one."""
+        if polynomial := polynomial_of(self.cost):
+            return float(polynomial.at(1, text, image))
+        side = round(image**0.5) * self._patch
+        return self.cost(BatchShape(1, round(text), side, side))
+
+    def _cut_windows(self, sizes: SampleSizes, rows: Ints, window: Ints, limits: Limits) -> Block:
         """Batches of `rows` that stay inside a window, in the order of the windows and of size in each."""
         if not len(rows):
             return Block(rows, np.empty(0, np.int64))
-        patch = _patch_of(self.cost)
-        text = sizes.num_tokens[rows].astype(np.int64)
-        high, wide = cells(sizes.height[rows], patch), cells(sizes.width[rows], patch)
-        aspect = aspect_class(high, wide, _CLASSES_PER_OCTAVE)
-        by_size = _order_by(window, aspect, high, wide, text)
-        polynomial = polynomial_of(self.cost)
-        assert limits.budget is not None
+        text, high, wide = sides(sizes, self._patch, rows)
+        by_size = _order_by(window, aspect_class(high, wide, _CLASSES_PER_OCTAVE), high, wide, text)
+        rows, window = rows[by_size], window[by_size]
+        polynomial, budget = polynomial_of(self.cost), limits.budget
+        assert budget is not None
         if polynomial is None:
-            ends = self._cut_greedily(sizes, rows[by_size], window[by_size], limits.budget)
-            return Block(rows[by_size], ends)
+            return Block(rows, self._cut_greedily(sizes, rows, window, budget))
         from mmlab.schedule._dense_loops import cut_optimally
 
         mean_text, mean_area = text.mean(), (high * wide).mean()
-        side = round(mean_area**0.5) * patch
-        full = max_batch_size(self.cost, round(mean_text), side, side, limits.budget) * (
-            mean_text + mean_area
-        )
+        side = round(mean_area**0.5) * self._patch
+        num_mean = max_batch_size(self.cost, round(mean_text), side, side, budget)
         ends = cut_optimally(
             text[by_size],
             high[by_size],
             wide[by_size],
-            window[by_size],
+            window,
             polynomial.coefficients,
             polynomial.exponents,
-            float(limits.budget),
-            self.overhead_ratio * full,
-            self.min_batch_size,
+            float(budget),
+            self.overhead_ratio * (num_mean * (mean_text + mean_area)),
             self.max_batch_size,
-            self.multiple_of,
-            1e6 * full,
         )
-        return Block(rows[by_size], ends)
+        return Block(rows, ends)
 
-    def _cut_greedily(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], window: NDArray[np.int64], budget: float
-    ) -> NDArray[np.int64]:
-        """Ends of batches that are each as long as the budget allows, for cost models that cannot be compiled."""
+    def _cut_greedily(self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float) -> Ints:
+        """Ends of batches that are each as long as the budget allows, for cost models that cannot be compiled.
+
+        The padded shape of the first k samples, and so its cost, never falls when k grows: the largest k is found by
+        bisection.
+        """
         columns = [column[rows] for column in (sizes.num_tokens, sizes.height, sizes.width)]
         ends, start = [], 0
         while start < len(rows):
@@ -181,8 +166,6 @@ class Budget(Scheduler):
                     least = size
                 else:
                     beyond = size
-            if least > self.multiple_of:
-                least -= least % self.multiple_of
             start += least
             ends.append(start)
         return np.array(ends, dtype=np.int64)
@@ -219,7 +202,7 @@ class Memory(Budget):
         return Budget.limits(replace(self, budget=self.target_ratio * self.budget), sizes)
 
 
-def mean_sizes(sizes: SampleSizes, patch: int) -> tuple[float, float]:
+def mean_lengths(sizes: SampleSizes, patch: int) -> tuple[float, float]:
     """Mean text tokens and image patches of a sample; of 262,144 spread over the data where there are more.
 
     Those lie at multiples of the golden ratio, so that no period in the data (captions, sources in turn) misleads.
@@ -230,27 +213,24 @@ def mean_sizes(sizes: SampleSizes, patch: int) -> tuple[float, float]:
     if len(sizes) > _SURVEYED:
         spread = np.arange(_SURVEYED, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         some = ((spread >> np.uint64(32)) * np.uint64(len(sizes))) >> np.uint64(32)
-    patches = cells(sizes.height[some], patch) * cells(sizes.width[some], patch)
-    return float(sizes.num_tokens[some].mean()), float(patches.mean())
+    text, image = lengths(sizes, patch, some)
+    return float(text.mean()), float(image.mean())
 
 
-def _deal_images(
-    sizes: SampleSizes, rows: NDArray[np.int64], num_windows: int, rng: np.random.Generator
-) -> NDArray[np.int64]:
+def _deal_images(sizes: SampleSizes, rows: Ints, num_windows: int, rng: np.random.Generator) -> Ints:
     """(n,) window of each row: samples of one image go round the windows from a random one.
 
     There are as many windows as half of the samples have on their image, if that is more than asked for: samples of one
-    image may not meet in a batch anyway, and parting them beforehand pads less than exchanging them afterwards.
+    image may not meet in a batch anyway, and separating them beforehand pads less than exchanging them afterwards.
     """
-    from mmlab.schedule._groups import number_groups
-
-    image, occurrence, num_images = number_groups(sizes.group[rows])
-    of_one_image = np.sort(np.bincount(image)[image])
+    images = images_of(sizes, rows)
+    of_one_image = np.sort(np.bincount(images.number)[images.number])
     num_windows = max(num_windows, int(of_one_image[len(rows) // 2]))
-    return (rng.integers(num_windows, size=num_images)[image] + occurrence) % num_windows
+    first_window = rng.integers(num_windows, size=len(images.starts) - 1)
+    return (first_window[images.number] + images.occurrence) % num_windows
 
 
-def _order_by(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
+def _order_by(*keys: Ints) -> Ints:
     """Stable order by several columns of whole numbers >= 0, the most important first."""
     spans = [int(key.max()) + 1 for key in keys]
     if np.prod([float(span) for span in spans]) >= 2**62:
@@ -259,7 +239,3 @@ def _order_by(*keys: NDArray[np.int64]) -> NDArray[np.int64]:
     for key, span in zip(keys[1:], spans[1:], strict=True):
         combined = combined * span + key
     return np.argsort(combined, kind="stable")
-
-
-def _patch_of(cost: CostModel) -> int:
-    return getattr(cost, "patch", PATCH)

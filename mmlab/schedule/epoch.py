@@ -11,35 +11,21 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmlab.errors import DataError, OptionError
-from mmlab.schedule.columns import Block, Limits, Position
+from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.ranks import split_evenly
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.schedule.base import Scheduler
     from mmlab.types import SampleSizes
 
 _KEPT_SAMPLES = 2**20  # epochs up to this long keep their blocks in memory (8 MiB)
-
-
-class BlockSource(Protocol):
-    """Where a plan gets its batches from. Pure: the same block always has the same batches."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    def build(self, block: int) -> Block: ...
-
-    def state(self, position: Position) -> dict[str, Any]: ...
-
-    def locate(self, state: Mapping[str, Any]) -> Position: ...
+Taken = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +33,9 @@ class GivenBlock:
     """Batches that were made elsewhere."""
 
     block: Block
+    limits: Limits = NO_LIMITS
     num_blocks: int = 1
+    world_size: int = 1  # of an `EpochBlocks`, every block has a multiple of this many batches
 
     def build(self, block: int) -> Block:
         return self.block
@@ -61,22 +49,44 @@ class GivenBlock:
 
 @dataclass(frozen=True)
 class EpochBlocks:
-    """One epoch of a scheduler, or what is left of it.
+    """One epoch of a scheduler, or what is left of it. Pure: the same block always has the same batches.
 
-    `first` is where it starts; `taken` says what earlier plans, each for its own number of ranks, took from that block:
-    pairs (world_size, number of batches). What they left comes first, cut anew for this scheduler's `world_size`.
+    An epoch is a random order of places, cut into blocks of neighbours. When it is resumed on another number of
+    ranks, the block that was begun is finished first: `first` is its number, and `taken` says what earlier plans, each
+    for its own number of ranks, took from it, as pairs (world_size, number of batches). What they left is block 0 of
+    the resumed plan, cut anew for this scheduler's `world_size`; the untouched blocks follow.
     """
 
     scheduler: Scheduler
-    sizes: SampleSizes
+    sizes: SampleSizes  # of the samples of the epoch, n; a place is a row of these
     epoch: int
     limits: Limits
+    drawn: Ints | None = None  # (n,) the sample at each place; None where places are samples
     first: int = 0
-    taken: tuple[tuple[int, int], ...] = ()
+    taken: Taken = ()
     _built: dict[int, Block] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, sizes: SampleSizes, epoch: int) -> EpochBlocks:
+        """A whole epoch of the data whose sizes these are."""
+        drawn = scheduler.draw(sizes, epoch)
+        sizes = sizes if drawn is None else sizes.take(drawn)
+        return cls(scheduler, sizes, epoch, scheduler.limits(sizes), drawn)
+
+    def next_epoch(self, sizes: SampleSizes) -> EpochBlocks:
+        """The whole of the following epoch, of the data whose sizes these are."""
+        if self.drawn is None:
+            return replace(self, epoch=self.epoch + 1, first=0, taken=())
+        return EpochBlocks.of(self.scheduler, sizes, self.epoch + 1)
+
+    @property
+    def world_size(self) -> int:
+        """Every block has a multiple of this many batches."""
+        return self.scheduler.world_size
 
     @property
     def num_blocks(self) -> int:
+        """Of what is left of the epoch."""
         if not self.taken:
             return self._in_epoch - self.first
         return 1 + self._in_epoch - self._left_over[1]
@@ -86,20 +96,25 @@ class EpochBlocks:
         if block not in self._built:
             if len(self.sizes) > _KEPT_SAMPLES:
                 self._built.clear()
-            self._built[block] = self._build(block)
+            if self.taken and not block:
+                batches = self._cut(self._left_over[0], self.world_size, self.first, len(self.taken))
+            else:
+                number = self._block_in_epoch(block)
+                batches = self._cut(self._places(number), self.world_size, number, 0)
+            if self.drawn is not None:
+                batches = Block(self.drawn[batches.order], batches.ends)
+            self._built[block] = batches
         return self._built[block]
 
     def state(self, position: Position) -> dict[str, Any]:
-        """The integers from which `resume` finds this position again."""
-        taken = [*self.taken, (self.scheduler.world_size, position.batch)]
+        """The integers from which `resumed` finds this position again."""
+        taken = [*self.taken, (self.world_size, position.batch)]
         block = self.first
         if position.block or not self.taken:
             block, taken = self._block_in_epoch(position.block), taken[-1:]
         return {
-            "seed": self.scheduler.seed,
+            **self._identity,
             "epoch": self.epoch,
-            "num_samples": len(self.sizes),
-            "options": _fingerprint(self.scheduler),
             "block": block,
             "taken": [list(pair) for pair in taken],
         }
@@ -122,12 +137,7 @@ class EpochBlocks:
         Raises:
             DataError: the state is of another data set, seed or configuration.
         """
-        expected = {
-            "num_samples": len(self.sizes),
-            "seed": self.scheduler.seed,
-            "options": _fingerprint(self.scheduler),
-        }
-        for name, value in expected.items():
+        for name, value in self._identity.items():
             if state[name] != value:
                 raise DataError(
                     f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; "
@@ -135,13 +145,15 @@ class EpochBlocks:
                 )
         taken = tuple((world_size, count) for world_size, count in state["taken"] if count)
         batch = 0
-        if taken and taken[-1][0] == self.scheduler.world_size:
+        if taken and taken[-1][0] == self.world_size:
             batch, taken = taken[-1][1], taken[:-1]
         return replace(self, epoch=state["epoch"], first=state["block"], taken=taken), Position(0, batch)
 
-    def next_epoch(self) -> EpochBlocks:
-        """The same from the start of the following epoch."""
-        return replace(self, epoch=self.epoch + 1, first=0, taken=())
+    @property
+    def _identity(self) -> dict[str, int]:
+        """What must be the same for a state to fit."""
+        options = _fingerprint(self.scheduler)
+        return {"num_samples": len(self.sizes), "seed": self.scheduler.seed, "options": options}
 
     @cached_property
     def _in_epoch(self) -> int:
@@ -150,45 +162,43 @@ class EpochBlocks:
     def _block_in_epoch(self, block: int) -> int:
         return self._left_over[1] + block - 1 if self.taken else self.first + block
 
-    def _build(self, block: int) -> Block:
-        if self.taken and not block:
-            rows, _ = self._left_over
-            return self._cut(rows, self.scheduler.world_size, self.first, len(self.taken))
-        number = self._block_in_epoch(block)
-        return self._cut(self._rows(number), self.scheduler.world_size, number, 0)
+    def _places(self, number: int) -> Ints:
+        """The places of a block of the epoch, in random order."""
+        num_places = len(self.sizes)
+        start, end = (num_places * edge // self._in_epoch for edge in (number, number + 1))
+        return permute(np.arange(start, end), num_places, derive_key(self.scheduler.seed, self.epoch))
 
-    def _rows(self, number: int) -> NDArray[np.int64]:
-        """The samples of a block of the epoch, in random order."""
-        num_samples = len(self.sizes)
-        start, end = (num_samples * edge // self._in_epoch for edge in (number, number + 1))
-        return permute(np.arange(start, end), num_samples, derive_key(self.scheduler.seed, self.epoch))
-
-    def _cut(self, rows: NDArray[np.int64], world_size: int, number: int, turn: int) -> Block:
+    def _cut(self, places: Ints, world_size: int, number: int, turn: int) -> Block:
+        """Batches of these places for a number of ranks; `number` and `turn` seed what is random in them."""
         scheduler, limits = self.scheduler, self.limits
-        if world_size != scheduler.world_size:
+        if world_size != self.world_size:
             scheduler = replace(scheduler, world_size=world_size)
             limits = scheduler.limits(self.sizes)
         key = derive_key(scheduler.seed, self.epoch, number, turn)
         rng = np.random.Generator(np.random.Philox(key))
-        batches = scheduler.make_batches(self.sizes, rows, rng, limits)
+        batches = scheduler.make_batches(self.sizes, places, rng, limits)
         return scheduler.order_batches(self.sizes, split_evenly(batches, world_size), rng)
 
     @cached_property
-    def _left_over(self) -> tuple[NDArray[np.int64], int]:
-        """Samples that earlier plans left of the first block, and the number of the next untouched block.
+    def _left_over(self) -> tuple[Ints, int]:
+        """Places that earlier plans left of the first block, and the number of the next untouched block."""
+        return self._left_by(self.taken, self.world_size)
 
-        Where fewer are left than there are ranks, the next block joins them.
+    def _left_by(self, taken: Taken, next_world_size: int) -> tuple[Ints, int]:
+        """The same after some of the plans, for the ranks of the next one.
+
+        Each plan is made again as it was made then: from what the plans before it had left, for its own ranks. A plan
+        needs a sample for each rank, so where fewer are left, the next block joins them.
         """
-        rows, following = self._rows(self.first), self.first + 1
-        world_sizes = [*(world_size for world_size, _ in self.taken[1:]), self.scheduler.world_size]
-        for turn, ((world_size, count), next_world_size) in enumerate(
-            zip(self.taken, world_sizes, strict=True)
-        ):
-            batches = self._cut(rows, world_size, self.first, turn)
-            rows = batches.order[batches.ends[count - 1] :]
-            if len(rows) < next_world_size and following < self._in_epoch:
-                rows, following = np.concatenate((rows, self._rows(following))), following + 1
-        return rows, following
+        if not taken:
+            return self._places(self.first), self.first + 1
+        *earlier, (world_size, count) = taken
+        places, following = self._left_by(tuple(earlier), world_size)
+        batches = self._cut(places, world_size, self.first, len(earlier))
+        places = batches.order[batches.ends[count - 1] :]
+        if len(places) < next_world_size and following < self._in_epoch:
+            places, following = np.concatenate((places, self._places(following))), following + 1
+        return places, following
 
 
 def _fingerprint(scheduler: Scheduler) -> int:

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.cost import PaddedTokens
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from mmlab.schedule.plan import BatchPlan
 
 
@@ -22,21 +20,12 @@ def plot_plan(plan: BatchPlan) -> Figure:
     counts, text, height, width = plan.shape_columns.T
     sizes.hist(counts, bins=min(40, max(1, len(np.unique(counts)))), color="#0072B2")
     sizes.set(title=f"{len(counts)} batches", xlabel="samples in a batch", ylabel="batches")
-    _plot_costs(costs, plan)
+    costs.plot(plan.costs(), ".", markersize=3, color="#E69F00")
+    if plan.limits.budget:
+        costs.axhline(plan.limits.budget, color="#444444", linewidth=1, linestyle="--", label="budget")
+        costs.legend(frameon=False, fontsize=8)
+    unit = (plan.limits.cost or PaddedTokens()).unit
+    costs.set(title="Cost of each batch", xlabel="batch", ylabel=unit, ylim=(0, None))
     shapes.scatter(height * width, text, s=6, alpha=0.4, color="#009E73")
     shapes.set(title="Padded shapes", xlabel="height x width, pixels", ylabel="longest text, tokens")
     return figure
-
-
-def _plot_costs(axes: Axes, plan: BatchPlan) -> None:
-    cost = plan.limits.cost or PaddedTokens()
-    if plan.limits.streams:
-        alone = plan.sizes.take(plan.columns.order).alone
-        values = np.add.reduceat(batch_costs(cost, alone), plan.columns.starts)
-    else:
-        values = batch_costs(cost, plan.shape_columns)
-    axes.plot(values, ".", markersize=3, color="#E69F00")
-    if plan.limits.budget:
-        axes.axhline(plan.limits.budget, color="#444444", linewidth=1, linestyle="--", label="budget")
-        axes.legend(frameon=False, fontsize=8)
-    axes.set(title="Cost of each batch", xlabel="batch", ylabel=cost.unit, ylim=(0, None))

@@ -129,7 +129,7 @@ class LivePlan:
             if end is not None:
                 columns = columns.pick(np.arange(end - part.first))
             blocks.append(Block(part.rows[columns.order], columns.ends))
-        return BatchPlan(GivenBlock(Block.join(blocks)), self._epoch.sizes, limits=parts[-1].plan.limits)
+        return BatchPlan(GivenBlock(Block.join(blocks), parts[-1].plan.limits), self._epoch.sizes)
 
     def __len__(self) -> int:
         last = self._epoch.parts[-1]

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from mmlab.schedule.columns import Block, Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mmlab.schedule.columns import Block
+    from mmlab.types import SampleSizes
 
 _LINEAR_WORK = 6 * 768
 
 
-def cells(side: NDArray[np.integer], patch: int) -> NDArray[np.int64]:
+def cells(side: NDArray[np.integer], patch: int) -> Ints:
     """Patches along a side, the last one perhaps padded."""
     return -(-side.astype(np.int64) // patch)
+
+
+def sides(sizes: SampleSizes, patch: int, rows: Any = slice(None)) -> tuple[Ints, Ints, Ints]:
+    """(n,) text tokens, patch rows and patch columns of these samples."""
+    text = sizes.num_tokens[rows].astype(np.int64)
+    return text, cells(sizes.height[rows], patch), cells(sizes.width[rows], patch)
+
+
+def lengths(sizes: SampleSizes, patch: int, rows: Any = slice(None)) -> tuple[Ints, Ints]:
+    """(n,) text tokens and image patches of these samples."""
+    text, high, wide = sides(sizes, patch, rows)
+    return text, high * wide
 
 
 def waste(real: float, padded: float) -> float:
@@ -24,7 +38,7 @@ def waste(real: float, padded: float) -> float:
     return float(1 - real / padded) if padded else 0.0
 
 
-def work(length: NDArray[np.integer]) -> NDArray[np.int64]:
+def work(length: NDArray[np.integer]) -> Ints:
     """Arithmetic of a transformer layer of width 768 over a sequence this long: linear part plus attention.
 
     24 * 768^2 * L + 4 * 768 * L^2 operations, in units of 4 * 768; whole numbers, so that every machine sums alike.
@@ -40,9 +54,7 @@ def straggler(batch_work: NDArray[np.number], num_ranks: int) -> float:
     return waste(steps.sum(), steps.max(axis=1).sum() * num_ranks) if num_whole else 0.0
 
 
-def padded_streams(
-    text: NDArray[np.int64], image: NDArray[np.int64], room: tuple[int, int], num_ranks: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def padded_streams(text: Ints, image: Ints, room: tuple[int, int], num_ranks: int) -> tuple[Ints, Ints]:
     """What each pack's streams are padded to: their room, halved as often as every pack of the step still fits.
 
     So shapes stay few, and the short step that makes a plan even for its ranks costs little. A pack of one oversize
@@ -64,7 +76,7 @@ def padded_streams(
     return np.maximum(text, padded_text), np.maximum(image, padded_image)
 
 
-def collision_ratio(batches: Block, group: NDArray[np.int64]) -> float:
+def collision_ratio(batches: Block, group: Ints) -> float:
     """Share of samples that have another sample of their image in their batch (a negative group has no image)."""
     image, batch = group[batches.order], batches.batch_of_place
     batch, image = batch[image >= 0], image[image >= 0]
@@ -78,7 +90,7 @@ def collision_ratio(batches: Block, group: NDArray[np.int64]) -> float:
     return num_colliding / len(batches.order)
 
 
-def randomness(first: Block, second: Block, sample_work: NDArray[np.int64], num_ranks: int) -> float:
+def randomness(first: Block, second: Block, sample_work: Ints, num_ranks: int) -> float:
     """R = (1 - mates)(1 - |place|)(1 - |lag|) of two epochs: 1 is as random as shuffling, 0 is frozen.
 
     mates: share of pairs of batch-mates that are mates again; place: correlation of a sample's places in the two
@@ -109,22 +121,22 @@ def correlation(left: NDArray[np.number], right: NDArray[np.number]) -> float:
     return float(np.corrcoef(left, right)[0, 1])
 
 
-def _places(batches: Block, num_samples: int) -> NDArray[np.int64]:
+def _places(batches: Block, num_samples: int) -> Ints:
     """(N,) the batch that each sample is in, -1 where it is in none."""
     place = np.full(num_samples, -1, np.int64)
     place[batches.order] = batches.batch_of_place
     return place
 
 
-def _run_lengths(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
+def _run_lengths(ordered: Ints) -> Ints:
     edges = np.flatnonzero(np.diff(ordered)) + 1
     return np.diff(edges, prepend=0, append=len(ordered))
 
 
-def _num_pairs(counts: NDArray[np.int64]) -> int:
+def _num_pairs(counts: Ints) -> int:
     return int((counts * (counts - 1)).sum())
 
 
-def _step_means(batches: Block, sample_work: NDArray[np.int64], num_ranks: int) -> NDArray[np.float64]:
-    means = np.add.reduceat(sample_work[batches.order], batches.starts) / batches.counts
+def _step_means(batches: Block, sample_work: Ints, num_ranks: int) -> NDArray[np.float64]:
+    means = batches.totals(sample_work[batches.order]) / batches.counts
     return means[: len(means) // num_ranks * num_ranks].reshape(-1, num_ranks).mean(axis=1)

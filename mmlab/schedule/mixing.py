@@ -13,20 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmlab.errors import OptionError, unknown_name
-from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.columns import Block, Ints, Limits
+from mmlab.schedule.dense import Budget
 from mmlab.schedule.drawing import Drawing, modality_of
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.packed import Packed
 from mmlab.schedule.ranks import split_evenly
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.types import SampleSizes
 
 Ratios = Mapping[str, float]
@@ -75,12 +74,17 @@ class Mixed(Drawing):
                     f"every point of ratios must name the same sources, found {shares} at {epoch}"
                 )
 
+    @classmethod
+    def options_among(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those values that are options of this scheduler; the usual inner one takes those that are its own."""
+        return {"inner": Budget(**Budget.options_among(values)), **super().options_among(values)}
+
     @property
     def draws(self) -> bool:
         """Whether a ratio is asked for."""
         return self.ratios is not None
 
-    def sources_of(self, sizes: SampleSizes) -> tuple[Sequence[str], NDArray[np.int64]]:
+    def sources_of(self, sizes: SampleSizes) -> tuple[Sequence[str], Ints]:
         """Names of the sources, and (N,) the number of each sample's source."""
         if self.sources is None:
             return super().sources_of(sizes)
@@ -102,30 +106,24 @@ class Mixed(Drawing):
         }
         return {name: float(share) for name, share in shares.items()}
 
-    def draw(self, sizes: SampleSizes, epoch: int) -> NDArray[np.int64]:
+    def draw(self, sizes: SampleSizes, epoch: int) -> Ints | None:
         """Rows of an epoch's samples, source after source."""
         if not self.draws:
-            return np.arange(len(sizes))
+            return None
         names, codes = self.sources_of(sizes)
-        available = {
-            name: int(count) for name, count in zip(names, np.bincount(codes), strict=False) if count
-        }
+        counts = np.bincount(codes, minlength=len(names)).tolist()
+        available = {name: count for name, count in zip(names, counts, strict=True) if count}
         self._check_names(available)
-        starts = dict.fromkeys(available, 0)
-        for before in range(epoch):
-            for name, quota in self._quotas(available, before).items():
-                starts[name] += quota
+        before = [self._quotas(available, earlier) for earlier in range(epoch)]
         drawn = []
         for name, quota in self._quotas(available, epoch).items():
-            code = list(names).index(name)
-            places = np.arange(starts[name], starts[name] + quota) % available[name]
+            code, start = list(names).index(name), sum(quotas[name] for quotas in before)
+            places = np.arange(start, start + quota) % available[name]
             order = permute(places, available[name], derive_key(self.seed, code))
             drawn.append(np.flatnonzero(codes == code)[order])
         return np.concatenate(drawn)
 
-    def make_batches(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
-    ) -> Block:
+    def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
         """Batches of one modality each; the batches of one step, one a rank, are of one modality too."""
         inner = self._inner
         apart = not isinstance(inner, Packed) if self.homogeneous is None else self.homogeneous
@@ -166,12 +164,12 @@ class Mixed(Drawing):
 
     def _quotas(self, available: Mapping[str, int], epoch: int) -> dict[str, int]:
         """Samples to draw of each source: the shares of the epoch's length, rounded so that they add up to it."""
-        shares = np.array([self.ratios_at(epoch)[name] for name in available])
-        counts = np.array(list(available.values()))
-        reach = (
+        ratios = self.ratios_at(epoch)
+        shares, counts = np.array([ratios[name] for name in available]), np.array(list(available.values()))
+        once = (
             counts[shares > 0] / shares[shares > 0]
         )  # epoch lengths at which each source comes exactly once
-        length = {"keep": counts.sum(), "undersample": reach.min(), "oversample": reach.max()}[self.length]
+        length = {"keep": counts.sum(), "undersample": once.min(), "oversample": once.max()}[self.length]
         exact = shares * round(float(length))
         quotas = np.floor(exact).astype(np.int64)
         quotas[np.argsort(quotas - exact, kind="stable")[: round(float(exact.sum())) - quotas.sum()]] += 1

@@ -16,16 +16,15 @@ import numpy as np
 
 from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler, require_at_least
-from mmlab.schedule.columns import Block, Limits
+from mmlab.schedule.collisions import images_of
+from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.cost import PaddedTokens
-from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_sizes
-from mmlab.schedule.metrics import cells, work
+from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_lengths
+from mmlab.schedule.metrics import cells, lengths, work
 from mmlab.schedule.ranks import balance, shorten_last_step
 from mmlab.types import PATCH
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.types import SampleSizes
 
 _POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
@@ -69,7 +68,7 @@ class Packed(Scheduler):
         if self.text_room is not None and self.image_room is not None:
             streams, budget = (self.text_room, self.image_room), float(self.text_room + self.image_room)
         else:
-            text, image = mean_sizes(sizes, self.patch)
+            text, image = mean_lengths(sizes, self.patch)
             budget = float(self.budget or max(1.0, DEFAULT_MEAN_SAMPLES * (text + image)))
             share = text / (text + image) if text + image else 0.5
             streams = int(budget * share + 1e-6), int(budget * (1 - share) + 1e-6)  # 9.9999... is 10
@@ -79,24 +78,18 @@ class Packed(Scheduler):
     def block_size(self, num_samples: int) -> int:
         return BLOCK_SIZE
 
-    def make_batches(
-        self, sizes: SampleSizes, rows: NDArray[np.int64], rng: np.random.Generator, limits: Limits
-    ) -> Block:
-        from mmlab.schedule._groups import number_groups
+    def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
         from mmlab.schedule._pack_loops import fill_packs
 
         assert limits.streams is not None
         if not len(rows):
             return Block(rows, rows)
-        text, image = self._columns(sizes, rows)
-        if self.allow_collisions:
-            group, num_groups = np.arange(len(rows)), len(rows)
-        else:
-            group, _, num_groups = number_groups(sizes.group[rows])
+        text, image = lengths(sizes, self.patch, rows)
+        image_number = np.arange(len(rows)) if self.allow_collisions else images_of(sizes, rows).number
         in_pack = sum(limits.streams) / max(1.0, float(text.mean() + image.mean()))
         pool_size = max(_POOL_SIZE, 4 * int(in_pack))
         order, ends = fill_packs(
-            text, image, group, num_groups, *limits.streams, pool_size, _PATIENCE, _REACH, _SWEEPS
+            text, image, image_number, len(rows), *limits.streams, pool_size, _PATIENCE, _REACH, _SWEEPS
         )
         packs = Block(rows[order], ends)
         return shorten_last_step(packs, work(text[order]) + work(image[order]), self.world_size)
@@ -104,28 +97,16 @@ class Packed(Scheduler):
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         if not len(batches.ends):
             return batches
-        text, image = self._columns(sizes, batches.order)
-        pack_work = np.add.reduceat(work(text) + work(image), batches.starts)
+        text, image = lengths(sizes, self.patch, batches.order)
+        pack_work = batches.totals(work(text) + work(image))
         return balance(batches, pack_work, pack_work, self.world_size, rng)
 
-    def _columns(
-        self, sizes: SampleSizes, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(n,) text tokens and image patches."""
-        patches = cells(sizes.height[rows], self.patch) * cells(sizes.width[rows], self.patch)
-        return sizes.num_tokens[rows].astype(np.int64), patches
-
-    def _largest(self, sizes: SampleSizes) -> tuple[int, int]:
-        """Bounds on the tokens and patches of a sample."""
-        text, height, width = (
-            column.max(initial=0) for column in (sizes.num_tokens, sizes.height, sizes.width)
-        )
-        return int(text), int(cells(height, self.patch) * cells(width, self.patch))
-
     def _warn_of_oversize(self, sizes: SampleSizes, streams: tuple[int, int]) -> None:
-        if all(largest <= room for largest, room in zip(self._largest(sizes), streams, strict=True)):
-            return
-        text, image = self._columns(sizes, np.arange(len(sizes)))
+        columns = (sizes.num_tokens, sizes.height, sizes.width)
+        text, height, width = (column.max(initial=0) for column in columns)
+        if text <= streams[0] and cells(height, self.patch) * cells(width, self.patch) <= streams[1]:
+            return  # quick for millions of samples
+        text, image = lengths(sizes, self.patch)
         oversize = np.flatnonzero((text > streams[0]) | (image > streams[1]))
         if len(oversize):
             row = oversize[0]

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.columns import NO_LIMITS, Block, Limits, Position
-from mmlab.schedule.epoch import BlockSource, EpochBlocks, GivenBlock
+from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.epoch import EpochBlocks, GivenBlock
 from mmlab.types import BatchShape
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mmlab.schedule.report import PlanReport
-    from mmlab.types import SampleSizes
+    from mmlab.types import CostModel, SampleSizes
+
+_START = Position(0, 0)
 
 
 class BatchPlan:
@@ -38,22 +41,30 @@ class BatchPlan:
     Args:
         source: where the batches come from.
         sizes: of all samples, N.
-        limits: what a batch may cost.
-        even_for: every block is known to have a multiple of this many batches.
+        start: where in the source the plan begins.
+        rank, world_size: the share of a rank that this is.
     """
 
     def __init__(
-        self, source: BlockSource, sizes: SampleSizes, *, limits: Limits = NO_LIMITS, even_for: int = 1
+        self,
+        source: EpochBlocks | GivenBlock,
+        sizes: SampleSizes,
+        *,
+        start: Position = _START,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.source, self.sizes, self.limits, self.even_for = source, sizes, limits, even_for
-        self._rank, self._world_size, self._start = 0, 1, Position(0, 0)
+        self.source, self.sizes, self.limits = source, sizes, source.limits
+        self._start, self._rank, self._world_size = start, rank, world_size
 
     @classmethod
-    def from_batches(cls, batches: Sequence[Sequence[int]], sizes: SampleSizes) -> BatchPlan:
+    def from_batches(
+        cls, batches: Sequence[Sequence[int]], sizes: SampleSizes, limits: Limits = NO_LIMITS
+    ) -> BatchPlan:
         """A plan of given batches, to report on or train with batches that were made elsewhere."""
         order = np.concatenate([np.empty(0, np.int64), *(np.asarray(batch, np.int64) for batch in batches)])
         ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
-        return cls(GivenBlock(Block(order, ends)), sizes)
+        return cls(GivenBlock(Block(order, ends), limits), sizes)
 
     def __iter__(self) -> PlanIterator:
         return PlanIterator(self)
@@ -67,26 +78,43 @@ class BatchPlan:
         return Block.join([block for _, _, block in self._blocks(self._start)])
 
     @cached_property
-    def shape_columns(self) -> NDArray[np.int64]:
+    def shape_columns(self) -> Ints:
         """(num_batches, 4): batch size, longest text, tallest and widest image of each batch."""
-        order, ends = self.columns
-        if not len(ends):
-            return np.empty((0, 4), np.int64)
-        sides = (self.sizes.num_tokens, self.sizes.height, self.sizes.width)
-        longest = [np.maximum.reduceat(side[order], self.columns.starts) for side in sides]
-        return np.stack([self.columns.counts, *longest], axis=1).astype(np.int64)
+        batches, sizes = self.columns, self.sizes
+        sides = (sizes.num_tokens, sizes.height, sizes.width)
+        most = [batches.largest(side[batches.order]).astype(np.int64) for side in sides]
+        return np.stack([batches.counts, *most], axis=1)
+
+    @cached_property
+    def shapes(self) -> list[BatchShape]:
+        """The padded shape of every batch."""
+        return [BatchShape(*shape) for shape in self.shape_columns.tolist()]
+
+    def costs(self, cost: CostModel | None = None) -> NDArray[np.float64]:
+        """(num_batches,) what each batch costs: its padded shape, or in a packed plan the sum of its samples.
+
+        Args:
+            cost: a cost model; None takes the plan's own, or else padded tokens.
+        """
+        cost = cost or self.limits.cost or PaddedTokens()
+        if self.limits.streams is None:
+            return batch_costs(cost, self.shape_columns)
+        return self.columns.totals(batch_costs(cost, self.sizes.take(self.columns.order).alone))
 
     @property
-    def shapes(self) -> Sequence[BatchShape]:
-        """The padded shape of every batch, made on access."""
-        return _Shapes(self.shape_columns)
+    def times_drawn(self) -> Ints:
+        """(N,) how often each sample comes."""
+        return np.bincount(self.columns.order, minlength=len(self.sizes))
 
     @property
-    def dropped(self) -> NDArray[np.int64]:
-        """Rows that are in no batch, ascending. The schedulers of this package drop none."""
-        missing = np.ones(len(self.sizes), dtype=bool)
-        missing[self.columns.order] = False
-        return np.flatnonzero(missing)
+    def dropped(self) -> Ints:
+        """Rows that are in no batch, ascending; only a scheduler that draws leaves any out."""
+        return np.flatnonzero(self.times_drawn == 0)
+
+    @property
+    def repeated(self) -> Ints:
+        """Rows that come more than once, ascending; only a scheduler that draws repeats any."""
+        return np.flatnonzero(self.times_drawn > 1)
 
     def shard(self, rank: int, world_size: int) -> BatchPlan:
         """The batches of one rank: every `world_size`-th, so that one step's batches are neighbours in the plan.
@@ -98,16 +126,17 @@ class BatchPlan:
             raise OptionError(f"rank must lie in [0, {world_size}), found {rank}")
         if self._world_size > 1:
             raise OptionError(f"this plan is already the share of rank {self._rank} of {self._world_size}")
-        if self.even_for % world_size and len(self) % world_size:
+        if self.source.world_size % world_size and len(self) % world_size:
             raise OptionError(
                 f"{len(self)} batches cannot be shared evenly by {world_size} ranks; "
                 f"plan with world_size={world_size}, which splits batches until they can"
             )
-        return self._view(rank, world_size, self._start)
+        return BatchPlan(self.source, self.sizes, start=self._start, rank=rank, world_size=world_size)
 
     def skip(self, num_steps: int) -> BatchPlan:
         """The same plan without its first `num_steps` batches (of this rank); plans the blocks that it passes over."""
-        return self._view(self._rank, self._world_size, self._after(num_steps))
+        start = self._after(num_steps)
+        return BatchPlan(self.source, self.sizes, start=start, rank=self._rank, world_size=self._world_size)
 
     def state_dict(self, num_steps: int) -> dict[str, Any]:
         """A few integers: where this plan stands after `num_steps` batches (of this rank); alike on every rank.
@@ -128,11 +157,11 @@ class BatchPlan:
         """
         from mmlab.schedule.report import report_plan
 
-        whole = self._world_size == 1 and self._start == (0, 0)
-        if following is None and whole and isinstance(self.source, EpochBlocks):
-            following = BatchPlan(self.source.next_epoch(), self.sizes, limits=self.limits)
+        source, whole = self.source, self._world_size == 1 and self._start == _START
+        if following is None and whole and isinstance(source, EpochBlocks):
+            following = BatchPlan(source.next_epoch(self.sizes), self.sizes)
         if num_ranks is None:
-            num_ranks = self.even_for if self.even_for > 1 else 8
+            num_ranks = source.world_size if source.world_size > 1 else 8
         return report_plan(self, budget=budget, num_ranks=num_ranks, following=following)
 
     def plot(self) -> Figure:
@@ -147,11 +176,6 @@ class BatchPlan:
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
 
-    def _view(self, rank: int, world_size: int, start: Position) -> BatchPlan:
-        view = BatchPlan(self.source, self.sizes, limits=self.limits, even_for=self.even_for)
-        view._rank, view._world_size, view._start = rank, world_size, start
-        return view
-
     def _blocks(self, start: Position) -> Iterator[tuple[int, int, Block]]:
         """Number of each block, number of this rank's first batch in it, and this rank's batches."""
         num_before = 0
@@ -160,12 +184,9 @@ class BatchPlan:
             first = start.batch if number == start.block else 0
             mine = first + (self._rank - num_before) % self._world_size
             num_before += len(block.ends) - first
-            whole = self._world_size == 1 and not first
-            yield (
-                number,
-                mine,
-                block if whole else block.pick(np.arange(mine, len(block.ends), self._world_size)),
-            )
+            if self._world_size > 1 or first:
+                block = block.pick(np.arange(mine, len(block.ends), self._world_size))
+            yield number, mine, block
 
     def _after(self, num_steps: int) -> Position:
         if num_steps < 0:
@@ -215,16 +236,3 @@ class PlanIterator(Iterator[list[int]]):
         self._from, self._blocks = position, self._plan._blocks(position)
         self._block, self._mine = position
         self._order, self._ends, self._next = np.empty(0, np.int64), [0], 1
-
-
-class _Shapes(Sequence[BatchShape]):
-    def __init__(self, columns: NDArray[np.int64]) -> None:
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return _Shapes(self._columns[index])
-        return BatchShape(*map(int, self._columns[index]))

@@ -5,16 +5,11 @@ The batches of one step, one a rank, are neighbours in the plan. Nothing is comm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.columns import Block
+from mmlab.schedule.columns import Block, Ints
 from mmlab.schedule.metrics import correlation
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _TRIED_ORDERS = 4
 
@@ -39,7 +34,7 @@ def split_evenly(batches: Block, world_size: int) -> Block:
     return Block(batches.order, ends)
 
 
-def shorten_last_step(packs: Block, sample_work: NDArray[np.int64], world_size: int) -> Block:
+def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block:
     """Split the emptiest packs so that those which fill no whole step make one short step for all ranks.
 
     Only parts of one pack go together, so no part holds more than its pack did, nor two samples that it kept apart.
@@ -50,7 +45,7 @@ def shorten_last_step(packs: Block, sample_work: NDArray[np.int64], world_size: 
     num_over = len(packs.ends) % world_size
     if not num_over:
         return packs
-    pack_work = np.add.reduceat(sample_work, packs.starts)
+    pack_work = packs.totals(sample_work)
     split = np.argsort(pack_work, kind="stable")[:num_over]
     parts = np.ones(num_over, dtype=np.int64)
     for _ in range(world_size - num_over):
@@ -72,11 +67,7 @@ def shorten_last_step(packs: Block, sample_work: NDArray[np.int64], world_size: 
 
 
 def balance(
-    batches: Block,
-    batch_work: NDArray[np.int64],
-    sample_work: NDArray[np.int64],
-    world_size: int,
-    rng: np.random.Generator,
+    batches: Block, batch_work: Ints, sample_work: Ints, world_size: int, rng: np.random.Generator
 ) -> Block:
     """Make batches of nearly equal work one step, and shuffle the steps.
 

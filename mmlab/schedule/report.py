@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.schedule.cost import PaddedTokens, batch_costs
-from mmlab.schedule.metrics import cells, collision_ratio, padded_streams, randomness, straggler, waste, work
+from mmlab.schedule.columns import Ints
+from mmlab.schedule.cost import PaddedTokens
+from mmlab.schedule.epoch import EpochBlocks
+from mmlab.schedule.metrics import (
+    cells,
+    collision_ratio,
+    lengths,
+    padded_streams,
+    randomness,
+    straggler,
+    waste,
+    work,
+)
 from mmlab.types import PATCH
 
 if TYPE_CHECKING:
@@ -18,13 +29,33 @@ if TYPE_CHECKING:
 
 _FEW_SAMPLES = 16  # below this mean batch size padded batches fit badly
 _SHOWN_ROWS = 5
+_PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio", "coverage")
 
 
-class Histogram(NamedTuple):
-    """How many batches lie between neighbouring edges."""
+def shown(name: str, value: float | str | None) -> str:
+    """A figure of a plan as people read it: shares in per cent, other numbers in five digits."""
+    if name in _PER_CENT:
+        return f"{value:.2%}"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
-    edges: tuple[float, ...]  # one more than counts
-    counts: tuple[int, ...]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceShare:
+    """What became of one source in an epoch of a scheduler that draws."""
+
+    num_samples: int  # in the data set
+    num_drawn: int
+    num_repeats: int  # of those drawn, second and later appearances of a sample
+    num_left_out: int  # samples that were not drawn
+    realised_ratio: float  # share of all that was drawn
+    wanted_ratio: float | None
+
+    def __str__(self) -> str:
+        wanted = "" if self.wanted_ratio is None else f" (wanted {self.wanted_ratio:.2%})"
+        return (
+            f"{self.realised_ratio:.2%} of the epoch{wanted}: {self.num_drawn} drawn of {self.num_samples}, "
+            f"{self.num_repeats} repeats, {self.num_left_out} left out"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +75,16 @@ class PlanReport:
     peak_over_budget: float | None  # peak cost / budget; 1 is a full batch
     num_over_budget: int  # batches above it
     straggler: float  # 1 - mean / max work (`metrics.work`) over the batches of one step, one a rank
-    randomness: (
-        float | None
-    )  # R of this and the next epoch (`metrics.randomness`); None where only one is known
+    randomness: float | None  # R of this and the next epoch (`metrics.randomness`); None if only one is known
     collision_ratio: float  # share of samples with another sample of the same image in their batch
     coverage: float  # share of the samples that are in the plan
     num_duplicates: int
-    batch_size_histogram: Histogram
-    cost_histogram: Histogram
+    sources: dict[str, SourceShare]  # of a scheduler that draws, what became of each source
     notes: tuple[str, ...]  # what deserves attention, in words
 
     def as_dict(self) -> dict[str, Any]:
         """Name -> figure, ready for JSON."""
-        histograms = {
-            name: getattr(self, name)._asdict() for name in ("batch_size_histogram", "cost_histogram")
-        }
-        return asdict(self) | histograms
+        return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"{name:17} {value}" for name, value in self._shown().items()]
@@ -74,50 +99,29 @@ class PlanReport:
         return f"<table>{rows}</table>{notes}"
 
     def _shown(self) -> dict[str, str]:
-        per_cent = (
-            "text_waste",
-            "image_waste",
-            "combined_waste",
-            "straggler",
-            "collision_ratio",
-            "coverage",
-        )
-        shown = {}
-        for name, value in asdict(self).items():
-            if name.endswith("histogram") or name == "notes" or value is None:
-                continue
-            if name in per_cent:
-                shown[name] = f"{100 * value:.2f} %"
-            else:
-                shown[name] = f"{value:.5g}" if isinstance(value, float) else str(value)
-        return shown
+        figures = {name: getattr(self, name) for name in self.__slots__ if name not in ("sources", "notes")}
+        return {name: shown(name, value) for name, value in figures.items() if value is not None}
 
 
 def report_plan(
     plan: BatchPlan, *, budget: float | None, num_ranks: int, following: BatchPlan | None
 ) -> PlanReport:
     """Measure a plan (see `BatchPlan.report`)."""
-    sizes, batches = plan.sizes, plan.columns
-    cost = PaddedTokens() if plan.limits.cost is None else plan.limits.cost
+    sizes, batches, times_drawn = plan.sizes, plan.columns, plan.times_drawn
     budget = plan.limits.budget if budget is None else budget
+    cost = plan.limits.cost or PaddedTokens()
     patch = getattr(cost, "patch", PATCH)
-    sample_image = cells(sizes.height, patch) * cells(sizes.width, patch)
-    sample_work = work(sizes.num_tokens) + work(sample_image)
-    text = sizes.num_tokens[batches.order].astype(np.int64)
-    image = sample_image[batches.order]
-    if plan.limits.streams is None:
-        counts, longest, height, width = plan.shape_columns.T
-        area = cells(height, patch) * cells(width, patch)
-        padded_text, padded_image = counts * longest, counts * area
-        batch_work = counts * (work(longest) + work(area))
-        costs = batch_costs(cost, plan.shape_columns)
-    else:
-        sum_text, sum_image = _sums(text, batches.starts), _sums(image, batches.starts)
-        padded_text, padded_image = padded_streams(sum_text, sum_image, plan.limits.streams, plan.even_for)
-        batch_work = _sums(sample_work[batches.order], batches.starts)
-        costs = (sum_text + sum_image).astype(np.float64)
-    times_seen = np.bincount(batches.order, minlength=len(sizes))
-    report = PlanReport(
+    text, image = lengths(sizes, patch)
+    sample_work = work(text) + work(image)
+    text, image = text[batches.order], image[batches.order]
+    padded_text, padded_image, batch_work = _padded(plan, text, image, patch)
+    costs = plan.costs()
+    peak_cost = float(costs.max(initial=0.0))
+    shares = {}
+    if isinstance(plan.source, EpochBlocks):
+        shares = plan.source.scheduler.source_shares(sizes, times_drawn, plan.source.epoch)
+    score = None if following is None else randomness(batches, following.columns, sample_work, num_ranks)
+    return PlanReport(
         num_samples=len(sizes),
         num_batches=len(batches.ends),
         mean_batch_size=len(batches.order) / max(1, len(batches.ends)),
@@ -127,27 +131,32 @@ def report_plan(
         cost_unit=cost.unit,
         budget=budget,
         mean_cost=float(costs.mean()) if len(costs) else 0.0,
-        peak_cost=float(costs.max(initial=0.0)),
-        peak_over_budget=float(costs.max(initial=0.0) / budget) if budget else None,
+        peak_cost=peak_cost,
+        peak_over_budget=peak_cost / budget if budget else None,
         num_over_budget=int((costs > budget).sum()) if budget else 0,
         straggler=straggler(batch_work, num_ranks),
-        randomness=None
-        if following is None
-        else randomness(batches, following.columns, sample_work, num_ranks),
+        randomness=score,
         collision_ratio=collision_ratio(batches, sizes.group),
-        coverage=float((times_seen > 0).mean()) if len(sizes) else 1.0,
-        num_duplicates=int(np.maximum(times_seen - 1, 0).sum()),
-        batch_size_histogram=_histogram(batches.counts),
-        cost_histogram=_histogram(costs),
-        notes=_notes(plan, costs, budget, np.flatnonzero(times_seen == 0)),
+        coverage=float((times_drawn > 0).mean()) if len(sizes) else 1.0,
+        num_duplicates=int(np.maximum(times_drawn - 1, 0).sum()),
+        sources=shares,
+        notes=(*_notes(plan, costs, budget), *(f"{name}: {share}" for name, share in shares.items())),
     )
-    return report
 
 
-def _notes(
-    plan: BatchPlan, costs: NDArray[np.float64], budget: float | None, missing: NDArray[np.int64]
-) -> tuple[str, ...]:
-    notes = []
+def _padded(plan: BatchPlan, text: Ints, image: Ints, patch: int) -> tuple[Ints, Ints, Ints]:
+    """(b,) padded tokens, padded patches and work of each batch, from tokens and patches at each place."""
+    if plan.limits.streams is not None:
+        sums = plan.columns.totals(text), plan.columns.totals(image)
+        padded = padded_streams(*sums, plan.limits.streams, plan.source.world_size)
+        return *padded, plan.columns.totals(work(text) + work(image))
+    counts, longest, height, width = plan.shape_columns.T
+    area = cells(height, patch) * cells(width, patch)
+    return counts * longest, counts * area, counts * (work(longest) + work(area))
+
+
+def _notes(plan: BatchPlan, costs: NDArray[np.float64], budget: float | None) -> list[str]:
+    notes, missing = [], plan.dropped
     if len(missing):
         rows = ", ".join(map(str, missing[:_SHOWN_ROWS])) + (", ..." if len(missing) > _SHOWN_ROWS else "")
         notes.append(f"{len(missing)} samples are in no batch: rows {rows}")
@@ -159,13 +168,4 @@ def _notes(
             f"a batch has {mean:.1f} samples on average, too few of like shape to pad little; "
             "a larger budget, or the scheduler 'packed', wastes less"
         )
-    return tuple(notes)
-
-
-def _sums(column: NDArray[np.integer], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.add.reduceat(column, starts) if len(starts) else np.empty(0, np.int64)
-
-
-def _histogram(values: NDArray[np.number]) -> Histogram:
-    counts, edges = np.histogram(values, bins=20) if len(values) else (np.zeros(0), np.zeros(0))
-    return Histogram(tuple(edges.tolist()), tuple(counts.astype(int).tolist()))
+    return notes

@@ -10,6 +10,7 @@ import numpy as np
 
 from mmlab.errors import OptionError
 from mmlab.schedule.base import require_at_least
+from mmlab.schedule.columns import Ints
 from mmlab.schedule.drawing import Drawing
 from mmlab.schedule.order import derive_key, permute
 
@@ -59,7 +60,7 @@ class Weighted(Drawing):
         weights = np.asarray(self.weights)
         return weights * ((self.num_samples or len(weights)) / weights.sum())
 
-    def draw(self, sizes: SampleSizes, epoch: int) -> NDArray[np.int64]:
+    def draw(self, sizes: SampleSizes, epoch: int) -> Ints:
         """Rows of an epoch's samples."""
         num_samples = len(self.weights)
         if num_samples != len(sizes):
@@ -71,7 +72,7 @@ class Weighted(Drawing):
         )
 
 
-def systematic_counts(expected: NDArray[np.float64], start: float) -> NDArray[np.int64]:
+def systematic_counts(expected: NDArray[np.float64], start: float) -> Ints:
     """How many unit steps from `start` in [0, 1) fall on each of the intervals `expected`, laid end to end.
 
     >>> systematic_counts(np.array([0.5, 1.25, 0.25]), 0.5).tolist()

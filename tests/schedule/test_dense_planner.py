@@ -37,7 +37,7 @@ def test_the_cut_is_the_best_of_all_cuts(data):
     cost = PaddedTokens().as_polynomial()
     ends = cut_optimally(
         text, high, wide, np.zeros(num, np.int64), cost.coefficients, cost.exponents,
-        float(budget), float(overhead), 1, 4096, 1, 0.0,
+        float(budget), float(overhead), 4096,
     )  # fmt: skip
     found = price_of_cut(text, high, wide, [0, *ends], overhead)
     every_cut = [
@@ -85,20 +85,10 @@ def test_one_giant_sets_the_default_budget():
     assert plan.limits.budget == 9001
 
 
-def test_sizes_of_batches_keep_to_multiple_and_bounds_where_they_can():
-    plan = make_scheduler("budget", budget=20_000, multiple_of=8, allow_collisions=True).plan(SIZES)
-    counts = plan.columns.counts
-    assert (counts % 8 == 0).mean() > 0.9
-    capped = make_scheduler("budget", budget=20_000, max_batch_size=10, allow_collisions=True).plan(SIZES)
-    assert capped.columns.counts.max() == 10
-    floored = make_scheduler("budget", budget=20_000, min_batch_size=16, allow_collisions=True).plan(SIZES)
-    assert (floored.columns.counts < 16).sum() < (plan.columns.counts < 16).sum() + 5
-    assert (
-        make_scheduler("budget", cost=SlowTokens(), budget=20_000, max_batch_size=10)
-        .plan(SIZES)
-        .columns.counts.max()
-        <= 10
-    )
+@pytest.mark.parametrize("cost", [PaddedTokens(), SlowTokens()], ids=["tokens", "slow"])
+def test_no_batch_has_more_samples_than_asked_for(cost):
+    plan = make_scheduler("budget", cost=cost, budget=20_000, max_batch_size=10).plan(SIZES)
+    assert plan.columns.counts.max() == 10
 
 
 def test_fewer_fuller_batches_pad_more():
@@ -147,8 +137,7 @@ def test_small_batches_are_pointed_out():
         ({"budget": -5.0}, "budget must be above 0"),
         ({"window": 0}, "window must be at least 1, found 0"),
         ({"overhead_ratio": -0.1}, "overhead_ratio must be at least 0"),
-        ({"min_batch_size": 9, "max_batch_size": 8}, "max_batch_size must be at least 9, found 8"),
-        ({"multiple_of": 0}, "multiple_of must be at least 1"),
+        ({"max_batch_size": 0}, "max_batch_size must be at least 1, found 0"),
         ({"world_size": 0}, "world_size must be at least 1"),
         ({"bugdet": 5}, "has no option 'bugdet'"),
     ],
