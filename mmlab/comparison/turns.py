@@ -35,6 +35,7 @@ from mmlab.model.presets import build_model
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
+from mmlab.runs.summaries import WASTE_KEYS, waste_of
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
@@ -225,7 +226,7 @@ class ComparisonRun:
             "samples_per_s": sum(step["num_samples"] for step in timed) / total_s,
             "step_s": float(np.median([step["step_s"] - step["data_wait_s"] for step in timed])),
             "data_wait_ratio": wait_s / total_s,
-            **_epoch_waste(self._steps),
+            **waste_of({key: [step[key] for step in self._steps] for key in WASTE_KEYS}),
             "planned_combined_waste": plan.report().combined_waste,
             "train_loss": float(np.average(losses, weights=weights)),
             "num_unlearnt_samples": sum(step["num_samples"] for step in self._steps) - sum(weights),
@@ -277,11 +278,3 @@ def _saved(trainer: FusionTrainer) -> bytes:
     buffer = io.BytesIO()
     torch.save(trainer.state_dict(), buffer)
     return buffer.getvalue()
-
-
-def _epoch_waste(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Padding shares of a whole epoch from those of its steps, each weighted by its padded size."""
-    tokens = np.array([step["num_samples"] * step["num_tokens"] for step in steps], dtype=float)
-    costs = np.array([step["predicted_cost"] for step in steps], dtype=float)
-    weights = {"text_waste": tokens, "image_waste": costs - tokens, "combined_waste": costs}
-    return {key: float(np.average([step[key] for step in steps], weights=weights[key])) for key in weights}

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from mmlab.comparison.run import Run
 from mmlab.errors import OptionError, RunError
 from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.panels import WIDE, Panel
 from mmlab.runs.control import Control, send
-from mmlab.runs.events import EVENT_FILES, RunEvent, RunLog
+from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.figures import colours_of
 from mmlab.runs.folders import fresh_folder
 from mmlab.runs.follow import Runs, RunState
-from mmlab.runs.monitor import DeviceMonitor
 from mmlab.runs.summaries import Progress, progress_of
-from mmlab.schedule.cost import PaddedTokens
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.base import Objective
 from mmlab.training.options import TrainOptions, change_options
@@ -126,7 +125,7 @@ class TrainingPanel(Panel):
 
     @property
     def progress(self) -> tuple[float, float]:
-        """Share of the latest run that is done, and seconds left by what its batches cost; NaN where not known yet."""
+        """Share of the latest run that is done, and seconds that are left; NaN where not known yet."""
         run = self.runs.get(self._name)
         return Progress() if run is None else progress_of([run])
 
@@ -207,48 +206,26 @@ class TrainingPanel(Panel):
                 send(self.folder / self._name, command)
 
     def _train(self, options: TrainOptions, folder: Path, control: Control) -> None:
-        """One run, from its first event to its last; in a thread, which has nobody to raise to."""
-        trainer, end = None, {"status": "failed"}
-        with RunLog(folder) as log:
-            try:
-                trainer = self._make_trainer(options, log)
-                end["status"] = self._fit(trainer, log, control)
-            except Exception as error:  # the live view shows it, and wait() raises
-                end |= {"message": str(error), "traceback": traceback.format_exc()}
-            num_steps = 0 if trainer is None else trainer.step
-            log.write("end", num_steps, num_steps=num_steps, **end)
-
-    def _make_trainer(self, options: TrainOptions, log: RunLog) -> FusionTrainer:
-        costs = [PaddedTokens()(batch.shape) for batch in self._batches] * self._num_epochs
-        cost_before = np.concatenate([[0.0], np.cumsum(costs)])  # the n-th batch of the run
-        num_done = 0
-
-        def take(event: RunEvent) -> None:
-            nonlocal num_done
-            if event.kind == "step":
-                first, num_done = num_done, num_done + event.values["num_batches"]
-                cost = float(cost_before[num_done] - cost_before[first])
-                event = dataclasses.replace(event, values={**event.values, "predicted_cost": cost})
-            log.emit(event)
-
+        """One run, in a thread, which has nobody to raise to: the live view shows errors, and `wait` raises them."""
         names = list(self._objectives)
         weighting: Any = options.weighting
         if len(names) > 1:
             weighting = make_weighting(weighting, names, interval=self._interval, smoothing=0.3)
-        trainer = FusionTrainer(
-            copy.deepcopy(self._model), options, objectives=self._objectives, weighting=weighting, emit=take
-        )
-        num_steps = self._num_epochs * -(-len(self._batches) // options.accumulation_steps)
-        start = {**trainer.description(), "num_steps": num_steps, "planned_cost": float(cost_before[-1])}
-        log.write("start", 0, run_name=_name(options), **start)
-        return trainer
 
-    def _fit(self, trainer: FusionTrainer, log: RunLog, control: Control) -> str:
-        with DeviceMonitor(log.emit, device=trainer.device):
-            trainer.fit(self._batches, num_epochs=self._num_epochs, control=control)
-        if trainer.step:
-            log.write("eval", trainer.step, **trainer.evaluate(self._held_out))
-        return "stopped" if control.stopped else "done"
+        with suppress(Exception), Run(folder, control=control) as run:
+            run.start(
+                run_name=_name(options),
+                precision=options.precision,
+                accumulation_steps=options.accumulation_steps,
+                num_steps=self._num_epochs * -(-len(self._batches) // options.accumulation_steps),
+            )
+            model = copy.deepcopy(self._model)
+            trainer = FusionTrainer(
+                model, options, objectives=self._objectives, weighting=weighting, emit=run.emit
+            )
+            run.fit(trainer, self._batches, num_epochs=self._num_epochs)
+            if trainer.step:
+                run.write("eval", **trainer.evaluate(self._held_out))
 
 
 def _name(options: TrainOptions) -> str:

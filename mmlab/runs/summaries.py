@@ -22,7 +22,7 @@ from mmlab.types import PATCH
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike
 
 _WARMUP_STEPS = 2  # of a run, not representative
 _RECENT_STEPS = 200  # that a speed is taken from
@@ -89,9 +89,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
         "data_wait_ratio": ratio_of_time("data_wait_s"),
         "rank_wait_ratio": ratio_of_time("rank_wait_s"),
-        **waste_of(
-            {key: run.column_or_nan(key, rank=rank) for key in ("num_samples", *_SIZES, *WASTES)},
-        ),
+        **waste_of({key: run.column_or_nan(key, rank=rank) for key in WASTE_KEYS}),
         "loss": step.get("loss"),
         "held_out_loss": run.latest("eval", rank).get("loss"),
         "peak_bytes": int(run.column("peak_bytes", rank=rank).max()) if "peak_bytes" in step else None,
@@ -102,11 +100,12 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     }
 
 
-_SIZES = ("num_tokens", "height", "width")
-WASTES = ("text_waste", "image_waste", "combined_waste")
+_SIZES = ("num_samples", "num_tokens", "height", "width")
+_WASTES = ("text_waste", "image_waste", "combined_waste")
+WASTE_KEYS = (*_SIZES, *_WASTES)  # of step events, that `waste_of` needs
 
 
-def waste_of(steps: Mapping[str, NDArray[np.float64]]) -> dict[str, float | None]:
+def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
     """Padding shares of several steps from those of each: a share of text weighs as the step's padded texts, and so on.
 
     >>> steps = {"num_samples": [1, 1], "num_tokens": [10, 30], "height": [16, 16], "width": [16, 16]}
@@ -115,14 +114,14 @@ def waste_of(steps: Mapping[str, NDArray[np.float64]]) -> dict[str, float | None
     {'text_waste': 0.3, 'image_waste': 0.25, 'combined_waste': 0.295}
 
     Args:
-        steps: columns of step events: `num_samples`, `num_tokens`, `height`, `width`, and the shares.
+        steps: columns of step events, those in `WASTE_KEYS`.
 
     Returns:
         Each share; None where a step lacks it.
     """
-    samples, tokens, height, width = (np.asarray(steps[key], float) for key in ("num_samples", *_SIZES))
+    samples, tokens, height, width = (np.asarray(steps[key], float) for key in _SIZES)
     texts, images = samples * tokens, samples * np.ceil(height / PATCH) * np.ceil(width / PATCH)
-    weights = dict(zip(WASTES, (texts, images, texts + images), strict=True))
+    weights = dict(zip(_WASTES, (texts, images, texts + images), strict=True))
     return {
         key: _ratio((np.asarray(steps[key]) * weight).sum(), weight.sum()) for key, weight in weights.items()
     }

@@ -22,7 +22,7 @@ from typing import Any
 from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 
 ROOT = Path(__file__).resolve().parents[2]
-BLUE, ORANGE = LINE_COLOURS = ("#0072B2", "#D98C00")  # the first two runs, light theme
+BLUE, ORANGE = LINE_COLOURS = ("#0072B2", "#D98C00")  # of the schedulers random and budget, light theme
 PATIENCE_MS = (
     180_000  # training alone takes 25 s to begin on two cores at load 7; a wait ends as soon as it can
 )

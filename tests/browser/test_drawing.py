@@ -71,8 +71,8 @@ def test_two_runs_are_overlaid_in_every_plot_that_has_their_numbers(panel: Panel
     for name in ("samples", "batch", "memory", "use", "wait", "waste", "speed", "loss"):
         colours = panel.colours(name)
         # of a thin, flat line few pixels have its colour in full
-        assert colours.get(BLUE, 0) > 5, f"{name}: the first run is not drawn, {colours}"
-        assert colours.get(ORANGE, 0) > 5, f"{name}: the second run is not drawn, {colours}"
+        assert colours.get(ORANGE, 0) > 5, f"{name}: the first run is not drawn, {colours}"
+        assert colours.get(BLUE, 0) > 5, f"{name}: the second run is not drawn, {colours}"
     expect(panel.plot("memory").locator("figcaption")).to_contain_text("in use (process RSS)")
     expect(panel.plot("memory").locator("figcaption")).to_contain_text("peak of step (live tensors)")
     expect(panel.root.locator(".mmlp-cost")).to_contain_text("% of a core")
@@ -81,11 +81,11 @@ def test_two_runs_are_overlaid_in_every_plot_that_has_their_numbers(panel: Panel
 def test_the_legend_hides_and_shows_a_run_and_a_measure(panel: Panel) -> None:
     first = panel.root.get_by_role("button", name="budget", exact=True)
     first.click()
-    assert BLUE not in panel.colours("loss")
+    assert ORANGE not in panel.colours("loss")
     assert panel.data("lines") == "1"
     expect(first).to_have_attribute("aria-pressed", "false")
     first.click()
-    assert panel.colours("loss").get(BLUE, 0) > 20
+    assert panel.colours("loss").get(ORANGE, 0) > 20
     before = sum(panel.colours("loss").values())
     held_out = panel.plot("loss").locator("[data-measure='loss.held_out']")
     held_out.click()
@@ -111,7 +111,7 @@ def test_smoothing_keeps_the_raw_line_faint_behind_a_calmer_one(panel: Panel) ->
     raw = panel.colours("waste")
     panel.root.locator("input[type=range]").fill("0.95")
     smooth = panel.colours("waste")
-    assert 0 < smooth[BLUE] < raw[BLUE] / 2
+    assert 0 < smooth[ORANGE] < raw[ORANGE] / 2
 
 
 def test_dragging_zooms_every_plot_and_a_double_click_or_a_key_resets(panel: Panel) -> None:
@@ -190,7 +190,7 @@ def test_the_png_shows_the_plots(panel: Panel) -> None:
     with Image.open(download.value.path()) as picture:
         assert picture.width > 1000
         colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 24)}
-    for name in (BLUE, ORANGE):
+    for name in (ORANGE, BLUE):
         assert colours.get(tuple(bytes.fromhex(name[1:])), 0) > 500, name
     assert len(colours) > 20
 
@@ -200,19 +200,19 @@ def test_a_second_view_shows_the_same_without_the_kernel_sending_anew(
 ) -> None:
     second = notebook.panel(notebook.run("panel"))
     assert second.wait_points(2 * STEPS) == 2 * STEPS
-    assert second.colours("loss").get(BLUE, 0) > 20
+    assert second.colours("loss").get(ORANGE, 0) > 20
     second.root.get_by_role("button", name="budget", exact=True).click()
-    assert BLUE not in second.colours("loss")
-    assert panel.colours("loss").get(BLUE, 0) > 20, "what is hidden in one view is shown in the other"
+    assert ORANGE not in second.colours("loss")
+    assert panel.colours("loss").get(ORANGE, 0) > 20, "what is hidden in one view is shown in the other"
     notebook.do("notebook:create-output-view")
     beside = notebook.page.locator(".jp-LinkedOutputView")
     third = Panel(beside.locator(".mmlp"))
     assert third.wait_points(2 * STEPS) == 2 * STEPS
-    assert third.colours("loss").get(BLUE, 0) > 20
+    assert third.colours("loss").get(ORANGE, 0) > 20
     notebook.page.evaluate(_CLOSE_OTHER_TABS)
     expect(beside).to_have_count(0)
     second.root.scroll_into_view_if_needed()
-    assert second.colours("loss").get(ORANGE, 0) > 20, "the views that stay go on"
+    assert second.colours("loss").get(BLUE, 0) > 20, "the views that stay go on"
 
 
 def test_the_dark_theme_is_followed(notebook: Notebook, panel: Panel) -> None:
@@ -252,7 +252,7 @@ def test_the_keyboard_reaches_runs_axes_cursor_and_help(panel: Panel) -> None:
     panel.root.focus()
     press = panel.page.keyboard.press
     press("1")
-    assert BLUE not in panel.colours("loss")
+    assert ORANGE not in panel.colours("loss")
     press("1")
     press("a")
     assert panel.x_range()[1] == pytest.approx(STEPS / 10, rel=1e-3)
@@ -275,7 +275,7 @@ def test_legend_and_zoom_answer_while_a_cell_blocks_the_kernel(
     expect(blocking.locator(".jp-InputPrompt")).to_have_text("[*]:")
     panel.root.scroll_into_view_if_needed()
     panel.root.get_by_role("button", name="growing", exact=True).click()
-    assert BLUE not in panel.colours("loss")
+    assert ORANGE not in panel.colours("loss")
     panel.root.get_by_role("button", name="growing", exact=True).click()
     panel.root.focus()
     whole = panel.x_range()

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
-from tests.browser.jupyter import BLUE, PATIENCE_MS, Panel, Server
+from tests.browser.jupyter import BLUE, ORANGE, PATIENCE_MS, Panel, Server
 from tests.browser.writing_runs import write_run
 
 CODE = """
@@ -55,7 +55,7 @@ def test_the_panel_draws_in_an_app(opened: Page) -> None:
     panel = shown(opened.locator(".mmlp").first)
     panel.wait_points(40)
     assert panel.wait_state("done") == "done"
-    assert panel.colours("loss").get(BLUE, 0) > 20
+    assert panel.colours("loss").get(ORANGE, 0) > 20
 
 
 def test_a_run_is_configured_and_steered_in_an_app(app: Server, opened: Page) -> None:
