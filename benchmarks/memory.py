@@ -1,6 +1,6 @@
 """Memory known before it is spent: how right predictions are, and what that is worth on a device with a limit.
 
-    python benchmarks/memory.py [--quick] [--device cpu|cuda] [--only NAME ...] [--json FILE | --out DIR]
+    python benchmarks/memory.py [--quick] [--device cpu|cuda] [--only NAME ...] [--add] [--json FILE | --out DIR]
 
 Accuracy: for each model, precision and checkpointing, a closed form fitted to 14 small simulated steps is set against
 the simulator on 10 unseen shapes (40 a model), up to far larger, and against real steps: on a CPU the live bytes of
@@ -8,13 +8,20 @@ tensors, on CUDA `torch.cuda.max_memory_allocated`. Faults: out of memory at eve
 one run under a limit by ours and by other projects' ways to choose a batch size (those that are installed: accelerate,
 Lightning); on CUDA, twenty epochs within shares of the GPU. `--quick` takes two models, few shapes and every 80th
 operation. Exit code 0: done, whether or not every goal is met.
+
+Every row names the machine that measured it, and a file has the rows of one machine, one set of versions and one state
+of the code: `--add` keeps the rows that a file has already, and refuses a file of another machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
+import json
+import platform
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -23,7 +30,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import COCO_LENGTHS, add_common_options, goal, print_goals, write_results
+from _common import (
+    COCO_LENGTHS,
+    add_common_options,
+    goal,
+    machine,
+    measured_code,
+    print_goals,
+    versions,
+    write_results,
+)
 from _memory_arms import (
     OBJECTIVES,
     VOCAB_SIZE,
@@ -39,7 +55,7 @@ from _memory_arms import (
 from torch import nn
 from tqdm import tqdm
 
-from mmlab.errors import RunError
+from mmlab.errors import OptionError, RunError
 from mmlab.model.presets import build_model
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fit import fit_memory
@@ -380,6 +396,40 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return goals
 
 
+def machine_id() -> str:
+    """Tells this machine from others of the same description, without naming it."""
+    known = json.dumps([machine(), platform.node(), uuid.getnode()], sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()[:12]
+
+
+def rows_measured_here(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result file, to which this machine adds its own.
+
+    Raises:
+        OptionError: another machine measured some of them, or this one under other versions or with other code.
+    """
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    others = {row.get("machine") for row in document["rows"]} - {machine_id()}
+    if others:
+        raise OptionError(
+            f"{path} has rows of another machine ({', '.join(map(str, others))}; this one is {machine_id()}): figures "
+            "of two machines do not belong in one file; give another file, or measure everything here"
+        )
+    for name, here in (("versions", versions()), ("code", measured_code())):
+        there = document.get(name) or {}
+        if not there or any(there[key] != here[key] for key in there.keys() & here.keys()):
+            raise OptionError(f"{path} was measured with other {name}; measure everything again")
+    return document["rows"]
+
+
+def what_is_measured(row: dict[str, Any]) -> tuple[Any, ...]:
+    """The same for two rows of which a file has one."""
+    names = ("kind", "model", "precision", "checkpointing", "device", "policy")
+    return tuple(row.get(name) for name in names)
+
+
 def show(row: dict[str, Any]) -> None:
     """One line of the table."""
     if row["kind"] == "accuracy":
@@ -416,16 +466,20 @@ def main() -> None:
         help="parts to run, written to a file of their own",
     )
     parser.add_argument("--models", nargs="*", choices=list(MODELS), help="models to take")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the file's other rows, which this machine measured"
+    )
     parser.add_argument("--seconds", type=float, default=45.0, help="of real steps for each setting")
     parser.add_argument("--lengths", type=Path, default=COCO_LENGTHS, metavar="FILE")
     options = parser.parse_args()
     parts = options.only or ["accuracy", "faults", "policies"]
     named = "_".join(["memory", *(options.only or []), *(["cuda"] if options.device == "cuda" else [])])
     path = options.json or (options.out and options.out / f"{named}.json")
-    rows: list[dict[str, Any]] = []
+    rows = rows_measured_here(path) if options.add and path else []
 
     def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
+        row["machine"] = machine_id()
+        rows[:] = [other for other in rows if what_is_measured(other) != what_is_measured(row)] + [row]
         show(row)
         if path:
             write_results(path, rows, goals_of(rows))

@@ -1,25 +1,29 @@
 """How a run's memory use changes the size of its batches: by a memory model that is corrected, or by halving.
 
-A policy takes the values of each step and says what it wants now; what the ranks agree on comes back to it, and it
-settles on a value. Plain numbers, no planning, no tensors; a step costs a few microseconds.
+A policy takes the values of each step and says what it wants now. The ranks agree on the least that any of them wants,
+and the policy settles on a new value from that. It works with plain numbers; a step costs a few microseconds.
 
-`Predictive` keeps a factor on the predicted bytes. It rises at once to what a peak shows and falls slowly; never below
-1, because a model that predicts too much is safe. An out-of-memory only says that more than the limit was needed: the
-value then goes down by a guess, which the next measured batch replaces. `Halving` is article A's rule.
+`Predictive` keeps a factor on the predicted bytes. The factor rises at once to what a peak shows and falls slowly; it
+is never below 1, because a model that predicts too much is safe. An out-of-memory tells only that more than the limit
+was needed: the value then falls by a guess, which the next measured batch replaces. `Halving` is article A's rule.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmlab.errors import OptionError
 from mmlab.machine import GIB, available_memory_bytes, process_rss_bytes, total_memory_bytes
 from mmlab.schedule.cost import costliest_sample
 from mmlab.types import BatchShape
 
 if TYPE_CHECKING:
-    from mmlab.types import CostModel, SampleSizes
+    from mmlab.schedule.base import Scheduler
+    from mmlab.types import SampleSizes
 
 TOLERANCE = 0.01  # a peak above the corrected prediction by less than this changes nothing
 DECAY = 0.002  # share of the way to a lower peak that the correction falls in a step
@@ -35,43 +39,73 @@ RAM_STEP, LEAST_FOR_RAM = 0.8, 0.25
 HALVE_ABOVE, DOUBLE_BELOW, LARGEST_BATCH = 0.8, 0.3, 64  # of article A
 
 Values = Mapping[str, Any]
+Wish = tuple[float, str]  # the value that is wanted now, and why
 
 
-class MemoryPolicy(Protocol):
+class MemoryPolicy(ABC):
     """Turns step values into the value that planners get. Deterministic but for what it reads of the system."""
 
+    STATE: ClassVar[tuple[str, ...]]  # attributes that a resumed run needs
     value: float
 
-    def bind(self, sizes: SampleSizes) -> None: ...
+    @abstractmethod
+    def observe(self, values: Values) -> Wish:
+        """Take the values of a step."""
 
-    def observe(self, values: Values) -> tuple[float, str]: ...  # what is wanted now, and why
+    @abstractmethod
+    def planner(self, planner: Scheduler, value: float) -> Scheduler:
+        """The planner with a value of this policy."""
 
-    def next_epoch(self) -> tuple[float, str]: ...  # the same at the start of a later epoch
+    def bind(self, sizes: SampleSizes) -> None:  # noqa: B027
+        """Learn which samples will be planned."""
 
-    def settle(self, agreed: float) -> float: ...  # the new value, alike on ranks that agreed
+    def next_epoch(self) -> Wish:
+        """What is wanted at the start of a later epoch."""
+        return self.value, ""
 
-    def figures(self) -> dict[str, float]: ...  # for the event of a decision
+    def settle(self, agreed: float) -> float:
+        """The new value, alike on ranks that agreed."""
+        return agreed
 
-    def state_dict(self) -> dict[str, float]: ...
+    def figures(self) -> dict[str, float]:
+        """What the event of a decision tells."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
+    def state_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        for name in self.STATE:
+            setattr(self, name, state[name])
 
 
-class Predictive:
+class Predictive(MemoryPolicy):
     """A budget in predicted bytes: limit x (1 - margin) / correction.
 
     Args:
-        cost: the planner's memory model.
+        planner: with a cost model in bytes.
         limit_bytes: what training may use.
-        margin_ratio: share of the limit that is kept free to begin with.
         free_ram: share of the system's memory that is available.
+
+    Raises:
+        OptionError: the planner has no cost model in bytes.
     """
 
-    def __init__(
-        self, cost: CostModel, limit_bytes: float, margin_ratio: float, free_ram: Callable[[], float]
-    ) -> None:
+    STATE = (
+        "value", "margin_ratio", "measured", "caution", "ram_factor", "_num_above", "_num_since_lower",
+        "_num_unwatched",
+    )  # fmt: skip
+
+    def __init__(self, planner: Scheduler, limit_bytes: float, free_ram: Callable[[], float]) -> None:
+        cost = getattr(planner, "cost", None)
+        if cost is None or cost.unit != "bytes":
+            found = f"{type(planner).__name__}{'' if cost is None else f' with a cost in {cost.unit}'}"
+            raise OptionError(
+                f"policy 'predictive' needs a planner with a cost model in bytes, found {found}; "
+                "use make_scheduler('memory', cost=<memory model>, budget=<bytes>)"
+            )
         self.cost, self.limit_bytes, self._free_ram = cost, limit_bytes, free_ram
-        self.margin_ratio = margin_ratio
+        self.margin_ratio = 1 - getattr(planner, "target_ratio", 0.97)  # share of the limit that is kept free
         self.measured = 1.0  # factor on predictions, from peaks
         self.caution = 1.0  # and what is added to it by guess
         self.ram_factor = 1.0
@@ -86,11 +120,17 @@ class Predictive:
         """Factor on predicted bytes."""
         return self.measured * self.caution
 
+    def planner(self, planner: Scheduler, value: float) -> Scheduler:
+        options: dict[str, Any] = {"budget": value}
+        if hasattr(planner, "target_ratio"):
+            options["target_ratio"] = 1.0  # the value has the margin already
+        return replace(planner, **options)
+
     def bind(self, sizes: SampleSizes) -> None:
         """No budget may be below the costliest sample's price, or it could not be planned."""
         self._floor = costliest_sample(self.cost, sizes, enough=0)[1]
 
-    def observe(self, values: Values) -> tuple[float, str]:
+    def observe(self, values: Values) -> Wish:
         predicted = values.get("predicted_bytes") or self._predicted(values)
         reason = "steps used less than was planned for"
         if values.get("num_out_of_memory"):
@@ -99,9 +139,6 @@ class Predictive:
             reason = self._measure(predicted, peak) or reason
         reason = self._watch_ram() or reason
         return self._wanted(), reason
-
-    def next_epoch(self) -> tuple[float, str]:
-        return self.value, ""
 
     def settle(self, agreed: float) -> float:
         self._num_since_lower += 1
@@ -117,13 +154,6 @@ class Predictive:
 
     def figures(self) -> dict[str, float]:
         return {"margin_ratio": self.margin_ratio, "correction_factor": self.correction}
-
-    def state_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in _PREDICTIVE_STATE}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        for name in _PREDICTIVE_STATE:
-            setattr(self, name, state[name])
 
     def _wanted(self) -> float:
         wanted = self.limit_bytes * (1 - self.margin_ratio) / self.correction * self.ram_factor
@@ -171,19 +201,24 @@ class Predictive:
         return ""
 
 
-_PREDICTIVE_STATE = (
-    "value", "margin_ratio", "measured", "caution", "ram_factor", "_num_above", "_num_since_lower",
-    "_num_unwatched",
-)  # fmt: skip
-
-
-class Halving:
+class Halving(MemoryPolicy):
     """A batch size: halved above 80 % of the limit, doubled (up to 64) below 30 %, at the end of each epoch.
 
-    And halved at once when memory ran out, where the article's run would have ended.
+    It is halved at once when memory ran out, where the article's run would have ended.
+
+    Raises:
+        OptionError: the planner has no batch size.
     """
 
-    def __init__(self, limit_bytes: float, batch_size: int = 1) -> None:
+    STATE = ("value", "_peak_bytes", "_num_steps")
+
+    def __init__(self, planner: Scheduler | None, limit_bytes: float) -> None:
+        batch_size = 1 if planner is None else getattr(planner, "batch_size", None)
+        if batch_size is None:
+            raise OptionError(
+                f"policy 'halving' needs a planner with a batch_size, found {type(planner).__name__}; "
+                "use 'random' or another with batches of fixed size"
+            )
         self.limit_bytes, self.value = limit_bytes, float(batch_size)
         self._peak_bytes = 0.0  # since the last decision; 0 where no step has told
         self._num_steps = 0  # of the epoch
@@ -197,10 +232,11 @@ class Halving:
             return max(current, min(LARGEST_BATCH, 2 * current))
         return current
 
-    def bind(self, sizes: SampleSizes) -> None:
-        """Nothing depends on the data."""
+    def planner(self, planner: Scheduler, value: float) -> Scheduler:
+        options: dict[str, Any] = {"batch_size": int(value)}
+        return replace(planner, **options)
 
-    def observe(self, values: Values) -> tuple[float, str]:
+    def observe(self, values: Values) -> Wish:
         self._num_steps += 1
         self._peak_bytes = max(self._peak_bytes, _peak(values) or 0)
         if values.get("num_out_of_memory") and values["num_samples"] <= self.value * values["num_batches"]:
@@ -208,26 +244,13 @@ class Halving:
             return max(1, self.value // 2), "ran out of memory"
         return self.value, "ran out of memory on a batch from before the last decision"
 
-    def next_epoch(self) -> tuple[float, str]:
+    def next_epoch(self) -> Wish:
         if not self._num_steps:
             return self.value, ""
         share = self._used_bytes() / self.limit_bytes
         wanted = self.adjust(int(self.value))
         self._peak_bytes, self._num_steps = 0.0, 0
         return float(wanted), f"{share:.0%} of the limit was used"
-
-    def settle(self, agreed: float) -> float:
-        return agreed
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def state_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in _HALVING_STATE}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        for name in _HALVING_STATE:
-            setattr(self, name, state[name])
 
     def _used_bytes(self) -> float:
         """The peak of the steps where they told one; else what system and device hold now, as the article reads."""
@@ -238,9 +261,6 @@ class Halving:
         if torch is not None and torch.cuda.is_initialized():
             used_bytes = max(used_bytes, torch.cuda.max_memory_allocated())
         return used_bytes
-
-
-_HALVING_STATE = ("value", "_peak_bytes", "_num_steps")
 
 
 def _peak(values: Values) -> float | None:

@@ -10,7 +10,6 @@ trainer does, and reports it in its step's values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +88,11 @@ class ResourceAwareScheduler:
         self._emit = emit or (lambda event: None)
         self._agree = agree or float
         self._policy_name = policy
-        self._policy = _policy_for(policy, planner, self.limit_bytes, free_ram)
+        self._policy: MemoryPolicy = (
+            Halving(planner, self.limit_bytes)
+            if policy == "halving" or planner is None
+            else Predictive(planner, self.limit_bytes, free_ram)
+        )
         self._epoch = 0
         self._sizes: SampleSizes | None = None
         self._live: LivePlan | None = None
@@ -105,7 +108,7 @@ class ResourceAwareScheduler:
         What counts is the highest peak since the last decision under policy `halving`; else the memory that the whole
         system has in use, or the device's peak where CUDA is in use and that is more.
         """
-        rule = self._policy if isinstance(self._policy, Halving) else Halving(self.limit_bytes)
+        rule = self._policy if isinstance(self._policy, Halving) else Halving(None, self.limit_bytes)
         return rule.adjust(current)
 
     def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> LivePlan:
@@ -147,9 +150,7 @@ class ResourceAwareScheduler:
     def state_dict(self) -> dict[str, Any]:
         """All decisions of this epoch, and what they came from: plain numbers. Where the reader stands is not in it."""
         return {
-            "policy": self._policy_name,
-            "num_samples": len(self._bound()),
-            "planner": repr(self._planner_of(1)),
+            **self._identity(),
             "epoch": self._epoch,
             "history": [list(pair) for pair in self._live.history] if self._live else [],
             "num_steps": self.num_steps,
@@ -164,12 +165,7 @@ class ResourceAwareScheduler:
         Raises:
             DataError: the state is of other samples, another planner or another policy.
         """
-        expected = {
-            "policy": self._policy_name,
-            "num_samples": len(self._bound()),
-            "planner": repr(self._planner_of(1)),
-        }
-        for name, value in expected.items():
+        for name, value in self._identity().items():
             if state[name] != value:
                 raise DataError(
                     f"cannot resume: the state was saved with {name} {state[name]}, here it is {value}"
@@ -183,6 +179,14 @@ class ResourceAwareScheduler:
 
     def __len__(self) -> int:
         return len(self._mine())
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have been saved with."""
+        return {
+            "policy": self._policy_name,
+            "num_samples": len(self._bound()),
+            "planner": repr(self._planner_of(1)),
+        }
 
     def _mine(self) -> LivePlan:
         self._bound()
@@ -206,13 +210,7 @@ class ResourceAwareScheduler:
     def _planner_of(self, value: float) -> Scheduler:
         if self.planner is None:
             raise OptionError("no planner; give planner=, for example make_scheduler('memory', ...)")
-        if self._policy_name == "halving":
-            return replace(self.planner, batch_size=int(value))  # type: ignore[call-arg]
-        options = {
-            "budget": value,
-            **({"target_ratio": 1.0} if hasattr(self.planner, "target_ratio") else {}),
-        }
-        return replace(self.planner, **options)  # type: ignore[arg-type]
+        return self._policy.planner(self.planner, value)
 
     def _agree_least(self, number: float) -> float:
         return -self._agree(-number)
@@ -248,24 +246,3 @@ class ResourceAwareScheduler:
 def _are_equal(one: SampleSizes, other: SampleSizes) -> bool:
     columns = ((getattr(one, name), getattr(other, name)) for name in one.__slots__)
     return one is other or all(np.array_equal(*pair) for pair in columns)
-
-
-def _policy_for(
-    name: str, planner: Scheduler | None, limit_bytes: float, free_ram: Callable[[], float]
-) -> MemoryPolicy:
-    if name == "halving" or planner is None:
-        batch_size = getattr(planner, "batch_size", None)
-        if planner is not None and batch_size is None:
-            raise OptionError(
-                f"policy 'halving' needs a planner with a batch_size, found {type(planner).__name__}; "
-                "use 'random' or another with batches of fixed size"
-            )
-        return Halving(limit_bytes, batch_size or 1)
-    cost = getattr(planner, "cost", None)
-    if cost is None or cost.unit != "bytes":
-        found = f"{type(planner).__name__}{'' if cost is None else f' with a cost in {cost.unit}'}"
-        raise OptionError(
-            f"policy 'predictive' needs a planner with a cost model in bytes, found {found}; "
-            "use make_scheduler('memory', cost=<memory model>, budget=<bytes>)"
-        )
-    return Predictive(cost, limit_bytes, 1 - getattr(planner, "target_ratio", 0.97), free_ram)
