@@ -128,7 +128,7 @@ def configure(name: str, sizes: SampleSizes, budget: float) -> Scheduler:
     """A scheduler of ours for this budget."""
     if name == "memory":
         return make_scheduler(name, world_size=NUM_RANKS, cost=MEMORY, budget=MEMORY_LIMIT_BYTES)
-    if name in ("budget", "packed", "mixed"):
+    if name in ("budget", "packed"):
         return make_scheduler(name, world_size=NUM_RANKS, budget=budget)
     return make_scheduler(name, world_size=NUM_RANKS, batch_size=batch_size_of(sizes, budget))
 

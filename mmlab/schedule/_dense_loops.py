@@ -181,17 +181,9 @@ def exchange_samples(
     """
     num = len(image)
     price = np.zeros((len(coefficients), 3))
-    layout = _Layout(
-        size,
-        np.zeros((num_batches, 3), np.int64),
-        np.zeros(num_batches, np.int64),
-        batch_of_place,
-        np.empty(num, np.int64),
-        np.empty(num, np.int64),
-        image,
-        members,
-        starts,
-    )
+    most, num_samples = np.zeros((num_batches, 3), np.int64), np.zeros(num_batches, np.int64)
+    held, place = np.empty(num, np.int64), np.empty(num, np.int64)
+    layout = _Layout(size, most, num_samples, batch_of_place, held, place, image, members, starts)
     for here in range(num):
         layout.num_samples[batch_of_place[here]] += 1
         _put(layout, here, here)

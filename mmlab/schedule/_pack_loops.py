@@ -58,11 +58,10 @@ def _drop_taken(pool, samples, pooled):
 
 
 @compiled
-def _take_oldest(pool, pooled, pack, members, text_room, image_room, patience):
+def _take_oldest(pool, pooled, pack, members, room, patience):
     """Fill a pack with the oldest sample and the next ones that fit, until `patience` have not; members, room left."""
     count = misses = 0
-    text_left = text_room
-    image_left = image_room
+    text_left, image_left = room
     for place in range(pooled):
         sample = pool.by_arrival[place]
         fits = pool.text[sample] <= text_left and pool.image[sample] <= image_left
@@ -166,27 +165,15 @@ def fill_packs(text, image, group, num_groups, text_room, image_room, pool_size,
     by_arrival, by_size = np.empty(pool_size, np.int64), np.empty(pool_size, np.int64)
     taken, pack_of_group = np.zeros(num, np.bool_), np.full(num_groups, -1, np.int64)
     pool = _Pool(text, image, group, by_arrival, by_size, taken, pack_of_group)
+    room = text_room, image_room
     pooled = arrived = packed = pack = 0
     while arrived < num or pooled > 0:
         while pooled < pool_size and arrived < num:
             _add_to_pool(pool, pooled, arrived)
             pooled += 1
             arrived += 1
-        count, text_left, image_left = _take_oldest(
-            pool, pooled, pack, members, text_room, image_room, patience
-        )
-        count = _close_gaps(
-            pool,
-            pooled,
-            pack,
-            members,
-            count,
-            text_left,
-            image_left,
-            (text_room, image_room),
-            reach,
-            sweeps,
-        )
+        count, text_left, image_left = _take_oldest(pool, pooled, pack, members, room, patience)
+        count = _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room, reach, sweeps)
         order[packed : packed + count] = members[:count]
         packed += count
         ends[pack] = packed

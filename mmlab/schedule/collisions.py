@@ -72,18 +72,10 @@ def resolve_collisions(
     if len(crowded):
         order, batch_of_place = order[few], batch_of_place[few]
         images = images_of(sizes, order)
-    held = exchange_samples(
-        np.stack(sides(sizes, cost.patch, order), axis=1),
-        images.number,
-        images.members,
-        images.starts,
-        batch_of_place,
-        len(batches.ends),
-        cost.coefficients,
-        cost.exponents,
-        budget,
-        reach,
-    )
+    size = np.stack(sides(sizes, cost.patch, order), axis=1)
+    grouped = images.number, images.members, images.starts
+    of_batches = batch_of_place, len(batches.ends)
+    held = exchange_samples(size, *grouped, *of_batches, cost.coefficients, cost.exponents, budget, reach)
     kept = held >= 0
     ends = np.cumsum(np.bincount(batch_of_place[kept], minlength=len(batches.ends)))
     left = np.ones(len(order), dtype=bool)

@@ -135,17 +135,11 @@ class Budget(Scheduler):
         mean_text, mean_area = text.mean(), (high * wide).mean()
         side = round(mean_area**0.5) * self._patch
         num_mean = max_batch_size(self.cost, round(mean_text), side, side, budget)
+        overhead = self.overhead_ratio * (num_mean * (mean_text + mean_area))
         ends = cut_optimally(
-            text[by_size],
-            high[by_size],
-            wide[by_size],
-            window,
-            polynomial.coefficients,
-            polynomial.exponents,
-            float(budget),
-            self.overhead_ratio * (num_mean * (mean_text + mean_area)),
-            self.max_batch_size,
-        )
+            *(side[by_size] for side in (text, high, wide)), window, polynomial.coefficients,
+            polynomial.exponents, float(budget), overhead, self.max_batch_size,
+        )  # fmt: skip
         return Block(rows, ends)
 
     def _cut_greedily(self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float) -> Ints:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmlab.errors import OptionError, unknown_name
 from mmlab.schedule.columns import Block, Ints, Limits
-from mmlab.schedule.dense import Budget
 from mmlab.schedule.drawing import Drawing, modality_of
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.packed import Packed
@@ -73,11 +72,6 @@ class Mixed(Drawing):
                 raise OptionError(
                     f"every point of ratios must name the same sources, found {shares} at {epoch}"
                 )
-
-    @classmethod
-    def options_among(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those values that are options of this scheduler; the usual inner one takes those that are its own."""
-        return {"inner": Budget(**Budget.options_among(values)), **super().options_among(values)}
 
     @property
     def draws(self) -> bool:

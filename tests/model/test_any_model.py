@@ -27,7 +27,7 @@ QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SIDE = 32
 BYTES = MaxPolynomial([[0.0, 1.0, 0.01]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], unit="bytes")
 OPTIONS = {"budget": {"budget": 600}, "memory": {"cost": BYTES, "budget": 300}}
-PADDED = [name for name in SCHEDULERS if name not in ("packed", "mixed")]
+PADDED = [name for name in SCHEDULERS if name != "packed"]
 
 
 def clip(tokenizer):

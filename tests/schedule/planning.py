@@ -70,7 +70,7 @@ def any_scheduler(name: str, sizes: SampleSizes, **options: object) -> Scheduler
     """A scheduler of this name with a budget that the sizes respect."""
     if name == "memory":
         options |= {"cost": BYTES, "budget": 1.1 * BYTES(largest_shape(sizes)) + 20_000}
-    elif name in ("budget", "packed", "mixed"):
+    elif name in ("budget", "packed"):
         options |= {"budget": 4200 + 300}
     return make_scheduler(name, **options)
 

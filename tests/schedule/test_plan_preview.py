@@ -9,7 +9,7 @@ from mmlab.errors import DataError, OptionError
 from mmlab.schedule.preview import preview, read_lengths
 from tests.schedule.planning import make_sizes
 
-NAMES = ["random", "sorted", "bucket", "length_grouped", "aspect_bucket", "budget", "packed", "mixed"]
+NAMES = ["random", "sorted", "bucket", "length_grouped", "aspect_bucket", "budget", "packed"]
 FIGURES = {
     "num_batches", "text_waste", "image_waste", "combined_waste", "peak_over_budget", "straggler", "randomness",
     "collision_ratio", "coverage", "num_duplicates", "plan_cpu_s",
