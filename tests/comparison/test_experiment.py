@@ -16,6 +16,7 @@ from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import resolve_device
 from mmlab.runs.events import read_runs
+from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape
 
@@ -72,6 +73,46 @@ def test_predicted_bytes_and_their_limit_stand_beside_every_arms_steps(
     assert steps["predicted_bytes"].tolist() == [int(Bytes()(BatchShape(*row))) for row in shapes.values]
     within = steps["predicted_bytes"] <= steps["limit_bytes"]
     assert within[steps["run"] == "memory"].all()
+
+
+def test_a_run_has_the_device_to_itself_in_its_turn(records: Records) -> None:
+    options = {**SMALL, "epochs": 1}
+    peaks = []
+    for names in (("one",), ("one", "two", "three")):
+        planners = {name: make_scheduler("random", batch_size=8) for name in names}
+        with LiveBytes() as live:
+            found = compare(records, planners, **options)
+        assert len({arm.peak_bytes for arm in found.arms}) == 1
+        peaks.append(live.peak_bytes)
+    assert peaks[1] <= 1.01 * peaks[0], "models that wait are still there"
+
+
+def test_memory_is_chosen_by_name_with_a_stated_limit(records: Records, tmp_path: Path) -> None:
+    found = compare(records, ("random", "memory"), out=tmp_path, memory_gb=1.05, **{**SMALL, "epochs": 1})
+    limit_bytes = found.config["memory_limit_bytes"]
+    assert 0 < limit_bytes <= 0.05 * 2**30 + 1
+    steps = found.steps[found.steps["run"] == "memory"]
+    assert (steps["limit_bytes"] == limit_bytes).all()
+    assert (steps["predicted_bytes"] <= limit_bytes).all()
+    assert found.arms[1].peak_bytes <= limit_bytes
+    assert steps["num_samples"].max() > 8, "larger batches than those of a fixed size"
+
+
+def test_augmentation_ratios_and_difficulty_are_chosen_by_name(records: Records) -> None:
+    options = {**SMALL, "epochs": 1}
+    plain = compare(records, ("random",), **options).arms[0]
+    changed = compare(records, ("random",), augment="colour", **options).arms[0]
+    assert changed.shape_mismatches == 0
+    assert changed.final_loss != plain.final_loss
+    drawn = compare(records, ("random",), adaptive="sampling", correct=True, **options).arms[0]
+    weighted = compare(records, ("random",), adaptive="loss", **options).arms[0]
+    assert len({plain.final_loss, drawn.final_loss, weighted.final_loss}) == 3
+    mixed = compare(records, ("budget",), ratios={"image-text": 1.0}, length="oversample", **options).arms[0]
+    assert mixed.num_unlearnt_samples == 0
+    with pytest.raises(OptionError, match="unknown augmentation 'colours'; did you mean 'colour'"):
+        compare(records, ("random",), augment="colours", **options)
+    with pytest.raises(OptionError, match="ratios and adaptive='sampling' both choose"):
+        compare(records, ("random",), ratios={"image-text": 1.0}, adaptive="sampling", **options)
 
 
 def test_arms_start_from_the_same_weights(records: Records, tmp_path: Path) -> None:
