@@ -19,6 +19,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "compare",
             "load_comparison",
             "start_compare",
+            "start_train",
             "train",
             "train_on",
         ],

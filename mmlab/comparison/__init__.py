@@ -9,7 +9,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "background": ["BackgroundRun", "start_compare"],
+        "background": ["BackgroundRun", "start_compare", "start_train"],
         "experiment": ["compare"],
         "launch": ["train_on"],
         "result": ["Comparison", "load_comparison"],

@@ -1,7 +1,7 @@
-"""A comparison in a process of its own, so that the notebook's kernel stays free while it runs.
+"""A comparison or a training run in a process of its own, so that the notebook's kernel stays free while it runs.
 
-`start_compare` returns at once. The child writes the run's events to files and nothing else is shared: the parent
-follows those files, a crash of one does not touch the other, and the measured times are not disturbed by the
+`start_compare` and `start_train` return at once. The child writes the run's events to files and nothing else is shared:
+the parent follows those files, a crash of one does not touch the other, and the measured times are not disturbed by the
 notebook's own Python (docs/decisions/0004-training-runs-in-its-own-process.md has the figures). Starting costs the
 import of torch in the child, a few seconds.
 
@@ -22,17 +22,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.comparison.result import load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import describe_process, find_process, process_runs, share_cores
 from mmlab.runs.control import Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
+
+if TYPE_CHECKING:
+    from mmlab.comparison.config import RunConfig
 
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
 _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
@@ -41,13 +45,14 @@ _latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
 
 
 class BackgroundRun:
-    """A handle on a comparison in another process. Safe to use from any thread.
+    """A handle on a comparison or a training run in another process. Safe to use from any thread.
 
-    Made by `start_compare` and `find_run`.
+    Made by `start_compare`, `start_train` and `find_run`.
 
     Attributes:
-        folder: where the comparison writes; views may follow `folder / "runs"`.
-        job: what was asked for, as far as JSON can say it: `data`, `schedulers`, `options`.
+        folder: where the run writes; views may follow it.
+        job: what was asked for, as far as JSON can say it: of a comparison `data`, `schedulers` and `options`, of a
+            training run `config`.
         asked_to_stop: whether this handle was told to stop the run.
     """
 
@@ -108,12 +113,15 @@ class BackgroundRun:
             self.sleep(10)
         self._let_go()
 
-    def wait(self) -> Comparison:
+    def wait(self) -> Any:
         """Wait for the end. An interrupt of the waiting cell stops the run cleanly.
+
+        Returns:
+            A `Comparison`; of a training run a `TrainingResult`.
 
         Raises:
             DataError, OptionError: what the user gave cannot be used.
-            RunError: the run failed, or was stopped before every scheduler had finished an epoch.
+            RunError: the run failed, or was stopped before there was a result.
         """
         try:
             while self._is_alive():
@@ -123,12 +131,15 @@ class BackgroundRun:
         self._let_go()
         outcome = self._outcome()
         if outcome["status"] == "failed":
-            kind = _USER_ERRORS.get(outcome["error"])
-            raise (
-                kind(outcome["message"])
-                if kind
-                else RunError(f"the comparison failed: {outcome['message']}\n{outcome['traceback']}")
-            )
+            if kind := _USER_ERRORS.get(outcome["error"]):
+                raise kind(outcome["message"])
+            raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
+        if "config" in self.job:
+            if not outcome.get("result"):
+                raise RunError("the run was stopped; started again with resume='auto' it goes on")
+            from mmlab.comparison.train import TrainingResult
+
+            return TrainingResult(**outcome["result"])
         if not (self.folder / "comparison.json").exists():
             raise RunError(
                 "the run was stopped before every scheduler had finished an epoch; nothing to compare"
@@ -161,18 +172,14 @@ class BackgroundRun:
             return json.loads((self.folder / OUTCOME).read_text())
         except FileNotFoundError:
             pass
+        nothing: dict[str, Any] = {"error": None, "message": None, "traceback": None}
         if self.asked_to_stop:
-            return {"status": "stopped", "error": None, "message": None, "traceback": None}
+            return {**nothing, "status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
-        message = f"its process ended{code} without saying why"
+        message = trace = f"its process ended{code} without saying why"
         with contextlib.suppress(FileNotFoundError):
-            return {
-                "status": "failed",
-                "error": None,
-                "message": message,
-                "traceback": f"{message}; its log ends:\n{self.log[-4000:]}",
-            }
-        return {"status": "failed", "error": None, "message": message, "traceback": message}
+            trace = f"{message}; its log ends:\n{self.log[-4000:]}"
+        return {**nothing, "status": "failed", "message": message, "traceback": trace}
 
 
 def start_compare(
@@ -193,28 +200,63 @@ def start_compare(
     Raises:
         OptionError: something that cannot be sent to another process.
     """
-    folder, started_s = Path(out), time.time()
+    call = ("compare", (data, schedulers), {**options, "out": str(out)})
+    return _start(Path(out), call, job_of(data, schedulers, options), COMPARISON_FILES, detached)
+
+
+def start_train(
+    config: RunConfig | str | Path,
+    *,
+    runs: str | Path = "runs",
+    resume: str = "never",
+    detached: bool = False,
+) -> BackgroundRun:
+    """Start `mmlab.train(config, runs=runs, resume=resume)` in a fresh interpreter and return at once.
+
+    A run that this process started in the same folder, and that still goes on, is stopped first.
+
+    Args:
+        config: a configuration, or the path of its file.
+        detached: the run goes on when this process ends.
+    """
+    from mmlab.comparison.config import RunConfig, load_config
+
+    config = config if isinstance(config, RunConfig) else load_config(config)
+    folder = Path(runs) / config.name
+    call = ("train", (config,), {"runs": str(runs), "resume": resume})
+    return _start(folder, call, {"config": config.as_dict()}, (), detached)
+
+
+def _start(
+    folder: Path, call: tuple[str, Any, Any], job: dict[str, Any], written: Sequence[str], detached: bool
+) -> BackgroundRun:
+    """Start a process that makes the call, and write down in the folder which process that is.
+
+    Args:
+        call: `compare` or `train`, and its arguments.
+        written: what an earlier run wrote and is moved aside now, so that nobody who follows the new run sees the old.
+    """
     try:
-        job = pickle.dumps((data, schedulers, {**options, "out": str(out)}, started_s, detached))
+        sent = pickle.dumps((call, str(folder), time.time(), detached))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise OptionError(
             f"cannot send these arguments to another process ({error}); give paths and names"
         ) from error
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
-    _make_room(folder)
+    _make_room(folder, written)
     with (folder / LOG).open("wb") as log:
         command = [sys.executable, "-m", "mmlab.comparison.background"]
         # in a session of its own: interrupting a cell of the notebook must not interrupt the run
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
-    about = {"process": describe_process(child.pid), "job": job_of(data, schedulers, options)}
+    about = {"process": describe_process(child.pid), "job": job}
     replace_file(folder / PROCESS, json.dumps(about, indent=2))
     _latest[folder.resolve()] = run = BackgroundRun(folder, about, child)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has died already: its log says why
-        child.stdin.write(job)
+        child.stdin.write(sent)
         child.stdin.flush()
     return run
 
@@ -240,35 +282,38 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
         return None
 
 
-def _make_room(folder: Path) -> None:
-    """Move an earlier comparison aside, so that nobody who follows the new run sees the old one."""
+def _make_room(folder: Path, written: Sequence[str]) -> None:
     ours = (LOG, PROCESS, OUTCOME)
-    if any((folder / name).exists() for name in COMPARISON_FILES):
-        fresh_folder(folder, (*COMPARISON_FILES, *ours))
+    if any((folder / name).exists() for name in written):
+        fresh_folder(folder, (*written, *ours))
     folder.mkdir(parents=True, exist_ok=True)
     for name in ours:
         (folder / name).unlink(missing_ok=True)
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
     return value is None or isinstance(value, str | int | float)
 
 
 def _child() -> None:
-    """Run the comparison that stands on the standard input, and leave word of how it ended."""
+    """Make the call that stands on the standard input, and write down how it ended."""
     # a notebook's kernel ignores interrupts between cells, and so would a child of it that a button has started
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores()
     # before torch: the parent may wait for it to be read
-    data, schedulers, options, since_s, detached = pickle.load(sys.stdin.buffer)
+    (name, arguments, options), folder, since_s, detached = pickle.load(sys.stdin.buffer)
     outcome: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
     try:
         if not detached:
             threading.Thread(target=_stop_with_parent, daemon=True).start()
-        from mmlab.comparison.experiment import compare
+        import mmlab
 
-        comparison = compare(data, schedulers, **options, control=Control(options["out"], since_s=since_s))
-        if comparison.interrupted:
+        found = getattr(mmlab, name)(*arguments, **options, control=Control(folder, since_s=since_s))
+        if name == "train":
+            outcome |= {"status": found.status, "result": asdict(found)}
+        elif found.interrupted:
             outcome["status"] = "stopped"
     except KeyboardInterrupt:
         outcome["status"] = "stopped"
@@ -280,7 +325,7 @@ def _child() -> None:
             "message": str(error),
             "traceback": traceback.format_exc(),
         }
-    replace_file(Path(options["out"]) / OUTCOME, json.dumps(outcome, indent=2))
+    replace_file(Path(folder) / OUTCOME, json.dumps(outcome, indent=2))
 
 
 def _stop_with_parent() -> None:

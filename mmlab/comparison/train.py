@@ -44,6 +44,7 @@ from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import CollectiveFailed
 from mmlab.pricing.planner import memory_scheduler
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
+from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent
 from mmlab.runs.folders import fresh_folder
 from mmlab.schedule.base import Scheduler
@@ -89,7 +90,12 @@ class TrainingResult:
 
 
 def train(
-    config: RunConfig, *, runs: str | Path = "runs", resume: str = "never", progress: bool = True
+    config: RunConfig | str | Path,
+    *,
+    runs: str | Path = "runs",
+    resume: str = "never",
+    progress: bool = True,
+    control: Control | None = None,
 ) -> TrainingResult:
     """Train as configured, in the folder `runs`/NAME.
 
@@ -98,14 +104,17 @@ def train(
     Started again by `torchrun`, a run goes on from its newest checkpoint, whatever `resume` says.
 
     Args:
+        config: a configuration, or the path of its file.
         resume: `auto` goes on from the newest whole checkpoint in the folder, if there is one; `never` starts anew and
             moves what an earlier run left to `previous-N`; else a checkpoint, or a folder of them, to go on from.
+        control: where rank 0 reads pause and stop; unless given, in the run's folder.
 
     Raises:
         DataError: data or checkpoint cannot be used.
         OptionError: an option cannot work.
         RunError: training failed, here or on a rank that is named.
     """
+    config = config if isinstance(config, RunConfig) else load_config(config)
     with ExitStack() as stack:
         rank, world_size = stack.enter_context(_process_group(config))
         folder, restarted = Path(runs) / config.name, was_restarted()
@@ -113,7 +122,9 @@ def train(
             _prepare_folder(folder, resume, restarted=restarted)
         if world_size > 1:
             distributed.barrier()
-        run = stack.enter_context(Run(folder, rank=rank, interval_s=config.events.device_interval_s))
+        control = control if rank == 0 else None
+        interval_s = config.events.device_interval_s
+        run = stack.enter_context(Run(folder, rank=rank, control=control, interval_s=interval_s))
         if world_size > 1:
             stack.enter_context(RankWatch(run.write, timeout_s=config.parallel.timeout_s))
         bar = _Bar(stack, config.trainer.num_epochs, shown=progress and rank == 0)
