@@ -11,8 +11,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "background": ["BackgroundRun", "start_compare", "start_train"],
         "experiment": ["compare"],
-        "launch": ["train_on"],
         "result": ["Comparison", "load_comparison"],
-        "train": ["train"],
+        "train": ["train", "train_on"],
     },
 )

@@ -1,8 +1,7 @@
 """One training run from a configuration: read, plan, train, evaluate, save; go on where an earlier run ended.
 
-A run is a folder: `config.toml`, `tokenizer/`, one events file a rank, and `checkpoints/`. Started by `torchrun`, every
-rank trains on its share of each plan, or its branch of the model, and rank 0 writes the checkpoints, under `fsdp` with
-the shares of all.
+A run is a folder: `config.toml`, `tokenizer/`, `checkpoints/` and an events file for each rank. Started by `torchrun`,
+every rank trains on its share of each plan, or its branch of the model.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from tqdm.auto import tqdm
 
 from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
 from mmlab.comparison.options import names_of
+from mmlab.comparison.plan import plan_run
 from mmlab.comparison.preparation import (
     EVAL_BATCH_SIZE,
     costs_of,
     describe_machine,
     fill_cache,
     make_datasets,
-    sampled,
 )
 from mmlab.comparison.run import Run
 from mmlab.errors import DataError
@@ -39,22 +38,18 @@ from mmlab.machine import resolve_device
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
 from mmlab.parallel.faults import START_S, RankWatch, broke_off, current_watch
+from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import CollectiveFailed
-from mmlab.pricing.planner import memory_scheduler
-from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent
 from mmlab.runs.folders import fresh_folder
-from mmlab.schedule.base import Scheduler
-from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.checkpoint.files import MANIFEST, check
 from mmlab.training.checkpoint.keeping import Checkpoints, restore
 from mmlab.training.fusion_trainer import FusionTrainer
-from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives
 
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
@@ -81,12 +76,13 @@ class TrainingResult:
             if key in self.evaluation
         )
         stopped = "stopped after " if self.status == "stopped" else ""
+        more = {
+            "resumed from": self.resumed_from,
+            "held out:": found,
+            "best checkpoint:": self.best_checkpoint,
+        }
         lines = [f"{self.folder}: {stopped}{self.num_epochs} epochs, {self.num_steps} steps"]
-        lines += [f"resumed from {self.resumed_from}"] if self.resumed_from else []
-        lines += [f"held out: {found}"] if found else []
-        return "\n  ".join(
-            lines + ([f"best checkpoint: {self.best_checkpoint}"] if self.best_checkpoint else [])
-        )
+        return "\n  ".join([*lines, *(f"{name} {value}" for name, value in more.items() if value)])
 
 
 def train(
@@ -133,6 +129,32 @@ def train(
         return training.train(start)
 
 
+def train_on(
+    config: RunConfig | str | Path,
+    *,
+    num_processes: int = 2,
+    runs: str | Path = "runs",
+    resume: str = "never",
+) -> TrainingResult:
+    """`mmlab.train` on several ranks of this machine; returns what rank 0 found, when they have finished.
+
+    Args:
+        num_processes: ranks; with GPUs one for each, else they share the cores.
+        config, runs, resume: as for `train`.
+
+    Raises:
+        DataError, OptionError: what the configuration asks for cannot be done; the message names the rank.
+        RunError: a rank failed, or was killed.
+    """
+    config = config if isinstance(config, RunConfig) else load_config(config)
+    call = partial(train, config, runs=str(runs), resume=resume)
+    return run_on_ranks(_called, call, num_processes=num_processes)[0]
+
+
+def _called(call: Callable[[], TrainingResult]) -> TrainingResult:
+    return call()
+
+
 def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     """Make the run's folder; where a run starts anew, move aside what an earlier one left there."""
     elsewhere = resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
@@ -146,25 +168,22 @@ class _Bar:
     """The progress bar of a run, in epochs; it also prints what should stay on the terminal."""
 
     def __init__(self, stack: ExitStack, num_epochs: int, *, shown: bool) -> None:
-        self._bar = tqdm(
+        self.bar = tqdm(
             total=num_epochs,
             bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
             disable=None if shown else True,
         )
-        stack.callback(self._bar.close)
-        self.shown = not self._bar.disable
-
-    def begin_at(self, num_epochs_done: float) -> None:
-        self._bar.initial = self._bar.n = num_epochs_done
+        stack.callback(self.bar.close)
+        self.shown = not self.bar.disable
 
     def show(self, num_epochs_done: float, text: str) -> None:
-        self._bar.set_postfix_str(text, refresh=False)
+        self.bar.set_postfix_str(text, refresh=False)
         if self.shown:
-            self._bar.update(num_epochs_done - self._bar.n)
+            self.bar.update(num_epochs_done - self.bar.n)
 
     def say(self, message: str) -> None:
         if self.shown:
-            self._bar.write(message, file=sys.stderr)
+            self.bar.write(message, file=sys.stderr)
 
 
 class _Training:
@@ -192,26 +211,18 @@ class _Training:
             )
         model = _model(config, len(train_set.tokenizer))
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
-        # each rank of the strategy `branch` needs all samples
-        share = (0, 1) if config.parallel.strategy == "branch" else (rank, world_size)
-        scheduler = _scheduler(
-            config, model, objectives, device, share[1], folder / _MEMORY if rank == 0 else None
+        planned = plan_run(
+            config, run, train_set, model, objectives, device, folder / _MEMORY, world_size=world_size
         )
-        memory = scheduler.cost if isinstance(scheduler, Memory) else None
-        whole, weights = sampled(scheduler, train_set, config.sampling, progress=bar.shown)
-        planner: Any = _Share(whole=whole, rank=share[0], seed=whole.seed, world_size=share[1])
-        if whole is scheduler and memory is not None and config.scheduler.get("follow", True):
-            agree = partial(ProcessGroup().largest, device=torch.device(device))
-            planner = ResourceAwareScheduler(planner=scheduler, rank=share[0], emit=run.emit, agree=agree)
         self._loader = PlannedLoader(
             train_set,
-            planner,
+            planned.planner,
             device=None if device == "cpu" else device,
             augment=config.augment,
             emit=run.emit,
             **{name: getattr(data, name) for name in names_of(LoaderOptions)},
         )
-        self._loader.weights = weights
+        self._loader.weights = planned.weights
         self._held_out = PlannedLoader(
             held_out_set,
             # the first batches are measured by themselves in mid-epoch: a fair sample, where sorted ones are not
@@ -226,7 +237,7 @@ class _Training:
             objectives=objectives,
             parallel=config.parallel,
             emit=self._take,
-            memory=memory,
+            memory=planned.memory,
             device=device,
         )
         self._checkpoints = Checkpoints(
@@ -297,7 +308,7 @@ class _Training:
             "config": {**config.as_dict(), "machine": machine},
         }
         self._run.start(trainer.step, **values)
-        self._bar.begin_at(self._epochs_done())
+        self._bar.bar.initial = self._bar.bar.n = self._epochs_done()
 
     def _num_steps(self) -> int:
         """Of the whole run, as far as this epoch's plan tells."""
@@ -341,20 +352,6 @@ def _explained() -> Iterator[None]:
         raise watch.explained(error) from error
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Share(Scheduler):
-    """A scheduler whose plans are one rank's share."""
-
-    whole: Scheduler
-    rank: int
-
-    def plan(self, samples: Any, *, epoch: int = 0) -> BatchPlan:
-        return self.whole.plan(samples, epoch=epoch).shard(self.rank, self.world_size)
-
-    def resume(self, samples: Any, state: Mapping[str, Any], *, world_size: int | None = None) -> BatchPlan:
-        return self.whole.resume(samples, state).shard(self.rank, self.world_size)
-
-
 @contextmanager
 def _process_group(config: RunConfig) -> Iterator[tuple[int, int]]:
     """Rank and number of ranks, joined if `torchrun` started this process."""
@@ -380,39 +377,6 @@ def _device(name: str) -> str:
     return name
 
 
-def _scheduler(
-    config: RunConfig,
-    model: torch.nn.Module,
-    objectives: Mapping[str, Objective],
-    device: str,
-    world_size: int,
-    saved: Path | None,
-) -> Scheduler:
-    """The scheduler that is asked for; for `memory` the model is priced first, unless `saved` has its prices."""
-    training = config.trainer
-    options = {"seed": training.seed, **config.scheduler}
-    name = options.pop("name", "budget")
-    if name != "memory":
-        return dataclasses.replace(make_scheduler(name, **options), world_size=world_size)
-    options.pop("follow", None)
-    scheduler: Any = memory_scheduler(
-        model,
-        device=device,
-        precision=training.precision,
-        checkpointing=training.checkpointing,
-        objectives=objectives,
-        accumulating=training.accumulation_steps > 1,
-        gradient_buckets=world_size > 1 and config.parallel.strategy == "ddp",
-        saved=saved,
-        progress=False,
-        world_size=world_size,
-        **options,
-    )
-    # what is free differs between ranks and moments; plans must not: the least counts
-    least = -ProcessGroup().largest(-scheduler.budget, torch.device(device))
-    return dataclasses.replace(scheduler, budget=int(least))
-
-
 def _model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     """The same first weights for the same seed, whatever was drawn before."""
     build: Callable[..., torch.nn.Module] = build_model
@@ -429,9 +393,6 @@ def _saved_in(path: Path | None, own: Checkpoints, ranks: ProcessGroup) -> Path 
         check(path, ranks)
         return path
     inside = path / _CHECKPOINTS
-    found = Checkpoints(inside if inside.is_dir() else path).newest(ranks)
-    if found is None:
-        raise DataError(
-            f"{path}: no checkpoint there; give a checkpoint's folder, or a folder of checkpoints"
-        )
-    return found
+    if found := Checkpoints(inside if inside.is_dir() else path).newest(ranks):
+        return found
+    raise DataError(f"{path}: no checkpoint there; give a checkpoint's folder, or a folder of checkpoints")

@@ -17,7 +17,7 @@ from torch import distributed
 
 from mmlab.cli.cache import cache_info
 from mmlab.comparison.config import load_config
-from mmlab.comparison.launch import train_on
+from mmlab.comparison.train import train_on
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.runs.events import read_events
@@ -49,7 +49,7 @@ device = "cpu"
 CALLER = """
 import signal, sys
 from mmlab.config import load_config
-from mmlab.comparison.launch import train_on
+from mmlab.comparison.train import train_on
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored
 changes = ["trainer.num_epochs=10000", "data.backend=torch", "data.num_workers=1"]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mmlab.comparison.config import load_config
-from mmlab.comparison.launch import train_on
-from mmlab.comparison.train import train
+from mmlab.comparison.train import train, train_on
 from mmlab.errors import OptionError
 from mmlab.parallel.branches.branch_parallel import BranchParallel
 from mmlab.parallel.branches.branch_ranks import BranchRanks
