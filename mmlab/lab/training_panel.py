@@ -46,7 +46,7 @@ from mmlab.types import Batch
 class TrainingPanel(Panel):
     """Precision, accumulation and the weighting of the objectives above the live view of every run so far.
 
-    A change of a setting is for the next run. The panel is what steers its live view (`mmlab.lab.live_panel.Controller`).
+    A change of a setting is for the next run. The panel is what steers its live view (`mmlab.lab.pump.Controller`).
 
     Args:
         model: every run starts from a copy of it.

@@ -111,7 +111,7 @@ def test_options_are_changed_and_checked_above_the_panel(notebook: Notebook, dat
     said("budget must be a number of padded tokens")
     expect(code).not_to_contain_text("budget=")
     enter("epochs", "0")
-    said("epochs must be a whole number, at least 1; found 0")
+    said("epochs must be at least 1, found 0")
     said("budget must be a number of padded tokens")
     enter("budget", "4000")
     enter("epochs", "7")

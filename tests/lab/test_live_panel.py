@@ -15,7 +15,9 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from mmlab.errors import OptionError
-from mmlab.lab.live_panel import STATIC, TRACKS, WINDOW, LivePanel
+from mmlab.lab.live_panel import STATIC, LivePanel
+from mmlab.lab.messages import TRACKS
+from mmlab.lab.pump import WINDOW
 from mmlab.runs.events import RunEvent, RunLog
 
 PATIENCE_S = 30.0

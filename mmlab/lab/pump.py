@@ -1,0 +1,340 @@
+"""The thread between runs' files and a live panel's page: reads, paces, sends.
+
+Each message has the rows that the page does not have yet, at most `hz` messages a second. The page answers once it has
+drawn; without an answer the thread sends once a second, so neither a slow page nor a closed one holds anything up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import product
+from math import inf, isfinite, nan
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmlab.errors import OptionError
+from mmlab.lab.messages import TRACKS, columns_of, facts_of, note_of
+from mmlab.runs.figures import colour_slots
+from mmlab.runs.follow import Runs, RunState, Source, overall_status
+from mmlab.runs.summaries import progress_of
+
+MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
+WINDOW = 20  # messages that may wait for the page's answer; it answers every tenth, and one that says `more`
+SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
+BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
+FACTS_S = 0.1  # between looks at what is not in the files, such as the controller's state
+POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
+REGULAR = 0.95  # of the shortest time between the last steps: no look before that
+SCAN_S = 0.5  # between looks for new folders and files
+ACTIONS = ("start", "pause", "resume", "stop")
+
+
+class Controller(Protocol):
+    """What starts and stops a run, as far as a panel knows. Any thread may call it, and every call returns at once."""
+
+    @property
+    def state(self) -> str:
+        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped` or `failed`."""
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """Share of the run that is done (0 to 1) and seconds that are left; NaN where unknown."""
+
+    @property
+    def error(self) -> str | None:
+        """Traceback of what ended the run, if anything did."""
+
+    @property
+    def folder(self) -> Path:
+        """What to follow: a run's folder, or a folder of runs."""
+
+    def start(self) -> object:
+        """Begin."""
+
+    def pause(self) -> object:
+        """Hold after the step in hand."""
+
+    def resume(self) -> object:
+        """Go on."""
+
+    def stop(self) -> object:
+        """End after the step in hand."""
+
+
+class Pump:
+    """The thread between the files and the page: reads, paces, sends.
+
+    Only this thread sends and touches the runs; `receive`, from any thread, leaves word under a lock.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        controller: Controller | None,
+        send: Callable[[dict[str, Any], list[bytes]], object],
+        *,
+        interval_s: float,
+    ) -> None:
+        self._runs = Runs(source, scan_s=SCAN_S)
+        self._follows_controller = source is None
+        self._controller, self._send, self._interval_s = controller, send, interval_s
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        # under the lock
+        self._shown = self._closed = self._urgent = False
+        self._seen_s = 0.0  # when the page last gave a sign of life
+        self._acked = 0
+        self._rewind: list[dict[str, int]] = []  # what pages say they have
+        self._to_clear: list[str | None] = []
+        self._errors: list[dict[str, str]] = []
+        self._handler_cpu_s = 0.0
+        # the thread's own
+        self._sent: dict[str, int] = {}  # rows of each series that were sent
+        self._cleared: set[str] = set()  # ids of runs that are shown no more
+        self._names: dict[str, None] = {}  # of runs, in the order in which they were first seen
+        self._said: dict[str, Any] = {}  # facts as they were last sent
+        self._answers: dict[str, Any] = {}  # the controller's last ones
+        self._seq = 0
+        self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = 0.0
+        self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the clock of who writes
+        self._stepped_s = -inf  # when the last step was written, and when it was read
+        self._stepped_at_s = 0.0
+        self._fresh = False  # rows were read
+        self._more = False  # rows are left over that did not fit into the last message
+        self._cost = _Cost()
+
+    def receive(self, content: Mapping[str, Any]) -> None:
+        """Take a message from the page; what goes wrong is shown there."""
+        started_s = time.thread_time()
+        try:
+            self._act(content)
+        except Exception as error:  # nobody sees what a callback raises: the panel shows it
+            self._report("callback", error)
+        with self._wake:
+            self._handler_cpu_s += time.thread_time() - started_s
+            self._wake.notify()
+
+    def clear(self, run_id: str | None = None) -> None:
+        """Show a run (or all there are) no more. One that is written anew has another id."""
+        with self._wake:
+            self._to_clear.append(run_id)
+            self._urgent = True
+            self._wake.notify()
+
+    def close(self) -> None:
+        """End the thread; nothing is sent once this returns."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _act(self, content: Mapping[str, Any]) -> None:
+        kind = content.get("kind")
+        with self._wake:
+            self._seen_s = time.monotonic()
+            if kind == "ack":
+                self._acked = max(self._acked, int(content["seq"]))
+                return
+            self._urgent = True
+            if kind == "ready":
+                self._rewind.append({str(key): int(rows) for key, rows in content["have"].items()})
+                self._shown = True
+                self._acked = self._seq  # what an earlier page did not answer, nobody will
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._run, name="mmlab-live-panel", daemon=True)
+                    self._thread.start()
+                return
+            if kind == "hidden":
+                self._shown = False
+                return
+        if kind == "clear":
+            self.clear(content.get("run"))
+        elif kind == "action" and content.get("name") in ACTIONS and self._controller is not None:
+            getattr(self._controller, content["name"])()
+        else:
+            raise OptionError(f"the panel's page sent a message that means nothing here: {content!r}")
+
+    def _report(self, where: str, error: Exception) -> None:
+        with self._wake:
+            shown = {
+                "where": where,
+                "text": f"{type(error).__name__}: {error}"[:500],
+                "traceback": "".join(traceback.format_exception(error))[-8000:],
+            }
+            if shown not in self._errors:
+                self._errors = [*self._errors[-9:], shown]
+                self._urgent = True
+
+    def _run(self) -> None:
+        wait_s: float | None = 0.0
+        while True:
+            with self._wake:
+                if not self._urgent and not self._closed and wait_s != 0:
+                    self._wake.wait(wait_s)
+                if self._closed:
+                    return
+            try:
+                wait_s = self._turn()
+            except Exception as error:  # a thread has nobody to raise to: the panel shows it
+                self._report("panel", error)
+                wait_s = 1.0
+                with self._wake:
+                    self._urgent = False
+
+    def _turn(self) -> float | None:
+        """Read and perhaps send; returns how long to wait, None for until word comes."""
+        now_s = time.monotonic()
+        self._cost.begin(now_s)
+        with self._wake:
+            urgent, self._urgent = self._urgent, False
+            rewind, self._rewind = self._rewind, []
+            cleared, self._to_clear = self._to_clear, []
+            if not self._shown:
+                return None
+        for have in rewind:
+            self._said = {}
+            self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}
+        for run_id in cleared:
+            self._cleared |= {run.id for run in self._runs.states.values() if run_id in (None, run.id)}
+        if self._follows_controller and (folder := self._asked("folder")) != self._runs.source:
+            self._runs.follow(folder)
+        if self._runs.poll():
+            self._news_s, self._fresh = now_s, True
+            steps = [run.event("step", rank) for run in self._runs.states.values() for rank in run.ranks()]
+            stepped_s = max((step.time_s for step in steps if step is not None), default=-inf)
+            if stepped_s != self._stepped_s:
+                self._gaps_s.append(abs(stepped_s - self._stepped_s))
+                self._stepped_s, self._stepped_at_s = stepped_s, now_s
+        with self._wake:
+            silent = self._acked < self._seq and now_s - max(self._sent_s, self._seen_s) > SILENCE_S
+            may_send = silent or self._seq - self._acked < WINDOW
+        due = self._more or (self._fresh and now_s >= self._due_s) or now_s - self._looked_s >= FACTS_S
+        if urgent or (may_send and due):
+            self._update(now_s, urgent)
+        self._cost.end(self._handler_cpu_s)
+        quiet_s = now_s - self._news_s
+        poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
+        if self._more:
+            return 0.001 if may_send else poll_s  # an answer wakes
+        ended_s = time.monotonic()
+        early_s = self._stepped_at_s + REGULAR * min(self._gaps_s, default=0.0) - ended_s
+        return max(poll_s, min(early_s, FACTS_S), self._due_s - ended_s)
+
+    def _update(self, now_s: float, urgent: bool) -> None:
+        """Send what is new, if it is time to."""
+        self._looked_s = now_s
+        message = self._news()
+        rows: dict[str, NDArray[np.float32]] = {}
+        if urgent or self._more or now_s >= self._due_s:
+            rows = self._new_rows()
+            self._fresh = False
+            self._more = sum(columns.size for columns in rows.values()) > MAX_NUMBERS // 2
+        if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
+            return
+        # One message an interval in the long run; one may come early, so that the messages fall in step with the run.
+        self._paid_s = min(max(self._paid_s, now_s) + self._interval_s, now_s + 2 * self._interval_s)
+        self._due_s = max(self._paid_s - self._interval_s, now_s + 0.5 * self._interval_s)
+        self._sent_s = now_s
+        self._seq += 1
+        message |= {
+            "kind": "update",
+            "seq": self._seq,
+            "more": self._more,
+            "rows": [[name, self._sent.get(name, 0), columns.shape[1]] for name, columns in rows.items()],
+            "progress": self._progress(),
+            "last_s": max((run.last_s for run in self._shown_runs() if isfinite(run.last_s)), default=None),
+            "cost": self._cost.update(),
+        }
+        self._send(message, [b"".join(columns.tobytes() for columns in rows.values())])
+        for name, columns in rows.items():
+            self._sent[name] = self._sent.get(name, 0) + columns.shape[1]
+
+    def _shown_runs(self) -> list[RunState]:
+        return [run for run in self._runs.states.values() if run.id not in self._cleared]
+
+    def _new_rows(self) -> dict[str, NDArray[np.float32]]:
+        """Rows that were not sent yet, (C, N) for each series "<run id>.<rank>.<track>"; as many as a message holds."""
+        found, room = {}, MAX_NUMBERS
+        for run in self._shown_runs():
+            for rank, (track, keys) in product(run.ranks(), TRACKS.items()):
+                name = f"{run.id}.{rank}.{track}"
+                start, limit = self._sent.get(name, 0), room // len(keys)
+                if limit and (count := min(limit, run.count(track, rank) - start)) > 0:
+                    found[name] = columns_of(run, track, rank, start, start + count)
+                    room -= found[name].size
+        return found
+
+    def _asked(self, name: str) -> Any:
+        """The controller's answer; the last good one where it raises, and the panel shows what."""
+        try:
+            self._answers[name] = getattr(self._controller, name)
+        except Exception as error:  # somebody else's code, and no reason to stop drawing
+            self._report("panel", error)
+        return self._answers.get(name)
+
+    def _progress(self) -> list[float | None]:
+        if self._controller is None:
+            found: tuple[float, float] = progress_of(self._shown_runs())
+        else:
+            found = self._asked("progress") or (nan, nan)
+        return [value if isfinite(value) else None for value in found]
+
+    def _news(self) -> dict[str, Any]:
+        """Facts that are not as they were last sent."""
+        runs = self._shown_runs()
+        state = overall_status(runs) if self._controller is None else self._asked("state")
+        failure = None if self._controller is None else self._asked("error")
+        with self._wake:
+            errors = [*self._runs.errors[-10:], *self._errors]
+        if failure:
+            text = failure.strip().rsplit("\n", 1)[-1]
+            errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
+        self._names |= dict.fromkeys(run.name for run in runs)
+        slots = colour_slots(self._names)
+        facts = {
+            "runs": [{**facts_of(run), "colour": slots[run.name]} for run in runs],
+            "notes": [note_of(run, event) for run in runs for event in run.notes],
+            "errors": errors,
+            "state": state,
+        }
+        changed = {key: value for key, value in facts.items() if self._said.get(key) != value}
+        self._said = facts
+        return changed
+
+
+class _Cost:
+    """What the thread costs: CPU time an update, and share of a core over the last seconds."""
+
+    def __init__(self) -> None:
+        self._cpu_s = self._since_s = self._handler_s = 0.0
+        self._began_s = self._mark_s = 0.0
+        self._updates = 0
+        self._shown: list[float | None] = [None, None]
+
+    def begin(self, now_s: float) -> None:
+        """Before a turn."""
+        self._began_s = time.thread_time()
+        if not self._since_s:
+            self._since_s = now_s
+
+    def end(self, handler_cpu_s: float) -> None:
+        """After a turn; `handler_cpu_s` is what the page's answers have cost so far."""
+        self._cpu_s += time.thread_time() - self._began_s
+        now_s = time.monotonic()
+        if now_s - self._since_s >= 2.0:
+            cpu_s = self._cpu_s + handler_cpu_s - self._handler_s
+            self._shown = [1000 * cpu_s / max(1, self._updates), cpu_s / (now_s - self._since_s)]
+            self._cpu_s, self._updates, self._handler_s, self._since_s = 0.0, 0, handler_cpu_s, now_s
+
+    def update(self) -> list[float | None]:
+        """Count one; milliseconds an update, share of a core."""
+        self._updates += 1
+        return self._shown
