@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -55,9 +55,8 @@ class BadRow:
         return f"{self.row}: {self.path}: {self.reason}" if self.path else f"{self.row}: {self.reason}"
 
 
-_COLUMNS = (
-    "ids", "image_paths", "texts", "height", "width", "num_tokens", "group", "labels", "splits"
-)  # fmt: skip
+_SINGULAR = {"ids": "id", "image_paths": "image_path", "texts": "text", "labels": "label", "splits": "split"}
+_COLUMNS = ("ids", "image_paths", "texts", "height", "width", "num_tokens", "group", "labels", "splits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -86,8 +85,7 @@ class Records(Sequence[Record]):
     source: str = ""  # what was read, for titles and reports
 
     def __post_init__(self) -> None:
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        lengths = {name: len(column) for name, column in columns.items() if column is not None}
+        lengths = {name: len(column) for name, column in self._columns().items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise ValueError(f"columns must have one length, found {found}")
@@ -122,18 +120,11 @@ class Records(Sequence[Record]):
         index = np.asarray(rows)
         index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
         chosen = index.tolist()
-        return replace(
-            self,
-            ids=[self.ids[row] for row in chosen],
-            image_paths=[self.image_paths[row] for row in chosen],
-            texts=[self.texts[row] for row in chosen],
-            height=self.height[index],
-            width=self.width[index],
-            num_tokens=self.num_tokens[index],
-            group=self.group[index],
-            labels=None if self.labels is None else self.labels[index],
-            splits=None if self.splits is None else [self.splits[row] for row in chosen],
-        )
+        columns: dict[str, Any] = {
+            name: column[index] if isinstance(column, np.ndarray) else [column[row] for row in chosen]
+            for name, column in self._columns().items()
+        }
+        return replace(self, **columns)
 
     def split(self, name: str) -> Records:
         """The records of one split.
@@ -189,17 +180,9 @@ class Records(Sequence[Record]):
         """One row a record, for looking at."""
         import pandas as pd
 
-        columns = {
-            "id": self.ids,
-            "image_path": self.image_paths,
-            "text": self.texts,
-            "height": self.height,
-            "width": self.width,
-            "num_tokens": self.num_tokens,
-            "group": self.group,
-        }
-        if self.labels is not None:
-            columns["label"] = self.labels
-        if self.splits is not None:
-            columns["split"] = self.splits
-        return pd.DataFrame(columns)
+        return pd.DataFrame({_SINGULAR.get(name, name): column for name, column in self._columns().items()})
+
+    def _columns(self) -> dict[str, Any]:
+        """The columns that the data set has, each of N rows."""
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        return {name: column for name, column in columns.items() if column is not None}

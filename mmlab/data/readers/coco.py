@@ -14,7 +14,7 @@ from mmlab.data.readers.rows import Row
 from mmlab.errors import DataError
 
 
-def why_not_coco(path: Path) -> str:
+def why_not_coco(path: Path, allow_missing_modality: bool) -> str:
     """Why the file is not COCO captions; empty if it is. Searches the bytes: large files are not parsed twice."""
     with open(path, "rb") as file:
         if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
@@ -24,7 +24,7 @@ def why_not_coco(path: Path) -> str:
     return f"has no {b', '.join(missing).decode()}" if missing else ""
 
 
-def read_coco(path: Path) -> list[Row]:
+def read_coco(path: Path, allow_missing_modality: bool) -> list[Row]:
     """One row for each annotation, in file order; its number is the record's id. An image without any gives one row.
 
     Rows have the `split` of their image, where it states one.

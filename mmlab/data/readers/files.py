@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,17 +19,14 @@ _DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson"
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
 _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
 _NUM_TRIED = 50  # images that are looked for in each folder
-_YEARS = ("", "2017", "2014")
-_IMAGE_FOLDERS = (
-    ["", "images", "Images"]
-    + [
-        f"{above}{split}{year}"
-        for above in ("", "images/")
-        for split in ("train", "val", "test")
-        for year in _YEARS
+_IMAGE_FOLDERS = [
+    "".join(parts)
+    for parts in [
+        *product(["", "images", "Images"]),
+        *product(["", "images/"], ["train", "val", "test"], ["", "2017", "2014"]),
+        *product(["flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "Flickr8k_Dataset"]),
     ]
-    + ["flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "Flickr8k_Dataset"]
-)
+]
 
 
 class FileFormat(NamedTuple):
@@ -39,8 +37,8 @@ class FileFormat(NamedTuple):
 
 
 FILE_FORMATS = {
-    "COCO captions": FileFormat(lambda path, _: why_not_coco(path), lambda path, _: read_coco(path)),
-    "Flickr token file": FileFormat(lambda path, _: why_not_flickr(path), lambda path, _: read_flickr(path)),
+    "COCO captions": FileFormat(why_not_coco, read_coco),
+    "Flickr token file": FileFormat(why_not_flickr, read_flickr),
     "manifest": FileFormat(why_not_manifest, read_manifest),
 }
 
@@ -49,9 +47,8 @@ def recognise(path: Path, allow_missing_modality: bool) -> tuple[FileFormat | No
     """The format of a data file or, in words, why each one does not fit."""
     reasons = []
     for name, file_format in FILE_FORMATS.items():
-        reason = (
-            file_format.why_not(path, allow_missing_modality) if path.stat().st_size else "the file is empty"
-        )
+        empty = not path.stat().st_size
+        reason = "the file is empty" if empty else file_format.why_not(path, allow_missing_modality)
         if not reason:
             return file_format, ""
         reasons.append(f"\n  {path.name}, as {name}: {reason}")

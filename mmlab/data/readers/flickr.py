@@ -11,14 +11,14 @@ from mmlab.data.readers.rows import Row
 _LINE = re.compile(r"([^\t]+)#(\d+)\t(.*)")
 
 
-def why_not_flickr(path: Path) -> str:
+def why_not_flickr(path: Path, allow_missing_modality: bool) -> str:
     """Why the file is not a token file; empty if it is. Looks at its first line only."""
     with open(path, "rb") as file:
         first = file.readline(4096).decode("utf-8-sig", errors="replace")
     return "" if _LINE.match(first) else "its first line is not name.jpg#0<TAB>caption"
 
 
-def read_flickr(path: Path) -> list[Row]:
+def read_flickr(path: Path, allow_missing_modality: bool) -> list[Row]:
     """One row a line; `name.jpg#0` is the record's id."""
     rows = []
     for number, line in enumerate(decode_text(path).split("\n"), start=1):

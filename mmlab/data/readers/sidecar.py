@@ -59,11 +59,13 @@ def measure_once(
     """
     sidecar = _sidecar_path(measurement, root, stamps)
     known = {} if sidecar is None else _load(measurement, sidecar)
-    names = _names(stamps, sidecar)
+    # the sidecar's names are relative to its folder, so that a data set can be moved with it
+    folder = "" if sidecar is None else os.path.join(sidecar.parent, "")
+    names = {key: key.removeprefix(folder) for key in stamps}
     outcomes: dict[str, Numbers | str] = {}
     for key, stamp in stamps.items():
         entry = known.get(names[key])
-        if stamp is not None and entry is not None and (entry[0], entry[1]) == stamp:
+        if entry is not None and stamp == tuple(entry[:2]):
             outcomes[key] = tuple(entry[2:])
     new = [key for key in stamps if key not in outcomes]
     if not new:
@@ -71,11 +73,10 @@ def measure_once(
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         measured = pool.map(measure, new)
         bar = tqdm(measured, measurement.title, len(new), disable=None if progress else True)
-        outcomes |= zip(new, bar, strict=True)
-    for key in new:
-        stamp, outcome = stamps[key], outcomes[key]
-        if stamp is not None and not isinstance(outcome, str):
-            known[names[key]] = [*stamp, *outcome]
+        for key, outcome in zip(new, bar, strict=True):
+            outcomes[key] = outcome
+            if (stamp := stamps[key]) is not None and not isinstance(outcome, str):
+                known[names[key]] = [*stamp, *outcome]
     if sidecar is not None:
         _save(measurement, sidecar, known)
     return outcomes
@@ -97,12 +98,6 @@ def _sidecar_path(
 def _may_write(folder: str) -> bool:
     """Whether files may be added; a folder that is marked read-only stays as it is even for an administrator."""
     return os.access(folder, os.W_OK) and bool(os.stat(folder).st_mode & 0o222)
-
-
-def _names(keys: Mapping[str, object], sidecar: Path | None) -> dict[str, str]:
-    """The keys as the sidecar writes them: relative to its folder, so that a data set can be moved with it."""
-    folder = "" if sidecar is None else os.path.join(sidecar.parent, "")
-    return {key: key.removeprefix(folder) for key in keys}
 
 
 def _load(measurement: Measurement, sidecar: Path) -> dict[str, list]:
