@@ -104,7 +104,7 @@ def test_progress_stays_silent_without_a_terminal(three, capfd):
 
 def test_importing_loads_neither_torch_nor_datasets():
     heavy = {"torch", "datasets", "transformers", "pandas"}
-    code = f"import sys, mmlab.data.readers, mmlab.data.text; print({heavy} & set(sys.modules))"
+    code = f"import sys, mmlab.data.readers, mmlab.data.decode, mmlab.data.text; print({heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -76,11 +77,11 @@ def test_the_same_texts_give_the_same_bytes_in_every_process(tmp_path):
         "load_tokenizer(records=records_of(texts), vocab_size=60, save_to=sys.argv[1])"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    for number, threads in enumerate(("1", "2", "2")):
+    for number, threads in enumerate(("1", "2")):
         command = [sys.executable, "-c", code, str(tmp_path / str(number))]
         subprocess.run(command, check=True, env=environment | {"RAYON_NUM_THREADS": threads})
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert len({(tmp_path / str(number) / name).read_bytes() for number in range(3)}) == 1
+        assert len({(tmp_path / str(number) / name).read_bytes() for number in range(2)}) == 1
 
 
 def test_a_saved_tokenizer_comes_back(tmp_path):
@@ -150,13 +151,11 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, tokenizer, name):
         load_tokenizer(tmp_path)
 
 
-def test_a_name_that_cannot_be_downloaded_says_what_to_do():
-    code = "from mmlab.data.text import load_tokenizer; load_tokenizer('no-such-owner/no-such-tokenizer')"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert result.returncode == 1
-    assert "DataError: tokenizer 'no-such-owner/no-such-tokenizer' is not in the local cache" in result.stderr
-    assert "or use 'builtin'" in result.stderr
+def test_a_name_that_cannot_be_downloaded_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    wanted = r"tokenizer 'no-such-owner/no-such-tokenizer' is not in the local cache .* or use 'builtin'"
+    with pytest.raises(DataError, match=wanted):
+        load_tokenizer("no-such-owner/no-such-tokenizer")
 
 
 def test_lengths_are_those_of_the_ids_in_any_batch(tokenizer, monkeypatch):

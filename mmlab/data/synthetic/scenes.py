@@ -14,6 +14,7 @@ import random
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ def table(name: str) -> dict[str, Any]:
     return _TABLES[name]
 
 
+@cache
 def weights(name: str) -> dict[str, int]:
     """How often each entry of a table is drawn, by its `percent` or as the table says itself."""
     return {key: entry["percent"] if isinstance(entry, dict) else entry for key, entry in table(name).items()}
