@@ -2,12 +2,12 @@
 
 The model's memory is fitted without a device (`mmlab.pricing`), for the training asked for and for its alternatives:
 the other precision, and activation checkpointing the other way round. For each, an epoch is planned that fills the
-memory. Costs three fits (half a minute each for the base preset) and three plans; no image is decoded.
+memory. Costs three fits (15 to 25 s each for the base preset) and three plans; no image is decoded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from mmlab.errors import DataError
 from mmlab.machine import GIB, MemoryLimit, memory_limit
 from mmlab.pricing.empty import empty_model
 from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.trace import StepSetting
 from mmlab.runs.figures import PALETTE, save_figure
 from mmlab.schedule.cost import batch_costs, max_batch_size
 from mmlab.schedule.plan import BatchPlan
@@ -58,19 +59,18 @@ class PlannedMemory:
 
     def figures(self) -> dict[str, float | None]:
         """The figures of the epoch; those of the plan are None where there is none."""
-        batches, alone = self.batch_bytes, self.sample_bytes
-        text, height, width = (
-            int(side.max()) for side in (self.sizes.num_tokens, self.sizes.height, self.sizes.width)
-        )
-        planned = self.plan is not None
-        return {
-            "num_batches": len(batches) if planned else None,
-            "mean_batch_size": len(self.sizes) / len(batches) if planned else None,
-            "mean_use_ratio": float(batches.mean() / self.limit_bytes) if planned else None,
-            "max_use_ratio": float(batches.max() / self.limit_bytes) if planned else None,
-            "combined_waste": self.plan.report().combined_waste if self.plan else None,
-            "fixed_batch_size": max_batch_size(self.memory, text, height, width, self.target_bytes),
-            "dearest_sample_bytes": float(alone.max()),
+        alone, sizes = self.sample_bytes, self.sizes
+        longest, highest, widest = (int(side.max()) for side in (sizes.num_tokens, sizes.height, sizes.width))
+        names = ("num_batches", "mean_batch_size", "mean_use_ratio", "max_use_ratio", "combined_waste")
+        of_plan: dict[str, float | None] = dict.fromkeys(names)
+        if self.plan is not None:
+            used = self.batch_bytes / self.limit_bytes
+            waste = self.plan.report().combined_waste
+            found = (len(used), len(sizes) / len(used), float(used.mean()), float(used.max()), waste)
+            of_plan = dict(zip(names, found, strict=True))
+        return of_plan | {
+            "fixed_batch_size": max_batch_size(self.memory, longest, highest, widest, self.target_bytes),
+            "costliest_sample_bytes": float(alone.max()),
             "num_too_large": int((alone > self.target_bytes).sum()),
         }
 
@@ -121,8 +121,8 @@ class MemoryReport:
     def largest_shapes(self) -> pd.DataFrame:
         """The distinct shapes of single samples that need most, with the most of them that a batch may have."""
         shapes, counts = np.unique(self.planned.sizes.alone, axis=0, return_counts=True)
-        dearest = np.argsort(-batch_costs(self.memory, shapes), kind="stable")[:_SHOWN]
-        return self._shapes(shapes[dearest], counts[dearest])
+        costliest = np.argsort(-batch_costs(self.memory, shapes), kind="stable")[:_SHOWN]
+        return self._shapes(shapes[costliest], counts[costliest])
 
     @property
     def common_shapes(self) -> pd.DataFrame:
@@ -158,13 +158,7 @@ class MemoryReport:
             "fingerprint": self.memory.fingerprint,
             "num_samples": len(self.planned.sizes),
             "conditions": dict(self.memory.conditions),
-            "limit": {
-                "device": self.limit.device,
-                "total_bytes": self.limit.total_bytes,
-                "others_bytes": self.limit.others_bytes,
-                "context_bytes": self.limit.context_bytes,
-                "usable_bytes": self.limit.usable_bytes,
-            },
+            "limit": {**asdict(self.limit), "usable_bytes": self.limit.usable_bytes},
             "held_out": dict(self.memory.held_out),
             "plans": {name: plan.figures() for name, plan in self.plans.items()},
             "histogram": {
@@ -213,17 +207,14 @@ class MemoryReport:
         ]
         if self.planned.plan is None:
             head.append(f"{self.planned.figures()['num_too_large']} samples do not fit alone: no plan")
-        return "\n".join(
-            [
-                *head,
-                "\nan epoch that fills the memory, and what would change it:",
-                _shown(self.table).to_string(),
-                "\nlargest samples:",
-                _shown(self.largest_shapes).to_string(index=False),
-                "\ncommonest image sizes, each with its longest text:",
-                _shown(self.common_shapes).to_string(index=False),
-            ]
-        )
+        tables = {
+            "an epoch that fills the memory, and what would change it": _shown(self.table).to_string(),
+            "largest samples": _shown(self.largest_shapes).to_string(index=False),
+            "commonest image sizes, each with its longest text": _shown(self.common_shapes).to_string(
+                index=False
+            ),
+        }
+        return "\n".join([*head, *(f"\n{title}:\n{table}" for title, table in tables.items())])
 
     def _repr_html_(self) -> str:
         return "".join(
@@ -237,14 +228,11 @@ def memory_report(
     *,
     memory_gb: float | None = None,
     device: str = "cuda",
-    precision: str = "fp32",
-    checkpointing: bool = False,
-    accumulating: bool = False,
-    optimizer: str = "adamw",
     image: str = "aspect:224",
     tokenizer: str = "builtin",
     limit: int | None = None,
     progress: bool = True,
+    **setting: Any,
 ) -> MemoryReport:
     """Price a data set's batches for a model, and plan an epoch that fills the memory.
 
@@ -254,10 +242,10 @@ def memory_report(
         data: anything that `read_records` takes.
         memory_gb: GiB to plan for; None asks the device, see `memory_limit`.
         device: "cuda" or "cpu": whose kernels and allocator are priced.
-        precision, checkpointing, accumulating, optimizer: the training asked for, see `StepTracer`.
         image: image policy in short form, see `parse_image_policy`.
         tokenizer: see `load_tokenizer`.
         limit: use only the first samples.
+        setting: other fields of `mmlab.pricing.trace.StepSetting`: `precision`, `checkpointing`, ...
 
     Raises:
         DataError: no records.
@@ -270,21 +258,14 @@ def memory_report(
     tokens = load_tokenizer(tokenizer, records=records)
     sizes = measure_tokens(records, tokens).sizes(parse_image_policy(image))
     network = empty_model(model, vocab_size=len(tokens), tokenizer=tokens)
-    ways = [(precision, checkpointing), ("fp32" if precision != "fp32" else "bf16", checkpointing)]
-    ways.append((precision, not checkpointing))
+    setting["device"] = device.partition(":")[0]
+    asked = StepSetting(**setting)
+    other_precision = "bf16" if asked.precision == "fp32" else "fp32"
     plans = {}
-    for number, (name, checkpoints) in enumerate(ways):
-        memory = fit_memory(
-            network,
-            precision=name,
-            checkpointing=checkpoints,
-            accumulating=accumulating,
-            optimizer=optimizer,
-            device=device.partition(":")[0],
-            num_held_out=0 if number else 6,
-            progress=progress,
-        )
-        title = name + (", checkpointing" if checkpoints else "")
+    for change in ({}, {"precision": other_precision}, {"checkpointing": not asked.checkpointing}):
+        memory = fit_memory(network, num_held_out=0 if change else 6, progress=progress, **setting | change)
+        title = memory.conditions["precision"]
+        title += ", checkpointing" if memory.conditions["checkpointing"] else ""
         plans[title] = plan_memory(memory, sizes, memory_bytes.usable_bytes)
     return MemoryReport(source=records.source or str(data), model=model, limit=memory_bytes, plans=plans)
 

@@ -46,7 +46,7 @@ math_attention = torch.ops.aten._scaled_dot_product_attention_math
 
 def storage_key(tensor: Tensor) -> int:
     """The same for all tensors that share memory, as `LiveBytes` uses it."""
-    return tensor.untyped_storage()._cdata
+    return id(tensor.untyped_storage())
 
 
 def sequence_number(node: Node) -> int:

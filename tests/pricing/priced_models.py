@@ -62,7 +62,7 @@ def resnet() -> nn.Module:
 
 
 def tiny(**changes: Any) -> nn.Module:
-    return build_model("tiny", vocab_size=50, **changes)
+    return build_model("tiny", vocab_size=50, **{"image_depth": 1, "text_depth": 1, **changes})
 
 
 MODELS = {"tiny": tiny, "resnet18": resnet, "clip": clip, "vilt": Vilt, "bert": bert}

@@ -9,15 +9,15 @@ import transformers
 from torch import nn
 
 from mmlab.errors import OptionError
-from mmlab.model.presets import build_model
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import _probes, fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import batch_costs
 from mmlab.types import BatchShape
+from tests.pricing.priced_models import tiny
 
-MODEL = build_model("tiny", vocab_size=300)
+MODEL = tiny()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_what_was_fitted_is_kept_with_it(memory, tmp_path):
     asked = {"precision": "bf16", "device": "cuda", "checkpointing": False, "optimizer": "adamw"}
     loaded = MemoryModel.load(tmp_path / "memory.json", fingerprint=fingerprint(MODEL), conditions=asked)
     assert loaded(BatchShape(8, 20, 96, 96)) == memory(BatchShape(8, 20, 96, 96))
-    other = fingerprint(build_model("tiny", vocab_size=301))
+    other = fingerprint(tiny(dropout=0.1))
     with pytest.raises(OptionError, match="model: fitted for"):
         MemoryModel.load(tmp_path / "memory.json", fingerprint=other)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,10 +42,29 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def report(clip: str, scenes: Path) -> MemoryReport:
-    return memory_report(
-        clip, scenes, memory_gb=MEMORY_GB, image="aspect:64", precision="bf16", progress=False
+def printed(
+    clip: str, scenes: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path, MemoryReport]:
+    """What `mmlab memory` prints, where it has saved files, and the report that it made: fitted once for all tests."""
+    folder, made = tmp_path_factory.mktemp("memory"), []
+    command = (
+        f"memory --model {clip} --data {scenes} --memory-gb {MEMORY_GB} --image aspect:64 --precision bf16"
     )
+    command += f" --limit 40 --save {folder / 'memory.json'} --plot {folder / 'memory.svg'} --json"
+
+    def kept(*arguments: Any, **options: Any) -> MemoryReport:
+        made.append(memory_report(*arguments, **options))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr("mmlab.pricing.memory_report.memory_report", kept)
+        assert main(command.split()) == 0
+    return json.loads(out.getvalue()), folder, made[0]
+
+
+@pytest.fixture(scope="module")
+def report(printed: tuple[dict[str, Any], Path, MemoryReport]) -> MemoryReport:
+    return printed[-1]
 
 
 def test_the_limit_is_what_was_given_less_the_context(report: MemoryReport) -> None:
@@ -126,38 +148,15 @@ def test_nothing_to_price_is_refused(clip: str, scenes: Path) -> None:
 
 
 def test_the_command_prints_one_document_and_saves_what_it_fitted(
-    clip: str, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    printed: tuple[dict[str, Any], Path, MemoryReport],
 ) -> None:
-    saved, picture = tmp_path / "memory.json", tmp_path / "memory.svg"
-    arguments = [
-        "memory",
-        "--model",
-        clip,
-        "--data",
-        str(scenes),
-        "--memory-gb",
-        "0.7",
-        "--image",
-        "aspect:64",
-    ]
-    arguments += [
-        "--precision",
-        "bf16",
-        "--limit",
-        "40",
-        "--save",
-        str(saved),
-        "--plot",
-        str(picture),
-        "--json",
-    ]
-    assert main(arguments) == 0
-    document = json.loads(capsys.readouterr().out)
+    document, folder, report = printed
+    assert document == json.loads(json.dumps(report.as_dict()))
     assert document["num_samples"] == 40
     asked = {"precision": "bf16", "checkpointing": False}
-    memory = MemoryModel.load(saved, fingerprint=document["fingerprint"], conditions=asked)
+    memory = MemoryModel.load(folder / "memory.json", fingerprint=document["fingerprint"], conditions=asked)
     assert memory.conditions == document["conditions"]
-    assert picture.stat().st_size > 0
+    assert (folder / "memory.svg").stat().st_size > 0
 
 
 def test_the_command_refuses_what_it_cannot_price(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
