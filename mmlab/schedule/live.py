@@ -1,9 +1,9 @@
 """An epoch whose rest can be planned anew while it is read.
 
-A `LivePlan` is read like a plan. `replan` plans the samples that nobody has been given yet under another value (a
-budget, a batch size); batches already handed out stay as they are. So each sample comes exactly once, whatever is
-decided on the way. The epoch is a pure function of the decisions: from the pairs (batch, value) in `history` it is
-found again, batch by batch. Planning anew costs as much as planning (about a microsecond a sample that is left).
+A `LivePlan` is read like a plan. `replan` plans the samples that have not been handed out under another value (a
+budget, a batch size); batches that were handed out stay as they are. So each sample comes exactly once, whatever is
+decided on the way. The epoch is a pure function of the decisions: the pairs (batch, value) in `history` give the same
+batches again. To plan anew costs as much as to plan, about a microsecond for each sample that is left.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Epoch:
         if kept and not len(rows):
             return 0
         plan = self.plan_rest(self.sizes.take(rows), value)
-        next(iter(plan), None)  # what cannot be planned is refused here, before anything has changed
+        next(iter(plan), None)  # raises what cannot be planned before anything has changed
         self.parts = [*kept, _Part(first, value, rows, plan)]
         return len(rows)
 
@@ -65,9 +65,9 @@ class _Epoch:
 
 
 class LivePlan:
-    """The batches of one epoch, as lists of sample rows, some of them yet to be decided on. Safe to read in a thread.
+    """The batches of one epoch, as lists of sample rows; those not handed out can still change. Safe to read in a thread.
 
-    One reader at a time: what counts as handed out is what the last iterator gave.
+    Only one reader at a time: the batches that the last iterator gave count as handed out.
 
     Args:
         plan_rest: plans samples under a value; pure.
@@ -88,21 +88,21 @@ class LivePlan:
 
     @property
     def history(self) -> list[tuple[int, float]]:
-        """Pairs (batch of the epoch, value from there on): all that is needed to make this plan again."""
+        """Pairs (batch of the epoch, value from there on), which are enough to make this plan again."""
         return [(part.first, part.value) for part in self._epoch.parts]
 
     def replan(self, value: float, *, agree: Callable[[float], float] = float) -> int:
         """Plan what has not been handed out under another value.
 
         Args:
-            agree: gives the largest of the ranks' numbers. A rank that has handed out less than another keeps to the
-                old plan until they are level.
+            agree: gives the largest of the ranks' numbers. A rank that has handed out fewer batches than another keeps
+                to the old plan until it has handed out as many.
 
         Returns:
             Number of samples planned anew.
 
         Raises:
-            OptionError: the rest cannot be planned so; nothing has changed.
+            OptionError: the rest cannot be planned under this value; nothing has changed.
         """
         with self._epoch.lock:
             return self._epoch.replan(round(agree(self._epoch.num_handed)), value)

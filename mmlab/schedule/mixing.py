@@ -1,12 +1,12 @@
 """Mixing sources in a wanted ratio, in batches of one modality each.
 
-A source is what its samples have (image and text, text only, image only), or whatever the caller says. Batches do not
-mix modalities: one text-only sample in a batch of pairs would be given a whole padded image, a kernel launched for
-both encoders does half its work in vain, and every loss has to mask; and since batches of one step go to all ranks,
-no rank waits for another that has images to encode. `homogeneous=False` mixes them.
+A source is all samples of one modality (image and text, text only, image only), or whatever the caller names. A batch
+has one modality: a text-only sample in a batch of pairs would be padded with a whole image. The batches of one step,
+one a rank, have one modality as well, so that no rank waits for another that has images to encode.
+`homogeneous=False` mixes modalities.
 
-The ratio counts samples, not tokens. Plans are pure: a ratio that follows the losses comes from
-`mmlab.schedule.ratio.RatioController`, which lives outside and hands over its history.
+The ratio counts samples, not tokens. Plans are pure, so a ratio that follows the losses is computed outside, by
+`mmlab.schedule.ratio.RatioController`, and given as `ratios`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LENGTHS = ("keep", "undersample", "oversample")
 class Mixed(Drawing):
     """Draws sources in the wanted ratio and spreads them evenly over the epoch.
 
-    Within a source the draw walks round one shuffled order and goes on, next epoch, where it stopped: a source that
-    gets fewer places than it has samples repeats none in an epoch, one that gets more repeats all equally often (give
-    or take one), and under a constant ratio no sample comes a second time before all others have come once.
+    Each source has one shuffled order, which is read round and round: an epoch goes on where the one before stopped.
+    So a source that gets fewer places than it has samples repeats none in an epoch, and one that gets more repeats all
+    equally often, give or take one. Under a constant ratio no sample comes twice before all others came once.
 
     Args:
         ratios: wanted share of each source, by name; they are scaled to sum to one. Points `(epoch, shares)` make a
@@ -46,8 +46,8 @@ class Mixed(Drawing):
         length: samples of an epoch under a ratio. "keep": as many as the data have. "undersample": as many as
             possible without a repeat. "oversample": as few as needed to leave out none.
         sources: (N,) name of each sample's source; None takes the modality, one of `MODALITIES`.
-        homogeneous: batches of one modality each; None says yes, except where `inner` is `Packed`, whose two streams
-            want both. Fewer samples of a modality than there are ranks join another's batches.
+        homogeneous: whether each batch has one modality; None means yes, unless `inner` is `Packed`, which fills a
+            stream of text and one of images. A modality with fewer samples than ranks joins the most frequent one.
 
     Raises:
         OptionError: shares that are negative, all zero, or do not name the sources that the data have.

@@ -35,9 +35,9 @@ def split_evenly(batches: Block, world_size: int) -> Block:
 
 
 def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block:
-    """Split the emptiest packs so that those which fill no whole step make one short step for all ranks.
+    """Split the emptiest packs until the number of packs is a multiple of `world_size`; the parts make one short step.
 
-    Only parts of one pack go together, so no part holds more than its pack did, nor two samples that it kept apart.
+    A part holds samples of one pack only, so it exceeds no room and holds no collision that its pack did not.
 
     Args:
         sample_work: (n,) work of each sample, in the packs' order.
@@ -56,7 +56,7 @@ def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block
     for pack, num_parts in zip(split, parts, strict=True):
         places = np.arange(packs.starts[pack], packs.ends[pack])
         heaviest_first = places[np.argsort(-sample_work[places], kind="stable")]
-        dealt = np.arange(len(places)) % (2 * num_parts)  # to and fro, so that parts weigh alike
+        dealt = np.arange(len(places)) % (2 * num_parts)  # 0, 1, 2, 2, 1, 0, ...: parts of nearly equal work
         part = np.minimum(dealt, 2 * num_parts - 1 - dealt)
         by_part = np.argsort(part, kind="stable")
         pieces.append(
@@ -71,8 +71,8 @@ def balance(
 ) -> Block:
     """Make batches of nearly equal work one step, and shuffle the steps.
 
-    Of a few random orders of the steps, the one is taken in which neighbours are least alike, so that no run of like
-    samples biases the optimizer.
+    Of a few random orders of the steps, the one with the least correlation between neighbours is taken, so that no run
+    of like samples biases the optimizer.
 
     Args:
         batches: b of them, a multiple of `world_size`.

@@ -1,15 +1,15 @@
 """`RatioController`: sampling ratios that follow the losses, slowly.
 
-Planning is pure, so what reacts to training stands outside: after each epoch the controller takes the mean loss of
-each source and gives the next epoch's ratios, as a history of points that `mmlab.schedule.Mixed` reads. The source
-whose loss falls more slowly than the others' gets a larger share, so that none is diluted; once all have settled,
-the ratios go back to where they began.
+Plans are pure functions, so what reacts to training is an object beside them. After each epoch the controller takes the
+mean loss of each source and gives the next epoch's ratios, as points that `mmlab.schedule.Mixed` reads. A source whose
+loss falls more slowly than the others' gets a larger share. Once all losses have settled, the ratios return to where
+they began.
 
-Four brakes keep noise out. Losses are smoothed, as logarithms, so that only relative change counts and a loss in bits
-weighs as much as one in nats. A dead zone: the ratios stay where they are while the target is within `hysteresis`,
-then follow it at that distance, so they turn round only when the target has turned by twice as much. A step is bounded.
-And every source keeps a floor. Costs nothing. It does not know which losses are comparable: use held-out or training
-losses, but the same kind throughout.
+Four things keep the ratios from following noise. Losses are smoothed, as logarithms, so that only relative change counts
+and a loss in bits weighs as much as one in nats. The ratios stay where they are while the target is within
+`hysteresis`, and then follow it at that distance, so they turn round only when the target has turned by twice as much.
+No share moves by more than `max_step` an epoch. No share falls below `floor`. Give held-out losses or training losses,
+but the same kind throughout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RatioController:
     [0.5, 0.5, 0.55, 0.6, 0.65]
 
     Args:
-        base: shares to begin with and to return to; scaled to sum to one.
+        base: the shares to begin with, to which the ratios return; scaled to sum to one.
         gain: how strongly the target reacts: sources whose losses fall by 1 % and by 11 % an update are driven apart
             by a factor of exp(0.1 gain).
         smoothing: weight of the newest loss in the exponential average, above 0 to 1.
@@ -45,7 +45,7 @@ class RatioController:
         OptionError: a number out of range, or a base below the floor.
 
     Source: the target is Dynamic Weight Average (Liu et al. 2019, arXiv:1803.10704), on smoothed logarithms; the dead
-        zone is the play operator of control theory; the wish for both is that of article C's readers.
+        zone of `hysteresis` is the play operator of control theory. Article C's readers asked for such ratios.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Drawing samples in proportion to weights, as evenly as can be."""
+"""Drawing samples in proportion to weights, as evenly as possible."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 class Weighted(Drawing):
     """Draws `num_samples` samples, each in proportion to its weight.
 
-    A sample whose expected number of appearances is 1.3 comes once or twice, never not at all: the draw lays the
-    expected numbers, in an order shuffled each epoch, end to end along a line and reads it at unit steps from a random
-    start. Each expectation is met exactly, as when drawing independently with replacement, but at equal weights every
-    sample comes once instead of 63 % of them at least once; with few `num_samples` it draws without replacement, in
-    exact proportion, which the largest of weights perturbed by Gumbel noise do not.
+    A sample that is expected 1.3 times comes once or twice. The expected numbers are laid end to end along a line, in
+    an order that is shuffled each epoch, and the line is read at unit steps from a random start. So each expectation
+    is met exactly, as in independent draws with replacement; but at equal weights every sample comes once, where
+    independent draws reach only 63 % of them. A sample that is expected at most once never repeats.
 
     Args:
         weights: (N,) above zero, in any unit.
