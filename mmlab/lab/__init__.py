@@ -1,4 +1,4 @@
-"""The notebook's face: `Lab` configures, starts, watches and keeps a comparison; panels draw runs while they are written."""
+"""The notebook's face: `Lab` starts, watches and keeps a comparison; panels draw runs while they are written."""
 
 from __future__ import annotations
 

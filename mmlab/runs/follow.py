@@ -210,8 +210,8 @@ class Runs:
     """Every run below some folders. A run that is written anew in its folder is another run.
 
     Args:
-        source: folders of runs, or folders above them; runs that were moved aside (`previous-N`) do not count. They need
-            not be there yet.
+        source: folders of runs, or folders above them. They need not be there yet; runs that were moved aside
+            (`previous-N`) do not count.
         scan_s: seconds between two looks for new files. A look that takes long is repeated less often.
     """
 
