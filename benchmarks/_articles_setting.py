@@ -27,7 +27,8 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
-from mmlab.loading.loader import PlannedLoader, collate
+from mmlab.loading.collate import collate
+from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.schedulers import make_scheduler

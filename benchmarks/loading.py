@@ -185,7 +185,10 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
     with planned_loader(corpus, **options) as loader:
         settle(loader, batches, limit_s=5 if quick else 60)
         tuning = loader.tuning
-        setting = {"num_workers": loader._backend.num_workers, "prefetch": loader._backend.prefetch}
+        setting = {
+            "num_workers": loader._backend.setting.num_workers,
+            "prefetch": loader._backend.setting.prefetch,
+        }
         backend = "torch" if tuning.backend.startswith("torch") else "threads"
     tuned = Peer(
         TUNED,

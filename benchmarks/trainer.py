@@ -32,7 +32,7 @@ from mmlab.comparison.preparation import COST
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
-from mmlab.loading.loader import collate
+from mmlab.loading.collate import collate
 from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel

@@ -27,7 +27,7 @@ from _common import add_common_options, goal, print_goals, write_results
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
-from mmlab.loading.loader import collate
+from mmlab.loading.collate import collate
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import build_model
 from mmlab.training.evaluation import evaluate

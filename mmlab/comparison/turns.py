@@ -30,7 +30,8 @@ from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
-from mmlab.loading.loader import PlannedLoader, collate
+from mmlab.loading.collate import collate
+from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent

@@ -6,8 +6,6 @@ for them, which costs the processor nothing.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 
 from mmlab.types import Batch
@@ -47,6 +45,5 @@ class Copier:
             return
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
-        for item in fields(batch):
-            if isinstance(tensor := getattr(batch, item.name), torch.Tensor):
-                tensor.record_stream(current)  # keep the memory until the current stream is done with it
+        for tensor in batch.tensors():
+            tensor.record_stream(current)  # keep the memory until the current stream is done with it

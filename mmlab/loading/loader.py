@@ -1,8 +1,8 @@
 """The loader: a plan decides which samples form a batch, a backend reads, decodes and pads them ahead of training.
 
 Here dataset and schedule meet. Order comes from the plan alone and each sample from (seed, epoch, record id): batches
-do not depend on the backend, the number of workers or where an epoch was resumed, bit for bit. `mmlab.loading` has the
-stages; the loader adds what belongs to an epoch: position, bad samples and reports.
+do not depend on the backend, the number of workers or where an epoch was resumed, bit for bit. The loader adds what
+belongs to an epoch: its position, bad samples and reports.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
-from mmlab.loading.collate import collate
+from mmlab.loading.backends import Backend, Setting, ThreadBackend
+from mmlab.loading.batches import (
+    ON_BAD_SAMPLE,
+    Augmentation,
+    BadSample,
+    BatchRequest,
+    LoadedBatch,
+    SampleLoader,
+)
 from mmlab.loading.copying import Copier
-from mmlab.loading.processes import TorchBackend
 from mmlab.loading.stages import StageReport
-from mmlab.loading.threads import ThreadBackend
 from mmlab.loading.tuning import Tuner, Tuning, choose_backend
-from mmlab.loading.work import ON_BAD_SAMPLE, Augmentation, BadSample, Done, Job, Recipe, Setting
+from mmlab.loading.workers import ProcessBackend
 from mmlab.machine import num_usable_cores, total_memory_bytes
 from mmlab.runs.events import RunEvent
 from mmlab.schedule.base import Scheduler
@@ -34,11 +38,10 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Batch
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from mmlab.loading.cache.store import SampleCache
-
-__all__ = ["PlannedLoader", "collate", "default_num_workers"]
 
 BACKENDS = ("auto", "threads", "torch")
 _REPORT_S = 1.0  # between two reports of the stages
@@ -56,7 +59,7 @@ class PlannedLoader:
         dataset: what to load.
         scheduler: plans each epoch from `dataset.sizes`. The plan is read only as far ahead as `prefetch`, so a
             scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may plan the rest of the epoch anew.
-        backend: `threads` in this process, `torch` for a DataLoader with worker processes, `auto` chooses.
+        backend: `threads` in this process, `torch` for worker processes, `auto` chooses.
         num_workers: threads or processes that decode; 0 decodes in the caller's thread; None takes
             `default_num_workers()`; `auto` starts from that and searches while training waits (see `tuning`).
         prefetch: batches prepared ahead; None takes two a worker; `auto` searches as well.
@@ -111,28 +114,23 @@ class PlannedLoader:
             dataset.cache = cache
         self.dataset, self.scheduler = dataset, scheduler
         self.epoch = 0
-        self._closed = False
+        self._is_closed = False
         self.max_bad_samples = max_bad_samples
         self.bad_samples: list[BadSample] = []  # of the last iteration, as far as delivered
         self._num_bad = 0  # of the epoch, those before a resume included
         self._max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)
         self._emit = emit
-        self._recipe = Recipe(
+        self._loader = SampleLoader(
             dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0), on_bad_sample=on_bad_sample
         )
         self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
         self._start = Setting(workers, ahead)
         asked = {"num_workers": num_workers, "prefetch": prefetch}
-        self._tuned = [name for name, value in asked.items() if value == "auto"]
+        self._tuned = [name for name, value in asked.items() if value == "auto" and workers]
         self._tuner: Tuner | None = None
-        self._asked_backend, self._backend_reason = backend, backend
+        self._is_open_which, self._reason = backend == "auto", backend
         self._backend = self._make_backend(backend)
-        self._plan: BatchPlan | Iterable[list[int]] = scheduler.plan(self._recipe.sizes, epoch=0)
-        self._num_done = 0  # batches of the epoch that were delivered, or had nothing to deliver
-        self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator, at the same place
-        self._plan_states: dict[int, Mapping[str, Any]] = {}  # after each batch drawn and not delivered
-        self._resume_from: Mapping[str, Any] | None = None
-        self._num_before = 0  # batches of the epoch that were planned for another number of ranks
+        self.plan = scheduler.plan(self._loader.sizes, epoch=0)
 
     @property
     def plan(self) -> BatchPlan:
@@ -141,9 +139,14 @@ class PlannedLoader:
 
     @plan.setter
     def plan(self, plan: BatchPlan | Iterable[list[int]]) -> None:
-        self._plan, self._num_done, self._num_bad = plan, 0, 0
-        self._plan_state = self._resume_from = None
-        self._num_before = 0
+        self._plan = plan
+        self._num_done = self._num_bad = (
+            0  # batches that were delivered, or had nothing to deliver; bad samples
+        )
+        self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator, at the same place
+        self._plan_states: dict[int, Mapping[str, Any]] = {}  # after each batch drawn and not delivered
+        self._resume_from: Mapping[str, Any] | None = None
+        self._num_before = 0  # batches of the epoch that were planned for another number of ranks
 
     @property
     def start_batch(self) -> int:
@@ -153,7 +156,7 @@ class PlannedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Plan the given epoch; takes effect at the next iteration."""
         if epoch != self.epoch:
-            self.epoch, self.plan = epoch, self.scheduler.plan(self._recipe.sizes, epoch=epoch)
+            self.epoch, self.plan = epoch, self.scheduler.plan(self._loader.sizes, epoch=epoch)
 
     def observe(self, values: Mapping[str, Any]) -> None:
         """Tell the scheduler what a step measured, if it wants to know; it may plan the rest of the epoch anew."""
@@ -168,7 +171,7 @@ class PlannedLoader:
         """Batches of a whole epoch on as many ranks as there are now."""
         if not self._num_before:
             return len(self)
-        return len(self.scheduler.plan(self._recipe.sizes, epoch=self.epoch))
+        return len(self.scheduler.plan(self._loader.sizes, epoch=self.epoch))
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_open()
@@ -177,51 +180,13 @@ class PlannedLoader:
     def __enter__(self) -> PlannedLoader:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End all workers and threads at once; a loader that is closed delivers nothing more. May be called again.
-
-        Workers otherwise stay for the next epoch, and end with the loader.
-        """
-        self._closed = True
+        """End all threads and workers now, wherever an epoch stands; whoever waits for a batch is told."""
+        self._is_closed = True
         self._backend.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RunError(
-                "this loader is closed; make a new one, and give it this one's state_dict() to go on"
-            )
-
-    def _deliver(self) -> Iterator[Batch]:
-        jobs = self._jobs()
-        self._prepare_backend()
-        backend, tuner = self._backend, self._tuner
-        try:
-            with closing(backend.run(jobs)) as outcomes:
-                while True:
-                    self._check_open()
-                    started = perf_counter()
-                    done = next(outcomes, None)
-                    if done is None:
-                        break
-                    wait_s = perf_counter() - started
-                    backend.meter.deliver(len(done.job.rows), wait_s, done.num_hits)
-                    self._take_bad_samples(done)
-                    self._num_done = done.job.number + 1
-                    self._plan_state = self._plan_states.pop(done.job.number, None)
-                    self._report_stages(min_s=_REPORT_S)
-                    if tuner is not None and (setting := tuner.observe(len(done.job.rows), wait_s)):
-                        backend.resize(setting)
-                    if done.batch is not None:
-                        yield self._finish(done.batch, done.rows)
-                self._report_stages(min_s=0)
-        except GeneratorExit:  # let go of half-way; workers may stay for another epoch
-            raise
-        except BaseException:
-            backend.close()
-            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, behind the last batch delivered; a few integers, for `load_state_dict`."""
@@ -246,19 +211,12 @@ class PlannedLoader:
             DataError: the state is of other data, another seed or other scheduler options (at the next iteration, if
                 the number of ranks is the same); or of a plan that followed memory use, where this one does not.
         """
-        if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
-            raise DataError(
-                "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
-                "number of ranks, or plan without following from the start"
-            )
-        if "scheduler" in state:
-            self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
+        self._load_scheduler(state)
         self.epoch, place = state["epoch"], state.get("plan")
-        taken = [world_size for world_size, count in (place or {}).get("taken", ()) if count]
-        if "scheduler" in state or taken in ([], [getattr(self.scheduler, "world_size", 1)]):
-            self.plan = self.scheduler.plan(self._recipe.sizes, epoch=self.epoch)
+        if self._has_same_ranks(state):
+            self.plan = self.scheduler.plan(self._loader.sizes, epoch=self.epoch)
         else:
-            self.plan = self.scheduler.resume(self._recipe.sizes, place or {})
+            self.plan = self.scheduler.resume(self._loader.sizes, place or {})
             self._num_before = state["num_batches"]
         self._num_done, self._num_bad = state["num_batches"], state["num_bad_samples"]
         self._plan_state, self._resume_from = place, state
@@ -270,37 +228,91 @@ class PlannedLoader:
     @property
     def tuning(self) -> Tuning:
         """The settings that were tried for `auto`, and the backend in use."""
-        return Tuning([] if self._tuner is None else self._tuner.trials, self._backend_reason)
+        return Tuning([] if self._tuner is None else self._tuner.trials, self._reason)
 
-    def _make_backend(self, name: str) -> ThreadBackend | TorchBackend:
-        options: dict[str, Any] = {
-            **self._start._asdict(),
-            "copier": self._copier,
-            "max_bytes": self._max_bytes,
-        }
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RunError(
+                "this loader is closed; make a new one, and `load_state_dict` goes on where this one stood"
+            )
+
+    def _load_scheduler(self, state: Mapping[str, Any]) -> None:
+        if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
+            raise DataError(
+                "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
+                "number of ranks, or plan without following from the start"
+            )
+        if "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
+
+    def _has_same_ranks(self, state: Mapping[str, Any]) -> bool:
+        """Whether all batches so far were planned for as many ranks as there are now."""
+        taken = (state.get("plan") or {}).get("taken", ())
+        world_sizes = [world_size for world_size, num_batches in taken if num_batches]
+        return "scheduler" in state or world_sizes in ([], [getattr(self.scheduler, "world_size", 1)])
+
+    def _deliver(self) -> Iterator[Batch]:
+        requests = self._requests()
+        self._prepare_backend()
+        try:
+            with closing(self._backend.run(requests)) as loaded_batches:
+                while (loaded := self._take(loaded_batches)) is not None:
+                    if loaded.batch is not None:
+                        yield self._complete(loaded.batch, loaded.rows)
+                self._report_stages(min_s=0)
+        except GeneratorExit:  # let go of half-way; workers may stay for another epoch
+            raise
+        except BaseException:
+            self._backend.close()
+            raise
+
+    def _take(self, loaded_batches: Iterator[LoadedBatch]) -> LoadedBatch | None:
+        """The next batch, with all that is to be noted about it."""
+        self._check_open()
+        started = perf_counter()
+        if (loaded := next(loaded_batches, None)) is None:
+            return None
+        wait_s = perf_counter() - started
+        num_samples, number = len(loaded.request.rows), loaded.request.number
+        self._backend.meter.deliver(num_samples, wait_s, loaded.num_hits)
+        self._take_bad_samples(loaded)
+        self._num_done, self._plan_state = number + 1, self._plan_states.pop(number, None)
+        self._report_stages(min_s=_REPORT_S)
+        if self._tuner is not None and (setting := self._tuner.observe(num_samples, wait_s)):
+            self._backend.resize(setting)
+        return loaded
+
+    def _make_backend(self, name: str) -> Backend:
+        options: dict[str, Any] = {"copier": self._copier, "max_bytes": self._max_bytes}
         if name == "torch" and self._start.num_workers:
-            return TorchBackend(self._recipe, **options, warn=partial(_warn, self._emit))
-        return ThreadBackend(self._recipe, **options)
+            return ProcessBackend(self._loader, self._start, **options, warn=self._make_warn())
+        return ThreadBackend(self._loader, self._start, **options)
+
+    def _make_warn(self) -> Callable[[str], None]:
+        """Gives messages on; keeps no reference to this loader, whose workers end when it is let go of."""
+        emit = self._emit
+
+        def warn(message: str) -> None:
+            if emit is None:
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            else:
+                emit(RunEvent.now("warning", -1, {"message": message, "source": "loader"}))
+
+        return warn
 
     def _prepare_backend(self) -> None:
         """Before an epoch: choose the backend if that was left open, and begin to measure."""
-        if self._asked_backend == "auto":
-            self._asked_backend, self._backend_reason = choose_backend(self._recipe, self._start.num_workers)
-            if self._asked_backend == "torch":
-                self._backend = self._make_backend("torch")
-        setting = Setting(self._backend.num_workers, self._backend.prefetch)
+        if self._is_open_which:
+            name, self._reason = choose_backend(self._loader, self._start.num_workers)
+            self._is_open_which, self._backend = False, self._make_backend(name)
+        if self._tuner is None and self._tuned:
+            self._tuner = Tuner(
+                self._start, self._tuned, ram_bytes=self._backend.ram_bytes, max_bytes=self._max_bytes
+            )
         if self._tuner is not None:
-            self._tuner.begin_epoch(self._num_batches())
-        elif self._tuned and setting.num_workers:
-            ram_bytes, max_bytes = self._backend.ram_bytes, self._max_bytes
-            self._tuner = Tuner(setting, self._tuned, ram_bytes=ram_bytes, max_bytes=max_bytes)
-            self._tuner.begin_epoch(self._num_batches())
+            self._tuner.begin_epoch(len(self._plan) if isinstance(self._plan, Sized) else None)
 
-    def _num_batches(self) -> int | None:
-        """Of the whole epoch; None where the plan does not say."""
-        return len(self._plan) if isinstance(self._plan, Sized) else None
-
-    def _jobs(self) -> Iterator[Job]:
+    def _requests(self) -> Iterator[BatchRequest]:
         """The batches that are left of the epoch, drawn from the plan one by one."""
         state, self._resume_from = self._resume_from or {}, None
         first = self._num_done = state.get("num_batches", self._num_before)
@@ -315,23 +327,22 @@ class PlannedLoader:
         self._plan_state, self._plan_states = state.get("plan"), {}
         return self._drawn(batches, first, self.epoch)
 
-    def _drawn(self, batches: Any, number: int, epoch: int) -> Iterator[Job]:
+    def _drawn(self, batches: Any, number: int, epoch: int) -> Iterator[BatchRequest]:
         keeps_state = hasattr(batches, "state_dict")
         for rows in batches:
             if keeps_state:
                 self._plan_states[number] = batches.state_dict()
-            yield Job(number, epoch, list(rows))
+            yield BatchRequest(number, epoch, list(rows))
             number += 1
 
-    def _finish(self, batch: Batch, rows: list[int]) -> Batch:
+    def _complete(self, batch: Batch, rows: list[int]) -> Batch:
         self._copier.arrive(batch)
         if self.weights is not None:
-            weights = torch.from_numpy(self.weights[rows]).float()
-            batch.weights = weights.to(batch.pixel_values.device)
+            batch.weights = torch.from_numpy(self.weights[rows]).float().to(batch.pixel_values.device)
         return batch
 
-    def _take_bad_samples(self, done: Done) -> None:
-        for bad in done.bad_samples:
+    def _take_bad_samples(self, loaded: LoadedBatch) -> None:
+        for bad in loaded.bad_samples:
             self.bad_samples.append(bad)
             self._num_bad += 1
             if self._emit is not None:
@@ -340,7 +351,7 @@ class PlannedLoader:
                 raise DataError(bad.message)
             if self._emit is None:
                 fate = f"replaced by {bad.replaced_by!r}" if bad.replaced_by else "left out"
-                warnings.warn(f"{bad.message} ({fate})", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"{bad.message} ({fate})", RuntimeWarning, stacklevel=4)
             if self._num_bad > self.max_bad_samples:
                 raise RunError(
                     f"{self._num_bad} samples of epoch {self.epoch} could not be read, and max_bad_samples "
@@ -348,17 +359,10 @@ class PlannedLoader:
                 )
 
     def _report_stages(self, min_s: float) -> None:
-        if self._emit is not None and (report := self._backend.meter.since_last(min_s=min_s)) is not None:
-            cache = self.dataset.cache
-            for row in report.rows:
-                if row["stage"] == "read" and cache is not None:
-                    cache_bytes = cache.stats().cache_bytes
-                    row |= {"cache_hit_ratio": report.cache_hit_ratio, "cache_bytes": cache_bytes}
-                self._emit(RunEvent.now("stage", -1, row))
-
-
-def _warn(emit: Callable[[RunEvent], object] | None, message: str) -> None:
-    if emit is None:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    else:
-        emit(RunEvent.now("warning", -1, {"message": message, "source": "loader"}))
+        if self._emit is None or (report := self._backend.meter.since_last(min_s=min_s)) is None:
+            return
+        for row in report.rows:
+            if row["stage"] == "read" and self.dataset.cache is not None:
+                row["cache_hit_ratio"] = report.cache_hit_ratio
+                row["cache_bytes"] = self.dataset.cache.stats().cache_bytes
+            self._emit(RunEvent.now("stage", -1, row))

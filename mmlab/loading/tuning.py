@@ -16,8 +16,9 @@ from time import perf_counter
 
 import numpy as np
 
+from mmlab.loading.backends import Setting
+from mmlab.loading.batches import BatchRequest, SampleLoader
 from mmlab.loading.stages import as_html, as_text
-from mmlab.loading.work import Job, Recipe, Setting
 from mmlab.machine import num_usable_cores
 
 _WINDOW_S = 0.5
@@ -168,18 +169,22 @@ class Tuner:
         )
 
 
-def choose_backend(recipe: Recipe, num_workers: int) -> tuple[str, str]:
+def choose_backend(loader: SampleLoader, num_workers: int) -> tuple[str, str]:
     """`threads` unless they get in each other's way, as they do where Python code does the decoding; and why.
 
     A few samples are made by one thread and then by several (about a third of a second in all).
     """
     num_threads = min(num_workers, num_usable_cores(), 4)
-    num_samples = len(recipe.dataset)
+    num_samples = len(loader.dataset)
     if num_threads < 2 or num_samples < _MIN_SAMPLES:
         return "threads", "threads (too little to gain by measuring)"
     rows = np.linspace(0, num_samples - 1, 32).astype(int).tolist()
+
+    def load(part: list[int]) -> None:
+        loader.load(BatchRequest(0, 0, part))
+
     started = perf_counter()
-    recipe.run(Job(0, 0, rows[:2]))
+    load(rows[:2])
     sample_s = (perf_counter() - started) / 2
     num_rows = num_threads * max(1, min(len(rows), int(_PROBE_S / sample_s)) // num_threads)
     parts = [rows[number:num_rows:num_threads] for number in range(num_threads)]
@@ -188,14 +193,14 @@ def choose_backend(recipe: Recipe, num_workers: int) -> tuple[str, str]:
         for _ in range(3):
             started = perf_counter()
             for part in parts:
-                recipe.run(Job(0, 0, part))
+                load(part)
             one_s, started = perf_counter() - started, perf_counter()
-            list(pool.map(lambda part: recipe.run(Job(0, 0, part)), parts))
+            list(pool.map(load, parts))
             gains.append(one_s / (perf_counter() - started))
-    return verdict(gains, num_threads)
+    return judge_threads(gains, num_threads)
 
 
-def verdict(gains: Sequence[float], num_threads: int) -> tuple[str, str]:
+def judge_threads(gains: Sequence[float], num_threads: int) -> tuple[str, str]:
     """The backend, and why, from how many times as fast as one thread several were, round by round.
 
     The best round counts: what disturbs one, on a busy machine, makes threads look worse than they are.

@@ -12,7 +12,7 @@ import torch
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
-from mmlab.loading.loader import collate
+from mmlab.loading.collate import collate
 from mmlab.types import Aspect
 
 ROOT = Path(__file__).parents[2]

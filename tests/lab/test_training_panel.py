@@ -14,7 +14,7 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.errors import OptionError, RunError
 from mmlab.lab.training_panel import TrainingPanel
-from mmlab.loading.loader import collate
+from mmlab.loading.collate import collate
 from mmlab.model.presets import build_model
 from mmlab.runs.follow import Runs
 from mmlab.training.losses.contrastive import Contrastive, Matching

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,18 @@ class Slow:
             sum(range(int(self.seconds * 5e7)))
         else:
             time.sleep(self.seconds)
+        return image
+
+
+class NeedsLock:
+    """Takes a lock of this module for each image."""
+
+    lock = threading.Lock()
+
+    def __call__(self, image: torch.Tensor, *, seed: int, epoch: int, record_id: str) -> torch.Tensor:
+        if not self.lock.acquire(timeout=5):
+            raise TimeoutError("the lock is held by a thread that this process does not have")
+        self.lock.release()
         return image
 
 

@@ -10,14 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
 from mmlab.errors import OptionError, RunError
-from mmlab.loading.processes import start_method
-from mmlab.loading.work import Recipe
 from mmlab.types import Aspect
-from tests.loading.loaders import BACKENDS, Killed, Noise, Slow, assert_same, make_loader
+from tests.loading.loaders import BACKENDS, Killed, NeedsLock, Noise, Slow, assert_same, make_loader
 
 
 @pytest.fixture(autouse=True)
@@ -187,37 +186,57 @@ def test_a_sample_that_kills_every_worker_ends_the_run(dataset) -> None:
         list(make_loader(dataset, "torch", augment=Killed(victim)))
 
 
-def test_workers_start_afresh_where_cuda_is_in_use(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # forking then breaks CUDA in the worker
-    loader = make_loader(dataset, "torch", num_workers=1, augment=Noise())
-    assert_same(list(loader), list(make_loader(dataset, augment=Noise())))
-    del loader
+def test_workers_do_not_inherit_locks_that_other_threads_hold(dataset) -> None:
+    """As a copy of this process would: in it, nobody would ever release them."""
+    expected = list(make_loader(dataset))
+    with NeedsLock.lock:
+        batches = list(make_loader(dataset, "torch", augment=NeedsLock()))
+    assert_same(batches, expected)
+
+
+def test_workers_end_with_a_process_that_is_killed(dataset, scenes) -> None:
+    command = [sys.executable, "-W", "error", "-c", KILLED_SCRIPT, str(scenes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert len(workers) == 1
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+
+def test_what_a_worker_cannot_import_is_said_before_it_fails(dataset) -> None:
     local = type("Local", (Aspect,), {})(32 * 32)
+    loader = make_loader(dataset, "torch", augment=lambda image, **key: local)
     with pytest.raises(OptionError, match=r"worker processes cannot import .* use backend='threads'"):
-        start_method(Recipe(dataset=dataset, augment=lambda image, **key: local))
+        next(iter(loader))
 
 
-SCRIPT = """
-import sys, torch
-from mmlab.dataset import MultimodalDataset
+OPENING = """
+import sys, multiprocessing
+from mmlab import MultimodalDataset, PlannedLoader, make_scheduler, read_records
 from mmlab.errors import OptionError
-from mmlab.loader import PlannedLoader
-from mmlab.pipeline.processes import start_method
-from mmlab.readers import read_records
-from mmlab.schedule import make_scheduler
 
+dataset = MultimodalDataset(read_records(sys.argv[1], progress=False))
+plan = make_scheduler("random", batch_size=4)
+"""
+
+KILLED_SCRIPT = f"""{OPENING}
+batches = iter(PlannedLoader(dataset, plan, backend="torch", num_workers=1))
+next(batches)
+print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+import time; time.sleep(100)
+"""
+
+SCRIPT = f"""{OPENING}
 class InACell(MultimodalDataset):
     pass
 
-dataset = InACell(read_records(sys.argv[1], progress=False))
-assert start_method(PlannedLoader(dataset, make_scheduler("random"))._recipe) == "fork"
 left_over = []
 for backend in ("threads", "torch"):
-    left_over.append(iter(PlannedLoader(dataset, make_scheduler("random", batch_size=4), backend=backend, num_workers=2)))
+    left_over.append(iter(PlannedLoader(dataset, plan, backend=backend, num_workers=2)))
     next(left_over[-1])
-torch.cuda.is_initialized = lambda: True
 try:
-    next(iter(PlannedLoader(dataset, make_scheduler("random"), backend="torch", num_workers=2)))
+    next(iter(PlannedLoader(InACell(dataset.records), plan, backend="torch", num_workers=2)))
 except OptionError as error:
     print(error)
 """

@@ -9,7 +9,8 @@ import torch
 
 from mmlab.data.dataset import MultimodalDataset, Sample
 from mmlab.data.records import Records
-from mmlab.loading.loader import PlannedLoader, collate
+from mmlab.loading.collate import collate
+from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect
 

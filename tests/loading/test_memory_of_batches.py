@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mmlab.data.dataset import MultimodalDataset
+from mmlab.loading.batches import BatchRequest, SampleLoader
 from mmlab.loading.cache.build import build_cache
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
-from mmlab.loading.work import Job, Recipe
 from mmlab.types import Square
 from tests.loading.loaders import BACKENDS, Noise, assert_same, make_loader
 
@@ -31,30 +31,30 @@ def test_cached_pixels_are_copied_once_into_the_batch_or_before_they_change(
     cached: MultimodalDataset,
 ) -> None:
     for augment, copies in ((None, False), (Noise(), True)):
-        recipe = Recipe(dataset=cached, augment=augment)
-        found = recipe.read(0)
-        image = recipe.sample(Job(0, 0, [0]), 0, found).sample["image"]
+        loader = SampleLoader(dataset=cached, augment=augment)
+        found = loader.read(0)
+        image = loader.sample(BatchRequest(0, 0, [0]), 0, found).sample["image"]
         assert (image.data_ptr() != found.ctypes.data) == copies
 
 
 def test_cached_pixels_of_the_planned_size_are_read_right_into_their_batch(cached: MultimodalDataset) -> None:
-    recipe = Recipe(dataset=cached)
+    loader = SampleLoader(dataset=cached)
     _, firsts = np.unique(cached.sizes.height * 1000 + cached.sizes.width, return_index=True)
-    job = Job(0, 0, [*firsts.tolist(), 7, 8])
-    pixels = recipe.pixels(job)
+    request = BatchRequest(0, 0, [*firsts.tolist(), 7, 8])
+    pixels = loader.pixels(request)
     assert pixels is not None
     pixels[:] = 77
-    found = [recipe.read(row, place) for row, place in zip(job.rows, pixels, strict=True)]
+    found = [loader.read(row, place) for row, place in zip(request.rows, pixels, strict=True)]
     fits = [image.shape == place.shape for image, place in zip(found, pixels, strict=True)]
     in_place = [np.shares_memory(image, place) for image, place in zip(found, pixels, strict=True)]
     assert in_place == fits
-    made = [recipe.sample(job, row, arrays) for row, arrays in zip(job.rows, found, strict=True)]
-    batch = recipe.finish(job, made, pixels=pixels).batch
+    made = [loader.sample(request, row, arrays) for row, arrays in zip(request.rows, found, strict=True)]
+    batch = loader.collate(request, made, pixels).batch
     assert batch is not None
     assert batch.pixel_values.data_ptr() == pixels.ctypes.data
-    assert_same([batch], [recipe.run(job).batch])
+    assert_same([batch], [loader.load(request).batch])
     cached.cache = None
-    assert_same([batch], [recipe.run(job).batch])
+    assert_same([batch], [loader.load(request).batch])
 
 
 def test_an_augmentation_may_give_back_a_view_of_what_it_took(cached: MultimodalDataset) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.loading import tuning
-from mmlab.loading.tuning import Tuner, choose_backend, verdict
-from mmlab.loading.work import Recipe, Setting
+from mmlab.loading.backends import Setting
+from mmlab.loading.batches import SampleLoader
+from mmlab.loading.tuning import Tuner, choose_backend, judge_threads
 from mmlab.schedule.schedulers import make_scheduler
 from tests.loading.loaders import Slow, assert_same, make_loader
 
@@ -35,14 +36,14 @@ def test_workers_are_added_as_long_as_batches_come_faster(dataset) -> None:
         prefetch="auto",
         augment=Slow(0.02),
     )
-    start = loader._backend.num_workers
+    start = loader._backend.setting.num_workers
     for epoch in range(60):
         loader.set_epoch(epoch)
         batches = list(loader)
         if loader._tuner.done:
             break
     assert loader._tuner.done, loader.tuning
-    assert loader._backend.num_workers > start
+    assert loader._backend.setting.num_workers > start
     trials = loader.tuning.trials
     assert trials[0].verdict == "start"
     assert any(trial.verdict.startswith("kept: x") for trial in trials)
@@ -168,17 +169,20 @@ def test_what_does_not_help_is_taken_back(search) -> None:
 
 
 def test_the_backend_is_chosen_by_what_threads_achieve() -> None:
-    assert verdict([0.9, 1.8, 1.7], 2) == ("threads", "threads (2 threads were 1.80 times as fast as one)")
-    assert verdict([0.9, 1.05, 1.0], 2) == ("torch", "torch (2 threads were 1.05 times as fast as one)")
-    assert verdict([1.6, 1.9], 4)[0] == "torch"
+    assert judge_threads([0.9, 1.8, 1.7], 2) == (
+        "threads",
+        "threads (2 threads were 1.80 times as fast as one)",
+    )
+    assert judge_threads([0.9, 1.05, 1.0], 2) == ("torch", "torch (2 threads were 1.05 times as fast as one)")
+    assert judge_threads([1.6, 1.9], 4)[0] == "torch"
 
 
 def test_measuring_a_backend_needs_samples_and_threads(dataset) -> None:
-    assert choose_backend(Recipe(dataset=dataset), 1)[0] == "threads"
+    assert choose_backend(SampleLoader(dataset=dataset), 1)[0] == "threads"
     rows = np.fromiter(chain.from_iterable(repeat(range(len(dataset)), 4)), int)
     many = MultimodalDataset(
         dataset.records.select(rows), tokenizer=dataset.tokenizer, image_policy=dataset.image_policy
     )
-    name, reason = choose_backend(Recipe(dataset=many), 4)
+    name, reason = choose_backend(SampleLoader(dataset=many), 4)
     assert name in ("threads", "torch")
     assert "times as fast as one" in reason

@@ -12,7 +12,8 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.loading.adaptive import AdaptiveDataLoader
-from mmlab.loading.loader import PlannedLoader, collate
+from mmlab.loading.collate import collate
+from mmlab.loading.loader import PlannedLoader
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.presets import build_model
 from mmlab.schedule.drawing import MODALITIES, modality_of

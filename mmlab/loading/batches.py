@@ -1,13 +1,13 @@
-"""What is done to the samples of a batch, whichever thread or process does it.
+"""How the samples of a batch are read, decoded, augmented and padded, whichever thread or process does it.
 
-A `Recipe` is pure: a job gives the same batch wherever and whenever it is done. So a resumed run, another backend and
-another number of workers see the same pixels, and work lost with a killed worker is simply done again.
+A `SampleLoader` is pure: a request gives the same batch wherever and whenever it is loaded. So a resumed run, another
+backend and another number of workers see the same pixels, and work lost with a killed worker is simply done again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -43,15 +43,8 @@ class CropsFirst(Augmentation, Protocol):
     def apply(self, image: torch.Tensor, drawn: Any, *, cropped: bool = False) -> torch.Tensor: ...
 
 
-class Setting(NamedTuple):
-    """How many workers, and how many batches they prepare ahead."""
-
-    num_workers: int
-    prefetch: int
-
-
-class Job(NamedTuple):
-    """A batch to be made."""
+class BatchRequest(NamedTuple):
+    """A batch to be loaded."""
 
     number: int  # in its epoch
     epoch: int
@@ -69,29 +62,29 @@ class BadSample:
     replaced_by: str | None = None  # id of the record that came in its place
 
 
-class Made(NamedTuple):
-    """One sample; with neither row nor sample where it was left out."""
+class LoadedSample(NamedTuple):
+    """One sample of a batch; none where it was left out."""
 
-    row: int | None
+    row: int
     sample: Sample | None
-    bad: BadSample | None
+    bad: BadSample | None = None
     hit: bool = False  # the cache had it
 
 
-class Done(NamedTuple):
-    """A job's outcome; no batch where every sample was left out."""
+class LoadedBatch(NamedTuple):
+    """What became of a request; no batch where every sample was left out."""
 
-    job: Job
+    request: BatchRequest
     rows: list[int]  # of the batch, after skipping and replacing
     batch: Batch | None
     bad_samples: list[BadSample]
     num_hits: int  # samples that the cache had
-    busy_s: dict[str, float]  # seconds by stage, where the job was done in one go
+    busy_s: dict[str, float]  # seconds by stage, where one thread or process did it all
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How samples are read, decoded, augmented and padded together.
+class SampleLoader:
+    """Loads requests. Picklable; safe to call from many threads.
 
     Without a cache, a random crop is cut from the image as it is stored and resized once. With a cache, it is cut from
     the cached image, which was resized before: the same part of the picture, not as sharp.
@@ -106,90 +99,96 @@ class Recipe:
     seed: int = 0
     on_bad_sample: str = "raise"
 
-    def batch_bytes(self, rows: list[int]) -> int:
-        """Bytes of a batch of these rows: its samples, and their padded copy."""
-        sizes = self.sizes
-        num_pixels = int(sizes.height[rows].max()) * int(sizes.width[rows].max())
-        return len(rows) * (7 * num_pixels + 9 * int(sizes.num_tokens[rows].max()))
-
     @cached_property
     def sizes(self) -> SampleSizes:
         """Of all samples, after the image policy."""
         return self.dataset.sizes
 
-    def pixels(self, job: Job) -> NDArray[np.uint8] | None:
+    def batch_bytes(self, rows: list[int]) -> int:
+        """Bytes of a batch of these rows: its samples, and their padded copy."""
+        height, width, num_tokens = self._padded(rows)
+        return len(rows) * (7 * height * width + 9 * num_tokens)
+
+    def pixels(self, request: BatchRequest) -> NDArray[np.uint8] | None:
         """Memory for the images of a batch, if the cache may read some of them right into it: (B, 3, H, W)."""
         if self.dataset.cache is None:
             return None
-        sizes = self.sizes
-        sides = (int(sizes.height[job.rows].max()), int(sizes.width[job.rows].max()))
-        return np.empty((len(job.rows), 3, *sides), np.uint8)
+        height, width, _ = self._padded(request.rows)
+        return np.empty((len(request.rows), 3, height, width), np.uint8)
 
     def read(self, row: int, out: NDArray[np.uint8] | None = None) -> Any:
-        """What `sample` needs: the encoded image or the cache's arrays, read into `out` if they fit; or the error."""
+        """What `sample` needs: the encoded image, or the cache's pixels, read into `out` if they fit; or the error."""
         try:
             return self.dataset.read(row, out)
         except DataError as error:
             return error
 
-    def sample(self, job: Job, row: int, found: Any) -> Made:
+    def sample(self, request: BatchRequest, row: int, found: Any) -> LoadedSample:
         """The sample of a row, from what `read` found, under the policy on bad samples."""
         try:
-            return Made(row, self._sample(job, row, found), None, hit=isinstance(found, np.ndarray))
+            return LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
         except DataError as error:
-            return self._without(job, row, error)
+            return self._without(request, row, error)
 
-    def finish(
+    def collate(
         self,
-        job: Job,
-        made: list[Made],
+        request: BatchRequest,
+        loaded: Sequence[LoadedSample],
+        pixels: NDArray[np.uint8] | None,
         busy_s: dict[str, float] | None = None,
-        *,
-        pixels: NDArray[np.uint8] | None = None,
-    ) -> Done:
-        """Pad the job's samples together, in the memory that `pixels` gave."""
-        there = [(item.row, item.sample) for item in made if item.row is not None and item.sample is not None]
-        samples = [sample for _, sample in there]
+    ) -> LoadedBatch:
+        """Pad the request's samples together, in the memory that `pixels` gave."""
+        rows = [item.row for item in loaded if item.sample is not None]
+        samples = [item.sample for item in loaded if item.sample is not None]
         pad_token_id = self.dataset.tokenizer.pad_token_id
         batch = collate(samples, pad_token_id=pad_token_id, pixels=pixels) if samples else None
-        bad = [item.bad for item in made if item.bad is not None]
-        num_hits = sum(item.hit for item in made)
-        return Done(job, [row for row, _ in there], batch, bad, num_hits, busy_s or {})
+        bad = [item.bad for item in loaded if item.bad is not None]
+        return LoadedBatch(request, rows, batch, bad, sum(item.hit for item in loaded), busy_s or {})
 
-    def run(self, job: Job, holding: Callable[[int], None] = lambda row: None) -> Done:
-        """Do a whole job here and now; `holding` is told each row before it is touched."""
+    def load(self, request: BatchRequest, holding: Callable[[int], None] = lambda row: None) -> LoadedBatch:
+        """Load a whole request here and now; `holding` is told each row before it is touched."""
         busy_s = {"read": 0.0, "decode": 0.0, "collate": 0.0}
-        made, pixels = [], self.pixels(job)
-        for place, row in enumerate(job.rows):
+        loaded, pixels = [], self.pixels(request)
+        for place, row in enumerate(request.rows):
             holding(row)
             started = time.perf_counter()
             found = self.read(row, None if pixels is None else pixels[place])
             read = time.perf_counter()
-            made.append(self.sample(job, row, found))
+            loaded.append(self.sample(request, row, found))
             busy_s["read"] += read - started
             busy_s["decode"] += time.perf_counter() - read
         started = time.perf_counter()
-        done = self.finish(job, made, busy_s, pixels=pixels)
+        batch = self.collate(request, loaded, pixels, busy_s)
         busy_s["collate"] = time.perf_counter() - started
-        return done
+        return batch
 
-    def _sample(self, job: Job, row: int, found: Any) -> Sample:
+    def _padded(self, rows: list[int]) -> tuple[int, int, int]:
+        sizes = self.sizes
+        return (
+            int(sizes.height[rows].max()),
+            int(sizes.width[rows].max()),
+            int(sizes.num_tokens[rows].max()),
+        )
+
+    def _decode(self, request: BatchRequest, row: int, found: Any) -> Sample:
         if isinstance(found, DataError):
             raise found
         if self.augment is None or not self.dataset.records.height[row]:
             return self.dataset.decode(row, found)
-        record_id = self.dataset.records.ids[row]
-        if isinstance(self.augment, CropsFirst) and self.dataset.cache is None:
-            drawn = self.augment.draw(seed=self.seed, epoch=job.epoch, record_id=record_id)
-            sample = self.dataset.decode(row, found, region=self._region(row, drawn))
-            assert sample["image"] is not None
-            sample["image"] = self.augment.apply(sample["image"], drawn, cropped=True)
+        key: Any = {
+            "seed": self.seed,
+            "epoch": request.epoch,
+            "record_id": self.dataset.records.ids[row],
+        }
+        crops_first = isinstance(self.augment, CropsFirst) and self.dataset.cache is None
+        drawn = self.augment.draw(**key) if crops_first else None  # type: ignore[attr-defined]
+        sample = self.dataset.decode(row, found, region=None if drawn is None else self._region(row, drawn))
+        image = sample["image"]
+        assert image is not None
+        if drawn is None:
+            sample["image"] = self.augment(image, **key)
         else:
-            sample = self.dataset.decode(row, found)
-            assert sample["image"] is not None
-            sample["image"] = self.augment(
-                sample["image"], seed=self.seed, epoch=job.epoch, record_id=record_id
-            )
+            sample["image"] = self.augment.apply(image, drawn, cropped=True)  # type: ignore[attr-defined]
         return sample
 
     def _region(self, row: int, drawn: Any) -> Region | None:
@@ -204,34 +203,32 @@ class Recipe:
         left, columns = _rescaled(region.left, region.width, kept.width, width)
         return Region(kept.top + top, kept.left + left, rows, columns)
 
-    def _without(self, job: Job, row: int, error: DataError) -> Made:
+    def _without(self, request: BatchRequest, row: int, error: DataError) -> LoadedSample:
         records = self.dataset.records
-        stand_ins = self._stand_ins(job, row) if self.on_bad_sample == "replace" else iter(())
-        for other in stand_ins:
+        about = (records.ids[row], records.image_paths[row], str(error))
+        for other in self._substitutes(request, row) if self.on_bad_sample == "replace" else ():
             try:
-                sample = self._sample(job, other, self.read(other))
+                sample = self._decode(request, other, self.read(other))
             except DataError:
-                continue  # it will be reported where it comes by itself
-            bad = BadSample(
-                records.ids[row], records.image_paths[row], str(error), "replace", records.ids[other]
-            )
-            return Made(other, sample, bad)
-        policy = "raise" if self.on_bad_sample == "raise" else "skip"
-        return Made(None, None, BadSample(records.ids[row], records.image_paths[row], str(error), policy))
+                continue  # it is reported with the batch that it belongs to
+            return LoadedSample(other, sample, BadSample(*about, "replace", records.ids[other]))
+        return LoadedSample(
+            row, None, BadSample(*about, "raise" if self.on_bad_sample == "raise" else "skip")
+        )
 
-    def _stand_ins(self, job: Job, row: int) -> Iterator[int]:
+    def _substitutes(self, request: BatchRequest, row: int) -> Iterator[int]:
         """Rows outside the batch that fit into its padded shape, the nearest in size first."""
         sizes = self.sizes
-        columns = (sizes.num_tokens, sizes.height, sizes.width)
+        columns = (
+            (sizes.num_tokens, 1),
+            (sizes.height, PATCH),
+            (sizes.width, PATCH),
+        )  # and what counts as one step
         fits = np.ones(len(sizes), dtype=bool)
-        fits[job.rows] = False
-        for column in columns:
-            fits &= (column <= column[job.rows].max()) & ((column > 0) == (column[row] > 0))
-        scales = (1, PATCH, PATCH)
-        distance = sum(
-            np.abs(column[fits] - int(column[row])) / scale
-            for column, scale in zip(columns, scales, strict=True)
-        )
+        fits[request.rows] = False
+        for column, _ in columns:
+            fits &= (column <= column[request.rows].max()) & ((column > 0) == (column[row] > 0))
+        distance = sum(np.abs(column[fits] - int(column[row])) / step for column, step in columns)
         yield from np.flatnonzero(fits)[np.argsort(distance, kind="stable")].tolist()
 
 

@@ -1,0 +1,256 @@
+"""Backends load batches ahead of training: `threads` in this process here, worker processes in `mmlab.loading.workers`.
+
+Requests are drawn in the caller's thread, as far ahead as `prefetch` and a limit on bytes allow; batches come out in the
+order of the requests. A pool of workers loads them, and one thread finishes them (collates, pins, copies).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mmlab.errors import RunError
+from mmlab.loading.batches import BatchRequest, LoadedBatch, LoadedSample, SampleLoader
+from mmlab.loading.copying import Copier
+from mmlab.loading.stages import StageMeter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Setting(NamedTuple):
+    """How many workers, and how many batches they prepare ahead."""
+
+    num_workers: int
+    prefetch: int
+
+
+class Pending(NamedTuple):
+    """A request under way."""
+
+    request: BatchRequest
+    num_bytes: int
+    parts: list[Future]  # what the workers do
+    loaded: Future[LoadedBatch]
+
+
+class Backend(ABC):
+    """Loads requests with a pool of workers.
+
+    Args:
+        loader: loads them; the workers share it.
+        setting: number of workers, 0 loads in the caller's thread; batches under way or ready, beyond the one in use.
+        copier: pins, and copies to the device.
+        max_bytes: limit on the padded bytes of the batches under way; one is always allowed.
+    """
+
+    def __init__(self, loader: SampleLoader, setting: Setting, *, copier: Copier, max_bytes: int) -> None:
+        self.loader, self.setting = loader, setting
+        self.copier, self.max_bytes = copier, max_bytes
+        self._largest_bytes = 0  # of the batches so far
+        self._pools: list[Any] = []  # the finisher's thread, then workers: the last pool takes work
+        weakref.finalize(self, _end, self._pools)
+        self.meter = self._new_meter()
+
+    @abstractmethod
+    def _new_pool(self) -> Executor:
+        """Workers as the setting says."""
+
+    @abstractmethod
+    def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
+        """Begin to load a request."""
+
+    @abstractmethod
+    def ram_bytes(self, setting: Setting) -> int:
+        """Memory that a setting may take."""
+
+    def run(self, requests: Iterator[BatchRequest]) -> Generator[LoadedBatch]:
+        """Load requests in their order.
+
+        Raises:
+            RunError: the loader was closed meanwhile.
+        """
+        self.meter = self._new_meter()
+        if not self.setting.num_workers:
+            yield from map(self._load_here, requests)
+            return
+        pending: deque[Pending] = deque()
+        try:
+            held = self._submit_from(requests, None, pending)
+            while pending:
+                loaded = self._await(pending)
+                held = self._submit_from(requests, held, pending)
+                yield loaded
+        finally:
+            self._abandon(pending)
+
+    def resize(self, setting: Setting) -> None:
+        """Change the number of workers and batches: what is under way is finished, the rest is for new workers."""
+        changed = setting.num_workers != self.setting.num_workers
+        self.setting = setting
+        self.meter.num_threads = self._new_meter().num_threads
+        if self._pools and changed:
+            self._pools[-1].shutdown(wait=False)  # it finishes what it has
+            self._pools.append(self._new_pool())
+
+    def close(self) -> None:
+        """End all workers at once, but for the samples in hand; whoever waits for a batch is told."""
+        _end(self._pools)
+
+    def _abandon(self, pending: deque[Pending]) -> None:
+        """After an epoch, or when it is left half-way."""
+        for item in pending:
+            for future in (*item.parts, item.loaded):
+                future.cancel()
+
+    def _await(self, pending: deque[Pending]) -> LoadedBatch:
+        try:
+            loaded = pending[0].loaded.result()
+        except CancelledError as error:
+            raise RunError("the loader was closed while a batch was awaited") from error
+        pending.popleft()
+        return loaded
+
+    def _submit_from(
+        self, requests: Iterator[BatchRequest], held: BatchRequest | None, pending: deque[Pending]
+    ) -> BatchRequest | None:
+        """Begin requests while there is room; gives back the one that was drawn and did not fit."""
+        while len(pending) < self.setting.prefetch:
+            request = held if held is not None else next(requests, None)
+            if request is None:
+                return None
+            num_bytes = self.loader.batch_bytes(request.rows)
+            self._largest_bytes = max(self._largest_bytes, num_bytes)
+            if pending and sum(item.num_bytes for item in pending) + num_bytes > self.max_bytes:
+                return request
+            held = None
+            pending.append(Pending(request, num_bytes, *self._submit(request)))
+        return held
+
+    def _pool(self) -> Any:
+        if not self._pools:
+            finisher = ThreadPoolExecutor(1, "mmlab-collate", initializer=_let_others_go_on)
+            self._pools += [finisher, self._new_pool()]
+        return self._pools[-1]
+
+    def _load_here(self, request: BatchRequest) -> LoadedBatch:
+        return finish(self.loader.load(request), self.meter, self.copier)
+
+    def _new_meter(self, shared: bool = True) -> StageMeter:
+        num_workers = max(1, self.setting.num_workers)
+        stages = {"read": num_workers, "decode": num_workers, "collate": num_workers if shared else 1}
+        return StageMeter(stages | ({"copy": 1} if self.copier.has_work else {}), shared=shared)
+
+
+class ThreadBackend(Backend):
+    """Loads with threads of this process, which live for an epoch.
+
+    Twice as many threads as workers pass slices of a batch: at most `num_workers` of them decode at any time, while the
+    others read ahead.
+    """
+
+    def ram_bytes(self, setting: Setting) -> int:
+        """Memory that a setting may take: batches, and two images with room to decode for each thread."""
+        records = self.loader.dataset.records
+        num_pixels = int((records.height.astype(np.int64) * records.width).max(initial=0))
+        return setting.prefetch * self._largest_bytes + setting.num_workers * 2 * 3 * num_pixels
+
+    def _new_pool(self) -> Executor:
+        self._decoding = threading.Semaphore(self.setting.num_workers)
+        return ThreadPoolExecutor(2 * self.setting.num_workers, "mmlab-load", initializer=_let_others_go_on)
+
+    def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
+        num_samples, pixels, pool = len(request.rows), self.loader.pixels(request), self._pool()
+        size = self._num_at_once(num_samples)
+        parts = [
+            pool.submit(
+                self._load, request, range(start, min(start + size, num_samples)), pixels, self._decoding
+            )
+            for start in range(0, num_samples, size)
+        ]
+        return parts, self._pools[0].submit(self._collate, request, parts, pixels)
+
+    def _num_at_once(self, num_samples: int) -> int:
+        """How many samples of a batch one thread takes together.
+
+        Handing over costs about 50 us, as much as a sample from the cache; decoding one takes far longer, so that
+        threads share a batch more evenly in small parts, and few encoded images wait.
+        """
+        most, parts = (8, 4) if self.loader.dataset.cache is None else (32, 1)
+        return max(1, min(most, num_samples // (parts * self.setting.num_workers)))
+
+    def _load(
+        self,
+        request: BatchRequest,
+        places: range,
+        pixels: NDArray[np.uint8] | None,
+        decoding: threading.Semaphore,
+    ) -> list[LoadedSample]:
+        rows, started = request.rows, time.perf_counter()
+        found = [self.loader.read(rows[place], None if pixels is None else pixels[place]) for place in places]
+        self.meter.add("read", len(places), time.perf_counter() - started)
+        with decoding:
+            if not self._pools:
+                raise CancelledError  # closed while this thread waited for its turn
+            started = time.perf_counter()
+            pairs = zip(places, found, strict=True)
+            samples = [self.loader.sample(request, rows[place], content) for place, content in pairs]
+            self.meter.add("decode", len(places), time.perf_counter() - started)
+        return samples
+
+    def _collate(
+        self, request: BatchRequest, parts: list[Future], pixels: NDArray[np.uint8] | None
+    ) -> LoadedBatch:
+        samples = [sample for part in parts for sample in part.result()]
+        started = time.perf_counter()
+        loaded = self.loader.collate(request, samples, pixels)
+        self.meter.add("collate", len(request.rows), time.perf_counter() - started)
+        return finish(loaded, self.meter, self.copier)
+
+    def _abandon(self, pending: deque[Pending]) -> None:
+        self.close()
+
+    def _new_meter(self, shared: bool = True) -> StageMeter:
+        return super()._new_meter(shared=not self.setting.num_workers)
+
+
+def finish(loaded: LoadedBatch, meter: StageMeter, copier: Copier) -> LoadedBatch:
+    """Note what was done, pin the batch and send it to the device."""
+    for stage, busy_s in loaded.busy_s.items():
+        meter.add(stage, len(loaded.request.rows), busy_s)
+    if loaded.batch is None or not copier.has_work:
+        return loaded
+    started = time.perf_counter()
+    loaded = loaded._replace(batch=copier(loaded.batch))
+    meter.add("copy", len(loaded.request.rows), time.perf_counter() - started)
+    return loaded
+
+
+def _end(pools: list[Executor]) -> None:
+    """Take back what has not begun and wait for the rest; also when a backend is let go of, or the interpreter ends."""
+    ended = pools[:]
+    pools.clear()  # which workers look at
+    for pool in ended:
+        pool.shutdown(cancel_futures=True)
+
+
+def _let_others_go_on() -> None:
+    """Let this thread, when it is woken, wait for a free core instead of taking one away.
+
+    Each batch that training takes wakes the threads that fill its place. On busy cores they would push aside the very
+    thread that woke them: 7 ms a batch were measured, 0.04 ms without. A thread's share of the cores stays the same.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # not allowed here: slower, not wrong
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
