@@ -22,32 +22,6 @@ from typing import Any
 from mmlab.errors import DataError
 from mmlab.machine import GIB, cpu_name, num_usable_cores, total_memory_bytes, versions
 
-LIBRARIES = {  # what mmlab needs, with the oldest version that will do; as in pyproject.toml
-    "torch": "2.11",
-    "torchvision": "0.26",
-    "transformers": "4.57",
-    "tokenizers": "0.21",
-    "numpy": "2.0",
-    "numba": "0.61",
-    "pandas": "2.2",
-    "pyarrow": "17",
-    "pillow": "11",
-    "simplejpeg": "1.9",
-    "safetensors": "0.5",
-    "fsspec": "2024.6",
-    "einops": "0.8",
-    "psutil": "6",
-    "nvidia-ml-py": "12.535",
-    "orjson": "3.10",
-    "jupyterlab": "4.4",
-    "ipywidgets": "8.1",
-    "anywidget": "0.9.18",
-    "matplotlib": "3.9",
-    "jinja2": "3.1",
-    "tqdm": "4.66",
-    "rich": "13.7",
-    "xxhash": "3.4",
-}
 _SLOW_MIB_PER_S = 50
 
 
@@ -90,6 +64,12 @@ class Diagnosis:
         return "\n".join(lines)
 
 
+def _judged(name: str, detail: str, remedy: str, *, bad: bool, **values: Any) -> Check:
+    """A check that is ok, or a warning with its remedy."""
+    status, remedy = ("warn", remedy) if bad else ("ok", "")
+    return Check(name=name, status=status, detail=detail, remedy=remedy, values=values)
+
+
 def diagnose(path: str | Path | None = None) -> Diagnosis:
     """Look at this machine.
 
@@ -114,17 +94,34 @@ def diagnose(path: str | Path | None = None) -> Diagnosis:
     return Diagnosis(checks=tuple(checks))
 
 
+def needed_libraries() -> dict[str, str]:
+    """What mmlab itself says that it needs, with the oldest version that will do; empty where it is not installed."""
+    try:
+        lines = metadata.requires("mmlab") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = [
+        re.fullmatch(r"([\w-]+)(?:\[.*\])?>=([\w.]+)(?:,.*)?", line)
+        for line in lines
+        if "extra ==" not in line
+    ]
+    return {match[1]: match[2] for match in found if match}
+
+
 def _libraries() -> Iterator[Check]:
-    found = versions(LIBRARIES)
-    for name, oldest in LIBRARIES.items():
-        version = found[name]
-        remedy = f"pip install '{name}>={oldest}'"
-        if version is None:
-            yield Check(name=name, status="missing", detail="not installed", remedy=remedy)
-        elif _numbers(version) < _numbers(oldest):
-            yield Check(name=name, status="missing", detail=f"{version}, too old", remedy=remedy)
-        else:
-            yield Check(name=name, status="ok", detail=version)
+    needed = needed_libraries()
+    if not needed:
+        yield _judged(
+            "mmlab", "run from its source, so the libraries it needs are not known", "pip install .", bad=True
+        )
+    for name, version in versions(needed).items():
+        if name not in needed:
+            continue
+        old = version is not None and _numbers(version) < _numbers(needed[name])
+        status = "missing" if version is None or old else "ok"
+        detail = "not installed" if version is None else f"{version}, too old" if old else version
+        remedy = "" if status == "ok" else f"pip install '{name}>={needed[name]}'"
+        yield Check(name=name, status=status, detail=detail, remedy=remedy)
     if "pynvml" in {distribution.name for distribution in metadata.distributions()}:
         yield Check(
             name="pynvml",
@@ -202,18 +199,18 @@ def _gpu(index: int) -> Check:
         f"{properties.major}.{properties.minor}, driver {_driver_version() or 'unknown'}, CUDA {torch.version.cuda}, "
         f"read by {reading.memory_source} and {reading.utilization_source}"
     )
-    values = {
-        "free_bytes": free_bytes,
-        "total_bytes": total_bytes,
-        "multiprocessors": properties.multi_processor_count,
-        "memory_source": reading.memory_source,
-        "utilization_source": reading.utilization_source,
-    }
-    if reading.notes:
-        detail += f" ({'; '.join(reading.notes)})"
-        remedy = "pip install nvidia-ml-py, and check that `nvidia-smi` works for this user"
-        return Check(name=name, status="warn", detail=detail, remedy=remedy, values=values)
-    return Check(name=name, status="ok", detail=detail, values=values)
+    notes = f" ({'; '.join(reading.notes)})" if reading.notes else ""
+    return _judged(
+        name,
+        detail + notes,
+        "pip install nvidia-ml-py, and check that `nvidia-smi` works for this user",
+        bad=bool(reading.notes),
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        multiprocessors=properties.multi_processor_count,
+        memory_source=reading.memory_source,
+        utilization_source=reading.utilization_source,
+    )
 
 
 def _driver_version() -> str | None:
@@ -232,49 +229,37 @@ def _driver_version() -> str | None:
 
 def _cores() -> Check:
     usable, total = num_usable_cores(), os.cpu_count() or 1
+    remedy = (
+        "data loading and training share one core; give the process more (taskset, container or job settings)"
+    )
     detail = f"{usable} usable of {total}, {cpu_name()}"
-    values = {"num_usable": usable, "num_total": total}
-    if usable == 1:
-        remedy = "data loading and training share one core; give the process more (taskset, container or job settings)"
-        return Check(name="cores", status="warn", detail=detail, remedy=remedy, values=values)
-    return Check(name="cores", status="ok", detail=detail, values=values)
+    return _judged("cores", detail, remedy, bad=usable == 1, num_usable=usable, num_total=total)
 
 
 def _memory() -> Check:
-    total_bytes = total_memory_bytes()
-    values = {"total_bytes": total_bytes}
-    detail = f"{total_bytes / GIB:.1f} GiB"
-    if total_bytes < 4 * GIB:
-        remedy = "use few workers and small models, or give the process more memory"
-        return Check(name="memory", status="warn", detail=detail, remedy=remedy, values=values)
-    return Check(name="memory", status="ok", detail=detail, values=values)
+    num_bytes = total_memory_bytes()
+    remedy = "use few workers and small models, or give the process more memory"
+    return _judged(
+        "memory", f"{num_bytes / GIB:.1f} GiB", remedy, bad=num_bytes < 4 * GIB, total_bytes=num_bytes
+    )
 
 
 def _shared_memory() -> Iterator[Check]:
     """Workers hand batches over in /dev/shm; a container gives 64 MB by default, and workers die when it is full."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        return
-    usage = shutil.disk_usage(folder)
-    detail = (
-        f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {folder}, for batches from workers"
-    )
-    values = {"free_bytes": usage.free, "total_bytes": usage.total}
-    if usage.free < GIB:
+    if Path("/dev/shm").is_dir():
         remedy = "start the container with --shm-size=8g or --ipc=host, or load with num_workers=0"
-        yield Check(name="shared memory", status="warn", detail=detail, remedy=remedy, values=values)
-    else:
-        yield Check(name="shared memory", status="ok", detail=detail, values=values)
+        yield _space("shared memory", Path("/dev/shm"), 1, remedy)
 
 
 def _free_disk(where: Path) -> Check:
-    usage = shutil.disk_usage(where)
-    detail = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free at {where.resolve()}"
-    values = {"free_bytes": usage.free, "total_bytes": usage.total}
-    if usage.free < 2 * GIB:
-        remedy = "free some space: caches, checkpoints and runs need it"
-        return Check(name="free disk", status="warn", detail=detail, remedy=remedy, values=values)
-    return Check(name="free disk", status="ok", detail=detail, values=values)
+    return _space("free disk", where.resolve(), 2, "free some space: caches, checkpoints and runs need it")
+
+
+def _space(name: str, folder: Path, least_gib: int, remedy: str) -> Check:
+    usage = shutil.disk_usage(folder)
+    detail = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free at {folder}"
+    bad = usage.free < least_gib * GIB
+    return _judged(name, detail, remedy, bad=bad, free_bytes=usage.free, total_bytes=usage.total)
 
 
 def _reading(where: Path | None) -> Check:
@@ -296,10 +281,11 @@ def _reading(where: Path | None) -> Check:
     )
     if not rates.really_cold:
         detail += " (alike: the disk is in memory, or its cache could not be dropped)"
-    elif cold_mib_per_s < _SLOW_MIB_PER_S:
-        remedy = "the first epoch will wait for this disk: copy the data to a local one, or pack them into tar shards"
-        return Check(name="reading", status="warn", detail=detail, remedy=remedy, values=values)
-    return Check(name="reading", status="ok", detail=detail, values=values)
+    remedy = (
+        "the first epoch will wait for this disk: copy the data to a local one, or pack them into tar shards"
+    )
+    slow = rates.really_cold and cold_mib_per_s < _SLOW_MIB_PER_S
+    return _judged("reading", detail, remedy, bad=slow, **values)
 
 
 def _decoding() -> Check:
