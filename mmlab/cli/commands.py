@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ Printed = tuple[Any, str]  # ready for JSON; for people
 def run_compare(options: Namespace) -> Printed:
     """Train the same model under several batch schedulers, side by side."""
     from mmlab.comparison.experiment import compare
+    from mmlab.comparison.options import ComparisonOptions
 
     comparison = compare(
         options.data,
         _names(options.schedulers),
         out=options.out or _dated_folder(),
-        **_chosen(options, "budget batch_size epochs limit image model tokenizer device precision seed"),
+        **{option.name: getattr(options, option.name) for option in fields(ComparisonOptions)},
     )
     written = "\n".join(
         f"  {comparison.folder}/{name}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import Field, fields
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from mmlab import __version__
 from mmlab.cli import commands
+from mmlab.comparison.options import ComparisonOptions
 
 SHARED: dict[str, dict[str, Any]] = {
     "--data": {
@@ -90,17 +93,35 @@ def _compare(command: _Parser) -> None:
         metavar="A,B,C",
         help="names, separated by commas",
     )
-    command.option(
-        "--budget", type=float, help="padded tokens a batch may cost (default: a mean fixed batch)"
-    )
-    command.option("--batch-size", help="samples a batch, for schedulers with a fixed size")
-    command.option("--epochs", type=int, default=3, help="epochs; each is one repetition of the timing")
-    command.option("--limit")
-    command.option("--image", default="aspect:128")
-    command.options("--model", "--tokenizer", "--device", "--precision")
-    command.option("--seed", help="seed of weights, plans and the held-out split")
+    for option in fields(ComparisonOptions):
+        _flag(command, option)
     command.option("--out", metavar="DIR", help="folder for the results (default: runs/compare-DATE-TIME)")
     command.set_defaults(failed=lambda document: document["interrupted"])
+
+
+def _flag(command: _Parser, option: Field) -> None:
+    """The flag of an option: its type, default and help are those of the dataclass."""
+    kind, text = get_args(get_type_hints(ComparisonOptions, include_extras=True)[option.name])
+    details: dict[str, Any] = {"default": option.default, "help": text}
+    kinds = {part for part in get_args(kind) or [kind] if part is not NoneType}
+    if get_origin(kind) is Literal:
+        details["choices"] = get_args(kind)
+    elif kinds == {bool}:
+        details["action"] = "store_true"
+    else:
+        details["type"] = next((plain for plain in (int, float, str) if plain in kinds), shares)
+    command.option(f"--{option.name.replace('_', '-')}", **details)
+
+
+def shares(text: str) -> dict[str, float]:
+    """Shares by name.
+
+    >>> shares("image-text=0.7,text-only=0.3")
+    {'image-text': 0.7, 'text-only': 0.3}
+    """
+    return {
+        name.strip(): float(share) for name, _, share in (part.partition("=") for part in text.split(","))
+    }
 
 
 def _train(command: _Parser) -> None:

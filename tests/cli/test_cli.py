@@ -5,23 +5,44 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from mmlab.cli.main import main
+from mmlab.cli.parser import make_parser
+from mmlab.comparison.options import ComparisonOptions
 
 
-def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mmlab", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
-
-
-def test_help_lists_the_commands_at_once() -> None:
-    done = run("--help")
-    assert done.returncode == 0
+def test_help_lists_the_commands_and_loads_nothing_for_it() -> None:
+    code = "import sys; from mmlab.cli.main import main; main(['--help'])"
+    code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for command in ("compare", "plan", "data", "doctor"):
         assert command in done.stdout
+    assert not {"torch", "numpy", "pandas", "pydantic"} & set(done.stderr.split())
+
+
+def test_a_command_is_a_module_too_and_exits_as_it_says() -> None:
+    command = [sys.executable, "-m", "mmlab", "data", "inspect", "no/such/place"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no/such/place" in done.stderr
+
+
+def test_compare_takes_every_option_of_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "--data", "x", "--ratios", "image-text=0.7,text-only=0.3", "--adaptive", "loss"]
+    words += ["--memory-gb", "2.5", "--augment", "colour", "--correct", "--num-workers", "1"]
+    found = make_parser().parse_args(words)
+    assert found.ratios == {"image-text": 0.7, "text-only": 0.3}
+    assert (found.adaptive, found.memory_gb, found.augment) == ("loss", 2.5, "colour")
+    assert (found.correct, found.num_workers, found.budget, found.epochs) == (True, 1, None, 3)
+    for option in fields(ComparisonOptions):
+        assert hasattr(found, option.name)
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["compare", "--data", "x", "--ratios", "all"])
+    assert "argument --ratios: invalid shares value: 'all'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -36,17 +57,23 @@ def test_help_lists_the_commands_at_once() -> None:
         (["plan", "--lengths", "no/such.csv"], "no/such.csv"),
     ],
 )
-def test_bad_usage_exits_with_2_and_one_line(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "Traceback" not in done.stderr
+def test_bad_usage_exits_with_2_and_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert message in said.err
+    assert len(said.err.strip().splitlines()) == 1
 
 
-def test_compare_prints_one_json_document(scenes: Path, tmp_path: Path) -> None:
-    done = run(
+def test_compare_prints_one_json_document(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
         *(
             "compare",
             "--data",
@@ -60,8 +87,8 @@ def test_compare_prints_one_json_document(scenes: Path, tmp_path: Path) -> None:
         ),
         *("--batch-size", "8", "--image", "aspect:48", "--out", str(tmp_path / "out"), "--json"),
     )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    assert main(words) == 0
+    document = json.loads(capsys.readouterr().out)
     assert [arm["scheduler"] for arm in document["arms"]] == ["sorted", "budget"]
     assert document == json.loads((tmp_path / "out" / "comparison.json").read_text())
     for name in ("table.csv", "figure.png", "report.html"):
