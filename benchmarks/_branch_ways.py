@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from _branch_pipelining import PipelinedBranches
 from _parallel_balance import VOCAB_SIZE, batch_of_noise
 from torch import distributed
 
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.parameters import learning, parameter_groups
 from mmlab.model.presets import build_model
-from mmlab.parallel.branches.pipelining import PipelinedBranches
+from mmlab.parallel.predict import predict
+from mmlab.parallel.probe import costs_from, network_from, probe_network, probe_parts
 from mmlab.parallel.strategies import ParallelOptions
 from mmlab.training.fusion_trainer import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
@@ -51,16 +54,28 @@ class Sizes(NamedTuple):
         return [whole.part(slice(start, start + size)) for start in range(0, len(whole), size)]
 
 
-def take_turns(sizes: Sizes, image_layers: int, num_rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds and losses of every way's steps, as this rank saw them; rank 0 alone knows `one device`."""
+class Plan(NamedTuple):
+    """What the ways were predicted to take, before any of them was tried."""
+
+    image_layers: int
+    step_s: dict[str, float]  # by way
+
+
+def take_turns(sizes: Sizes, num_rounds: int) -> tuple[Plan, dict[str, dict[str, list[float]]]]:
+    """Predict every way; then seconds and losses of their steps, as this rank saw them; rank 0 alone has `one device`."""
     torch.set_num_threads(1)
-    ways: dict[str, Callable[[], float | None]] = {ONE: _trained(sizes)}  # before there is a group
+    probing = _trainer(sizes)  # before there is a group
+    window = sizes.window()
+    parts = probe_parts(probing, [window[0], window[0].part(slice(0, sizes.batch_size // 2))])
+    ways: dict[str, Callable[[], float | None]] = {ONE: _trained(sizes)}
     distributed.init_process_group("gloo")
-    rank = distributed.get_rank()
+    rank, everywhere = distributed.get_rank(), [None, None]
+    distributed.all_gather_object(everywhere, (parts, probe_network(torch.device("cpu"))))
+    plan = _planned(sizes, everywhere)
     ways |= {
         TWO: _trained(sizes, parallel=ParallelOptions(strategy="branch", ahead=AHEAD)),
         CUT: _trained(
-            sizes, parallel=ParallelOptions(strategy="branch", ahead=AHEAD, image_layers=image_layers)
+            sizes, parallel=ParallelOptions(strategy="branch", ahead=AHEAD, image_layers=plan.image_layers)
         ),
         PEER: _pipelined(sizes),
     }
@@ -78,12 +93,29 @@ def take_turns(sizes: Sizes, image_layers: int, num_rounds: int) -> dict[str, di
                 found[name]["step_s"].append(time.perf_counter() - started)
             found[name]["losses"].append(loss)
     distributed.destroy_process_group()
-    return found
+    return plan, found
+
+
+def _planned(sizes: Sizes, everywhere: list[Any]) -> Plan:
+    costs = costs_from([parts for parts, _ in everywhere])
+    network, _ = network_from([links for _, links in everywhere])
+    options = {"num_micro_batches": sizes.num_micro_batches, "ahead": AHEAD}
+    size = sizes.batch_size * sizes.num_micro_batches
+    one = predict("single", costs, network, num_devices=1, batch_size=size, **options)
+    two, cut = (
+        predict("branch", chosen, network, num_devices=2, batch_size=size / 2, **options)
+        for chosen in (replace(costs, image_layers=()), costs)
+    )
+    assert cut.image_layers is not None, "no cut is predicted to pay"
+    return Plan(cut.image_layers, {ONE: one.step_s, TWO: two.step_s, CUT: cut.step_s})
+
+
+def _trainer(sizes: Sizes, **options: Any) -> FusionTrainer:
+    return FusionTrainer(sizes.build(), objectives={"contrastive": Contrastive()}, device="cpu", **options)
 
 
 def _trained(sizes: Sizes, **options: Any) -> Callable[[], float]:
-    trainer = FusionTrainer(sizes.build(), objectives={"contrastive": Contrastive()}, device="cpu", **options)
-    window = sizes.window()
+    trainer, window = _trainer(sizes, **options), sizes.window()
     return lambda: trainer.train_step(window)["loss"]
 
 

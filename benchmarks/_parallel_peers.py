@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from mmlab.model.parameters import learning, parameter_groups
-from mmlab.parallel.bench.arms import Arm, Strategy, seeded_model, share
-from mmlab.parallel.bench.setting import OBJECTIVES, Setting, make_batch
+from mmlab.parallel.bench_turns import OBJECTIVES, BenchStrategy, Prepared, Setting, make_batch, seeded_model
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import parse_objectives
 from mmlab.training.optimizer import RestartableAdamW
@@ -35,11 +34,13 @@ class WithLoss(torch.nn.Module):
 def _prepared(setting: Setting, rank: int) -> tuple[torch.nn.Module, Any, Batch]:
     module = WithLoss(seeded_model(setting)).to(setting.device(rank))
     optimizer = RestartableAdamW(parameter_groups(module, weight_decay=0.01), lr=1e-4, fused=True)
-    batch = make_batch(setting, share(setting, rank, setting.num_ranks)).to(setting.device(rank))
+    batch = make_batch(setting, rank, setting.num_ranks).to(setting.device(rank))
     return module, optimizer, batch
 
 
-def _arm(module: torch.nn.Module, wrapped: Any, optimizer: Any, batch: Batch, backward: Any) -> Arm:
+def _prepare_steps(
+    module: torch.nn.Module, wrapped: Any, optimizer: Any, batch: Batch, backward: Any
+) -> Prepared:
     weights = learning(module)
 
     def step() -> float:
@@ -50,29 +51,29 @@ def _arm(module: torch.nn.Module, wrapped: Any, optimizer: Any, batch: Batch, ba
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    return Arm(step, (module, optimizer, *batch.tensors()))
+    return Prepared(step, (module, optimizer, *batch.tensors()))
 
 
-def by_hand(setting: Setting, rank: int) -> Arm:
+def by_hand(setting: Setting, rank: int, cut: int | None = None) -> Prepared:
     """`torch.nn.parallel.DistributedDataParallel` and nothing else."""
     module, optimizer, batch = _prepared(setting, rank)
     wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    return _arm(module, wrapped, optimizer, batch, torch.Tensor.backward)
+    return _prepare_steps(module, wrapped, optimizer, batch, torch.Tensor.backward)
 
 
-def accelerate(setting: Setting, rank: int) -> Arm:
+def accelerate(setting: Setting, rank: int, cut: int | None = None) -> Prepared:
     """Hugging Face accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=setting.device_type == "cpu")
     module, optimizer, batch = _prepared(setting, rank)
     wrapped, optimizer = accelerator.prepare(module, optimizer)
-    return _arm(module, wrapped, optimizer, batch, accelerator.backward)
+    return _prepare_steps(module, wrapped, optimizer, batch, accelerator.backward)
 
 
-def peers() -> dict[str, Strategy]:
+def peers() -> dict[str, BenchStrategy]:
     """Those that are installed, by name."""
-    found = {"DDP by hand": Strategy(by_hand, joins=True)}
+    found = {"DDP by hand": BenchStrategy(by_hand)}
     if importlib.util.find_spec("accelerate"):
-        found["accelerate"] = Strategy(accelerate, joins=True)
+        found["accelerate"] = BenchStrategy(accelerate)
     return found

@@ -2,10 +2,10 @@
 
     python benchmarks/branches.py [--quick] [--json FILE | --out DIR]
 
-`plan_branches` measures both branches on one core and simulates a step of each way; then two processes of one thread
-take such steps in turn: everything on one, a branch on each, the image branch cut where the plan says, and torch's own
+Two processes of one thread measure what each part of a step costs, and predict a step of each way. Then they take such
+steps in turn: everything on one, a branch on each, the image branch cut where the prediction is best, and torch's own
 pipeline. Same weights, samples and optimizer; the loss of the first step says whether they compute the same. Goals: the
-ways come in the order that the plan has, and what moving layers gives over whole branches is what it says, within a
+ways come in the predicted order, and what moving layers gives over whole branches is what was predicted, within a
 fifth. Every repetition is kept. Exit code: 0 done, whether or not every goal is met.
 """
 
@@ -17,14 +17,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from _branch_ways import AHEAD, CUT, ONE, PEER, TWO, Sizes, take_turns
+from _branch_ways import CUT, ONE, PEER, TWO, Sizes, take_turns
 from _common import add_common_options, goal, print_goals, write_results
 from _parallel_balance import VOCAB_SIZE
 from _trainer_tables import table
 
-from mmlab.parallel.branches.plan import BranchPlan, plan_branches
 from mmlab.parallel.launch import run_on_ranks
-from mmlab.types import BatchShape
 
 SIZES = Sizes("small", batch_size=4, num_micro_batches=6, image_side=224, num_tokens=16)
 QUICK = Sizes("tiny", batch_size=4, num_micro_batches=4, image_side=64, num_tokens=8)
@@ -36,17 +34,8 @@ def main() -> None:
     add_common_options(parser, "branches")
     options = parser.parse_args()
     sizes, num_rounds = (QUICK, 2) if options.quick else (SIZES, 5)
-    plan = plan_branches(
-        sizes.build(),
-        ["cpu", "cpu"],
-        batch=BatchShape(sizes.batch_size, sizes.num_tokens, sizes.image_side, sizes.image_side),
-        num_micro_batches=sizes.num_micro_batches,
-        ahead=AHEAD,
-        objectives=("contrastive",),
-    )
-    print(plan, flush=True)
-    rows = measure(plan, sizes, num_rounds)
-    print("", table_of(rows), sep="\n")
+    rows = measure(sizes, num_rounds)
+    print(table_of(rows))
     goals = judge(rows)
     print()
     print_goals(goals)
@@ -55,16 +44,15 @@ def main() -> None:
         print("wrote", write_results(path, rows, goals))
 
 
-def measure(plan: BranchPlan, sizes: Sizes, num_rounds: int) -> list[dict[str, Any]]:
+def measure(sizes: Sizes, num_rounds: int) -> list[dict[str, Any]]:
     """A row a way."""
-    image_layers = next(option.image_layers for option in plan.options if option.image_layers)
-    found, other = run_on_ranks(take_turns, sizes, image_layers, num_rounds)
+    (plan, found), (_, other) = run_on_ranks(take_turns, sizes, num_rounds)
     one_s = median(found[ONE]["step_s"])
-    planned = {option.kind: option.step_s for option in reversed(plan.options) if option.runs_with}
+    planned = plan.step_s
     return [
         {
             "way": name,
-            "image_layers": image_layers if name == CUT else None,
+            "image_layers": plan.image_layers if name == CUT else None,
             "step_s": median(taken["step_s"]),
             "speed_up": one_s / median(taken["step_s"]),
             "planned_s": planned.get(name),

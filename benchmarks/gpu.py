@@ -1,4 +1,4 @@
-"""Measure on a machine with a CUDA device: readings, precisions, live bytes, branches, schedulers.
+"""Measure on a machine with a CUDA device: readings, precisions, live bytes, schedulers.
 
     PYTHONPATH=. python benchmarks/gpu.py --out DIR        (or: make gpu)
 
@@ -193,58 +193,6 @@ def live_bytes(bench: Bench) -> Result:
     return {"batch_size": len(batch), "steps": rows}, goals
 
 
-def branches(bench: Bench) -> Result:
-    """Image and text branch on two streams of one device against one stream (on a CPU: two threads), in turns."""
-    import torch
-
-    from mmlab.parallel.branches.branch_parallel import BranchParallel
-    from mmlab.parallel.branches.placement import BranchPlacement
-
-    rows = []
-    for batch_size in dict.fromkeys((4, bench.batch_sizes[-1])):
-        batch = _batch(bench, batch_size)
-        trainers = {"one stream": _trainer(bench, "fp32")}
-        model = BranchParallel(
-            _trainer(bench, "fp32").model, BranchPlacement.of([bench.device]), threads_per_branch=1
-        )
-        trainers["two streams"] = _trainer(bench, "fp32", model=model)
-        times: dict[str, list[float]] = {name: [] for name in trainers}
-        losses: dict[str, list[float]] = {name: [] for name in trainers}
-        for repeat in range(-1, bench.num_repeats):
-            for name, trainer in trainers.items():
-                _synchronize(bench.device)
-                started = time.perf_counter()
-                for _ in range(bench.num_warmup_steps if repeat < 0 else bench.steps_per_repeat):
-                    losses[name].append(trainer.train_step([batch])["loss"])
-                _synchronize(bench.device)
-                if repeat >= 0:
-                    times[name].append((time.perf_counter() - started) / bench.steps_per_repeat)
-        median = {name: statistics.median(values) for name, values in times.items()}
-        rows.append(
-            {
-                "batch_size": batch_size,
-                "step_s": times,
-                "median_step_s": median,
-                "speedup": median["one stream"] / median["two streams"],
-                "first_losses": {name: values[0] for name, values in losses.items()},
-            }
-        )
-        del trainers, model
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    goals = [
-        goal(
-            f"two streams over one, batches of {row['batch_size']}",
-            ">= 1",
-            row["speedup"],
-            row["speedup"] >= 1,
-        )
-        for row in rows
-    ]
-    return {"model": bench.model, "sizes": rows}, goals
-
-
 def compare_schedulers(bench: Bench) -> Result:
     """The main job on this device, on generated data."""
     from mmlab.comparison.experiment import compare
@@ -308,7 +256,6 @@ CASES = {
     "readings": Case(readings, 20),
     "precisions": Case(precisions, 60),
     "live_bytes": Case(live_bytes, 20),
-    "branches": Case(branches, 30),
     "compare": Case(compare_schedulers, 90),
 }
 

@@ -3,11 +3,11 @@
     python benchmarks/parallel.py [--quick] [--only PART] [--json FILE | --out DIR]
 
 Four parts. `strategies`: `mmlab bench parallel` with every strategy, and other projects' data parallel loops where they
-are installed; beside it the model of scaling and its error. `article`: the same with ResNet-50 and BERT, the setting of
+are installed; beside them what was predicted, and the error. `article`: the same with ResNet-50 and BERT, the setting of
 the claim of 40 % more parallelism. `extrapolate`: four ranks, predicted from what two showed. `balance`: what the ranks
-of one step wait for each other, with batches of a budget; measured with two ranks, by the plan with eight. ProcessGroup are
-processes, as many threads in every arm; with more ranks than cores they share them, and the rows say so. Every
-repetition is kept. `--quick` is too small to tell strategies apart.
+of one step wait for each other, with batches of a budget; measured with two ranks, by the plan with eight. Ranks are
+processes, and every strategy has as many threads in all; with more ranks than cores they share them, and the rows say so.
+Every repetition is kept. `--quick` is too small to tell strategies apart.
 Exit code: 0 done, whether or not every goal is met.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,10 @@ from _common import add_common_options, goal, print_goals, write_results
 from _parallel_balance import measure_balance
 from _parallel_peers import peers
 
-from mmlab.parallel.bench import DEFAULT, bench_parallel
-from mmlab.parallel.bench.arms import ARMS
-from mmlab.parallel.bench.equality import gradient_differences
-from mmlab.parallel.bench.report import ParallelBench
-from mmlab.parallel.scaling.predict import predict
+from mmlab.parallel.bench import bench_parallel
+from mmlab.parallel.bench_report import ParallelBench
+from mmlab.parallel.links import Line
+from mmlab.parallel.predict import StepCosts, predict
 
 SMALL: dict[str, Any] = {"model": "small", "batch_size": 8, "image_side": 128, "num_tokens": 32}
 ARTICLE: dict[str, Any] = {"model": "resnet50", "batch_size": 4, "image_side": 224, "num_tokens": 32}
@@ -62,27 +62,20 @@ def main() -> None:
 
 
 def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every strategy, and peers; whether the branches' gradient is that of one process."""
+    """Every strategy, and peers."""
     sizes = QUICK if options.quick else {**SMALL, "steps": 2, "rounds": 3}
-    names = [*DEFAULT, "reduce", "branch threads", *peers()]
-    bench = bench_parallel(
-        [name for name in names if name in ARMS or name in peers()],
-        device=options.device,
-        more=peers(),
-        **sizes,
-    )
+    names = ["single", "ddp", "fsdp", "branch", "reduce", *peers()]
+    bench = bench_parallel(names, device=options.device, more=peers(), **sizes)
     print(bench, flush=True)
     if options.out and not options.quick:
         bench.save_figure(str(options.out.parents[1] / "docs/images/parallel.png"))
-    difference = gradient_differences(bench.setting)
-    return [*_rows("strategies", bench), {"kind": "gradient", "part": "strategies", **difference}]
+    return _rows("strategies", bench)
 
 
 def article(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The article's encoders, each branch by itself and both at once."""
     sizes = {**QUICK, "model": "resnet18"} if options.quick else {**ARTICLE, "steps": 1, "rounds": 5}
-    names = [name for name in ("single", "ddp", "branch", "branch threads") if name in ARMS]
-    bench = bench_parallel(names, device=options.device, **sizes)
+    bench = bench_parallel(["single", "ddp", "branch"], device=options.device, **sizes)
     print("", bench, sep="\n", flush=True)
     return _rows("article", bench)
 
@@ -90,7 +83,7 @@ def article(options: argparse.Namespace) -> list[dict[str, Any]]:
 def extrapolate(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Four ranks, predicted from two, whose compute is scaled by the ranks that share a core."""
     sizes = QUICK if options.quick else {**SMALL, "steps": 2, "rounds": 2}
-    names = [name for name in ("reduce", "ddp", "fsdp") if name in ARMS]
+    names = ["reduce", "ddp", "fsdp"]
     few = bench_parallel(names, ranks=2, device=options.device, **sizes)
     many = bench_parallel(names, ranks=4, device=options.device, **sizes)
     print("", many, sep="\n", flush=True)
@@ -101,15 +94,27 @@ def extrapolate(options: argparse.Namespace) -> list[dict[str, Any]]:
         if row["kind"] == "strategy" and row["strategy"] in KNOWN and few.network is not None:
             found = predict(
                 row["strategy"],
-                few.work.scaled(max(1.0, slower)),
+                slowed(few.costs, max(1.0, slower)),
                 few.network,
                 num_devices=4,
                 batch_size=sizes["batch_size"] / 4,
-                overlap=few.overlap,
+                overlap=few.as_dict()["overlap"],
             )
             row |= {"from_two_s": found.step_s, "from_two_error": found.step_s / row["step_s"] - 1}
             print(f"{row['strategy']}: from two ranks {found.step_s:.3f} s, measured {row['step_s']:.3f} s")
     return rows
+
+
+def slowed(costs: StepCosts, factor: float) -> StepCosts:
+    """The same on devices that take `factor` times as long."""
+    changed: dict[str, Any] = {}
+    for item in fields(costs):
+        value = getattr(costs, item.name)
+        if isinstance(value, Line):
+            changed[item.name] = Line(factor * value.fixed_s, factor * value.each_s)
+        elif item.name.endswith("_s"):
+            changed[item.name] = factor * value
+    return replace(costs, **changed)
 
 
 def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -142,19 +147,8 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 abs(one - other)
                 for one, other in zip(np.ravel(row["losses"]), np.ravel(alone["losses"]), strict=True)
             )
-            if row["strategy"] == "branch":  # the other's fusion uses two threads, and adds in another order
-                name = f"branch ({row['model']}): losses of every step against one core"
-                goals.append(goal(name, "0", float(apart), apart == 0))
-        if row["kind"] == "gradient":
-            for name, difference in row["differences"].items():
-                goals.append(
-                    goal(
-                        f"{name}: gradient against one process, largest difference",
-                        "0",
-                        difference,
-                        difference == 0,
-                    )
-                )
+            name = f"branch ({row['model']}): losses of every step against one core"
+            goals.append(goal(name, "0", float(apart), apart == 0))
         if row["kind"] == "balance" and row["scheduler"] == "budget":
             if row["num_ranks"] == 2:
                 found = row["measured_imbalance"]

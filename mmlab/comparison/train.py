@@ -37,7 +37,7 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import resolve_device
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
-from mmlab.parallel.faults import START_S, RankWatch, broke_off, current_watch
+from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
 from mmlab.parallel.process_group import ProcessGroup
@@ -361,7 +361,7 @@ def _process_group(config: RunConfig) -> Iterator[tuple[int, int]]:
         return
     on_gpu = resolve_device(config.trainer.device or "auto").startswith("cuda")
     # the last resort, behind `RankWatch`
-    timeout_s = max(config.parallel.timeout_s, START_S) + 60
+    timeout_s = max(config.parallel.timeout_s, TIMEOUT_S) + 60
     join("nccl" if on_gpu else "gloo", timeout_s=timeout_s)
     try:
         yield distributed.get_rank(), distributed.get_world_size()

@@ -49,8 +49,6 @@ class Compiled:
         max_variants: int = MAX_VARIANTS,
         on_limit: Callable[[str], object],
     ) -> None:
-        if reason := getattr(model, "not_compiled_because", None):
-            raise OptionError(f"{type(model).__name__} cannot be compiled: {reason}; use compile=False")
         known = torch.compiler.list_backends(exclude_tags=None)
         if backend not in known:
             raise unknown_name("backend of torch.compile", backend, known)

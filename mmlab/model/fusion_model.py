@@ -201,16 +201,6 @@ class FusionModel(nn.Module):
         if why:
             raise OptionError(f"the image branch cannot be cut after block {num_blocks}: {why}")
 
-    def require_rows(self) -> None:
-        """Raise `OptionError` unless samples go through the image branch each by itself, so that devices can share
-        them."""
-        for name, module in self.named_modules():
-            if name.startswith(IMAGE_MODULES) and isinstance(module, BATCH_NORMS):
-                raise OptionError(
-                    f"several ranks cannot share the images: batch normalisation ({name}) needs whole batches; use two "
-                    "ranks, or an image encoder without it (vit)"
-                )
-
     def _normalised(self, pixel_values: Tensor) -> Tensor:
         return (pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
 

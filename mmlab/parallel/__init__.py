@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "bench": ["bench_parallel"],
-        "branches": ["BranchParallel", "BranchRanks"],
+        "branch": ["BranchRanks"],
         "launch": ["run_on_ranks"],
         "strategies": ["ParallelOptions", "make_strategy"],
         "process_group": ["ProcessGroup"],

@@ -30,6 +30,7 @@ from mmlab.errors import OptionError
 from mmlab.machine import device_limit
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import CollectiveFailed, ParallelOptions, ReduceStrategy, Roots
+from mmlab.parallel.torch_internals import finish_reduction
 
 NEAR_LIMIT = 0.9  # of the device's memory: from here on a step is likely enough to fail
 _CAREFUL_STEPS = 100  # after one that ran out of memory, where nothing predicts it
@@ -97,7 +98,7 @@ class DDPStrategy(ReduceStrategy):
             else:
                 for weight in self._weights:
                     self._touch(weight)
-            self._ddp._check_reducer_finalized()
+            finish_reduction(self._ddp)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise CollectiveFailed(
                 f"rank {self.ranks.rank} failed inside the reduction of gradients, which cannot be taken up again: "

@@ -33,6 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import num_usable_cores, share_cores
+from mmlab.parallel.faults import broke_off
 
 _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
 _SIGNALS = (
@@ -51,7 +52,11 @@ _LOG_CHARACTERS = 2000
 
 
 def run_on_ranks(
-    function: Callable[..., Any], *arguments: Any, num_processes: int = 2, log_dir: str | Path | None = None
+    function: Callable[..., Any],
+    *arguments: Any,
+    num_processes: int = 2,
+    log_dir: str | Path | None = None,
+    shows_progress: bool = False,
 ) -> list[Any]:
     """Call a function in several processes, which find the variables that `torchrun` sets.
 
@@ -59,6 +64,7 @@ def run_on_ranks(
         function: from a module, not from a notebook's cell.
         arguments: what can be pickled; all ranks get the same.
         log_dir: keep what the processes write to their terminals here, in files by rank; None keeps nothing.
+        shows_progress: leave rank 0's stderr on the terminal, for a progress bar.
 
     Returns:
         What each rank returned, by rank.
@@ -71,6 +77,9 @@ def run_on_ranks(
     with ExitStack() as stack:
         errors = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmlab-ranks-")))
         logs = errors if log_dir is None else Path(log_dir)
+        redirects = {
+            rank: Std.OUT if shows_progress and rank == 0 else Std.ALL for rank in range(num_processes)
+        }
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -81,7 +90,7 @@ def run_on_ranks(
             local_addr="localhost",
             max_restarts=0,
             start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
             shutdown_timeout=_SHUTDOWN_S,
         )
         stack.enter_context(_undisturbed())
@@ -112,6 +121,7 @@ def _on_rank(
         about = {
             "rank": int(os.environ["RANK"]),
             "time_ns": time.time_ns(),
+            "is_echo": broke_off(error),
             "kind": type(error).__name__,
             "message": str(error),
             "traceback": traceback.format_exc(),
@@ -127,7 +137,8 @@ def _raise(failure: ChildFailedError, errors: Path, logs: Path) -> NoReturn:
         with suppress(ValueError):  # ended while it was written
             found.append(json.loads(path.read_text("utf-8")))
     if found:
-        first = min(found, key=lambda about: about["time_ns"])
+        # an exchange that broke off is the echo of another rank's failure
+        first = min(found, key=lambda about: (about["is_echo"], about["time_ns"]))
         kind = _USER_ERRORS.get(first["kind"], RunError)
         raise kind(
             f"rank {first['rank']} failed: {first['kind']}: {first['message']}\n\n{first['traceback']}"

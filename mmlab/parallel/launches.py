@@ -22,6 +22,7 @@ from pathlib import Path
 from torch import distributed
 
 from mmlab.errors import RunError
+from mmlab.parallel.torch_internals import default_store
 from mmlab.runs.control import replace_file
 
 LAUNCH = "launch.json"
@@ -101,7 +102,7 @@ def was_restarted() -> bool:
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not distributed.is_initialized():
         return int(count) > 0
-    store = distributed.distributed_c10d._get_default_store().clone()
+    store = default_store()
     keys = [f"mmlab/restarts/{rank}" for rank in range(distributed.get_world_size())]
     store.set(keys[distributed.get_rank()], count)
     return any(int(told) > 0 for told in store.multi_get(keys))  # waits until all have said

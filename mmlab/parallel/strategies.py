@@ -4,7 +4,7 @@
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
 reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
 fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.fsdp`)
-branch    all ranks see all samples: the last trains text branch and fusion, the others images (`mmlab.parallel.branches`)
+branch    two ranks see all samples: one trains the images, one texts and fusion (`mmlab.parallel.branch`)
 ========  ==================================================================================================
 
 An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
@@ -53,7 +53,6 @@ class ParallelOptions:
         ahead: micro-batches that the image branch's ranks may be ahead of the last (`branch`, two ranks or more).
         image_layers: first blocks of the image encoder that image ranks compute, where the last rank computes the rest;
             None leaves it all to them (`branch`, two ranks or more).
-        image_device: of the image branch (`branch`, one process); None takes the next GPU, if there is one.
 
     Raises:
         OptionError: an unknown name, a number out of range, or a combination that has no meaning.
@@ -67,7 +66,6 @@ class ParallelOptions:
     overlap: str = "auto"
     ahead: int = 1
     image_layers: int | None = None
-    image_device: str | None = None
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -180,7 +178,7 @@ class ReduceStrategy:
 
 
 class OneBranchEach(ReduceStrategy):
-    """The strategy `branch`, of which `mmlab.parallel.branches.BranchRanks` does the work."""
+    """The strategy `branch`, of which `mmlab.parallel.branch.BranchRanks` does the work."""
 
     splits = False
 

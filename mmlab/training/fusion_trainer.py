@@ -33,9 +33,7 @@ from mmlab.model.compiling import Compiled
 from mmlab.model.huggingface import taking_batches
 from mmlab.model.parameters import freeze as freeze_parameters
 from mmlab.model.parameters import learning, parameter_groups, parts_of
-from mmlab.parallel.branches.branch_parallel import BranchParallel
-from mmlab.parallel.branches.branch_ranks import BranchRanks
-from mmlab.parallel.branches.placement import BranchPlacement
+from mmlab.parallel.branch import BranchRanks
 from mmlab.parallel.faults import DATA, EVALUATES, SAVES, STEP
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import ParallelOptions, make_strategy
@@ -73,7 +71,7 @@ class FusionTrainer:
         objectives: names, or objects by name, in place of the options'.
         weighting: a name, or a `Weighting`, in place of the options'.
         parallel: how the ranks that `torchrun` started share a step: a name in `mmlab.parallel.strategies.STRATEGIES`,
-            or `ParallelOptions`. In a single process only "branch" changes anything: it makes a `BranchParallel`.
+            or `ParallelOptions`. In a single process it changes nothing.
         emit: takes each `RunEvent`, for example `RunLog(folder).emit`.
         memory: predicts a step's peak in bytes; the prediction is logged beside what was measured.
         live: counts live tensors during each step, exactly but slowly; the way to a peak on a CPU.
@@ -123,8 +121,6 @@ class FusionTrainer:
         self._engine = make_strategy(shared, self.ranks, self.device)
         splits = on_out_of_memory == "split" or (on_out_of_memory == "auto" and self._engine.splits)
         self._engine.check(scales=self.precision.scales, splits=splits, compiles=bool(compile))
-        if shared.strategy == "branch" and self.ranks.world_size == 1:
-            model = _branches_at_once(model, self.device, shared.image_device)
         self.model = taking_batches(model)
         if not self._engine.requires_equal_steps:  # else no device may have room for all of it
             self.model.to(self.device)
@@ -603,7 +599,7 @@ class FusionTrainer:
         """Seed torch's generators for a draw of one step (from 0) or for one epoch's order (below 0)."""
         rank = self.ranks.rank
         if self.branches is not None:  # they take the same batches, whose order may be drawn too
-            rank = 0 if moment < 0 else self.branches.draw
+            rank = 0
         name = f"{self.seed} {moment} {draw} {rank}".encode()
         key = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
         torch.default_generator.manual_seed(key)
@@ -620,17 +616,3 @@ class FusionTrainer:
 
 
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
-
-
-def _branches_at_once(model: nn.Module, device: torch.device, image_device: str | None) -> BranchParallel:
-    """Both branches in this process, the images' on the GPU after `device` if there is one."""
-    if isinstance(model, BranchParallel):
-        if image_device not in (None, model.placement.image):
-            raise OptionError(
-                f"the model's images are placed on {model.placement.image} already, found image_device={image_device!r}"
-            )
-        return model
-    if image_device is None and device.type == "cuda" and torch.cuda.device_count() > 1:
-        image_device = f"cuda:{((device.index or 0) + 1) % torch.cuda.device_count()}"
-    placement = BranchPlacement(image=image_device or str(device), text=str(device), fusion=str(device))
-    return BranchParallel(model, placement)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmlab.parallel.branches.branch_ranks import BranchRanks
+from mmlab.parallel.branch import BranchRanks
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import CollectiveFailed, ReduceStrategy
 from mmlab.schedule.metrics import work

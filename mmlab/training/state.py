@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmlab.parallel.branches.branch_ranks import BranchRanks
+from mmlab.parallel.branch import BranchRanks
 from mmlab.parallel.strategies import ReduceStrategy
 
 Group = Mapping[str, Any]  # options of the optimizer, and "params"

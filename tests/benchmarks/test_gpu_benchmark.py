@@ -114,18 +114,6 @@ def test_live_bytes_are_counted_for_each_precision(gpu: ModuleType, toy: Any) ->
     assert all(step["live_peak_bytes"] > 2**20 for step in row["steps"])
 
 
-def test_branches_on_streams_of_their_own_learn_the_same(gpu: ModuleType, toy: Any) -> None:
-    row, goals = gpu.branches(toy)
-    (found,) = row["sizes"]  # of 4 samples, the toy's batch size too
-    assert found["batch_size"] == 4
-    assert {name: len(times) for name, times in found["step_s"].items()} == {
-        "one stream": 2,
-        "two streams": 2,
-    }
-    assert found["first_losses"]["one stream"] == found["first_losses"]["two streams"]
-    assert goals[0]["measured"] == found["speedup"] > 0
-
-
 def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> None:
     row, goals = gpu.compare_schedulers(toy)
     assert [arm["scheduler"] for arm in row["arms"]] == ["random", "sorted", "bucket", "budget"]

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.benchmarks import ranks_pipelining
+from tests.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,26 +32,18 @@ def test_a_budget_leaves_ranks_less_to_wait_for_and_less_to_pad(script: Any) -> 
     assert len(found["budget", 2]["repeats_s"]) == 2  # a batch for each of two ranks
 
 
-def test_the_differences_of_gradients_are_of_every_trained_weight(script: Any) -> None:
-    from mmlab.parallel.bench.arms import seeded_model
-    from mmlab.parallel.bench.equality import gradient_differences
-    from mmlab.parallel.bench.setting import Setting
-
-    setting = Setting(strategies=(), model="tiny", batch_size=4, image_side=32, num_tokens=8)
-    found = gradient_differences(setting)
-    assert found["differences"] == {"branch threads": 0}
-    assert found["num_weights"] == sum(weight.requires_grad for weight in seeded_model(setting).parameters())
+def test_torchs_pipeline_has_the_gradient_of_a_window() -> None:
+    run_ranks(ranks_pipelining.main, 2)
 
 
 def test_the_loop_by_hand_learns_what_one_process_learns(script: Any) -> None:
     from torch import distributed
 
-    from mmlab.parallel.bench.arms import ARMS
-    from mmlab.parallel.bench.setting import Setting
+    from mmlab.parallel.bench_turns import BENCH_STRATEGIES, Setting
 
     setting = Setting(strategies=(), model="tiny", batch_size=4, image_side=32, num_tokens=8, num_ranks=1)
     torch.set_num_threads(1)
-    ours = ARMS["single"].build(setting, 0)
+    ours = BENCH_STRATEGIES["single"].build(setting, 0, None)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         theirs = script("_parallel_peers").by_hand(setting, 0)

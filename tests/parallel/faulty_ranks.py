@@ -1,38 +1,24 @@
-"""Run as a script: pairs of ranks of which one is made to fail, each pair in its own way, all at the same time.
-
-Each rank is a process of its own, forked before torch has done anything, so that none pays for the imports again.
-"""
+"""A rank of a training run that a signal makes fail, in one of several ways."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
-import torch
-from transformers import BertModel, PreTrainedTokenizerFast  # noqa: F401 (imported late, where it is used)
-
 from mmlab.cli.main import main
 from mmlab.pricing.virtual_device import VirtualDevice
-from tests.comparison.killed_while_training import ended, free_port, wait_for_steps
 
 WAYS = ("stopped", "stuck", "memory", "disk", "branch")
-HANGING = ("stopped", "stuck", "branch")  # does not end by itself
+HANGING = ("stopped", "stuck", "branch")  # rank 1 does not end by itself
 TIMEOUT_S = 5
-LIMIT_S = 200  # until all have begun, on the busiest machine
 
 
-def begin(config: Path, way: str, runs: Path, rank: int, port: int) -> int:
-    """Start a rank, which SIGUSR1 makes fail; returns its process id."""
-    process = os.fork()
-    if process:
-        return process
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
+    """Train as rank 0 or 1, by the command; SIGUSR1 makes it fail. Its stderr goes into a file of the run."""
+    rank = int(os.environ["RANK"])
     device = VirtualDevice()
 
     def fail(number: int, frame: FrameType | None) -> None:
@@ -45,6 +31,7 @@ def begin(config: Path, way: str, runs: Path, rank: int, port: int) -> int:
             )
 
     signal.signal(signal.SIGUSR1, fail)
+    os.dup2(os.open(runs / f"{way}-{rank}.stderr", os.O_WRONLY | os.O_CREAT), 2)
     arguments = ["train", str(config), "--runs", str(runs), "--set", f"name={way}"]
     for change in ("trainer.num_epochs=100000", "checkpoint.every_steps=1000"):
         arguments += ["--set", change]
@@ -57,7 +44,7 @@ def begin(config: Path, way: str, runs: Path, rank: int, port: int) -> int:
 
 
 def hanging_file() -> int:
-    """A descriptor on which writing never ends, as to a file system that answers no more: a full pipe's."""
+    """A descriptor on which writing never ends, as to a file system that does not answer any more: a full pipe's."""
     _, writer = os.pipe()
     os.set_blocking(writer, False)
     with suppress(BlockingIOError):
@@ -72,37 +59,3 @@ def replace_open_file(file: Path, by: int) -> None:
     for descriptor in Path("/proc/self/fd").iterdir():
         if descriptor.exists() and descriptor.resolve() == file.resolve():
             os.dup2(by, int(descriptor.name))
-
-
-def run_all(config: Path, runs: Path) -> dict[str, list[int]]:
-    """How both ranks of each pair ended; rank 1 is the one that fails."""
-    pairs = {}
-    for way in WAYS:
-        port = free_port()
-        pairs[way] = [begin(config, way, runs, rank, port) for rank in range(2)]
-    try:
-        return fail_and_wait(pairs, runs)
-    except BaseException:
-        for pair in pairs.values():
-            for process in pair:
-                os.kill(process, signal.SIGKILL)
-        raise
-
-
-def fail_and_wait(pairs: dict[str, list[int]], runs: Path) -> dict[str, list[int]]:
-    """Let rank 1 of each pair fail once both have trained a little."""
-    for way, (_, victim) in pairs.items():
-        for rank in range(2):
-            wait_for_steps(runs / way / f"events-rank{rank}.jsonl", 0, 3, limit_s=LIMIT_S)
-        os.kill(victim, signal.SIGSTOP if way in ("stopped", "branch") else signal.SIGUSR1)
-    found = {}
-    for way, (survivor, victim) in pairs.items():
-        [code] = ended([survivor])
-        if way in HANGING:
-            os.kill(victim, signal.SIGKILL)
-        found[way] = [code, *ended([victim])]
-    return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(run_all(Path(sys.argv[1]), Path(sys.argv[2]))))

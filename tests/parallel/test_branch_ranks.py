@@ -1,7 +1,8 @@
-"""A branch each on two processes or more: loss and gradient of one process, checkpoints of one, failures of all."""
+"""A branch each on two processes: loss and gradient of one process, checkpoints of one, failures of all."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,14 @@ import torch
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train, train_on
 from mmlab.errors import OptionError
-from mmlab.parallel.branches.branch_parallel import BranchParallel
-from mmlab.parallel.branches.branch_ranks import BranchRanks
+from mmlab.parallel.branch import BranchRanks
+from mmlab.parallel.timeline import Span, overlap
 from mmlab.runs.events import read_events
 from mmlab.training.checkpoint.files import read_checkpoint
-from mmlab.training.fusion_trainer import FusionTrainer
+from tests.batches import make_batch
 from tests.configs import TINY_MODEL
-from tests.parallel import ranks_sharing_images, two_ranks_of_branches
-from tests.parallel.test_branches import build
+from tests.parallel import ranks_branch
+from tests.parallel.ranks_branch import SIZES, build, trainer_of
 from tests.ranks import run_ranks
 
 CONFIG = (
@@ -43,32 +44,11 @@ strategy = "branch"
 
 
 def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
-    run_ranks(two_ranks_of_branches.main, 2)
-
-
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_ranks_that_share_the_images_have_the_gradient_of_one_process(num_ranks: int):
-    run_ranks(ranks_sharing_images.main, num_ranks)
-
-
-def test_a_run_on_three_ranks_follows_that_of_one_process(scenes: Path, tmp_path: Path):
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(scenes=scenes))
-    for name, begin, options in (
-        ("shared", train_on, {"num_processes": 3}),
-        ("alone", train, {"progress": False}),
-    ):
-        begin(load_config(path, [f"name={name}", "trainer.num_epochs=1"]), runs=tmp_path, **options)
-    losses = []
-    for name in ("shared", "alone"):
-        events, _ = read_events(tmp_path / name / "events-rank0.jsonl")
-        losses.append([event.values["loss"] for event in events if event.kind == "step"])
-    assert losses[0]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    run_ranks(ranks_branch.main, 2)
 
 
 def test_one_process_is_refused():
-    with pytest.raises(OptionError, match=r"branches take two ranks.*found 1; start with torchrun"):
+    with pytest.raises(OptionError, match=r"branch takes two ranks.*found 1; start with torchrun"):
         BranchRanks(build())
 
 
@@ -101,7 +81,19 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_in_one(scenes: Pa
     assert both[1] == both[0][: len(both[1])]
 
 
-def test_in_one_process_the_branches_run_side_by_side():
-    trainer = FusionTrainer(build(), device="cpu", parallel="branch")
-    assert isinstance(trainer.model, BranchParallel)
-    assert FusionTrainer(trainer.model, device="cpu", parallel="branch").model is trainer.model
+def test_in_one_process_the_strategy_changes_nothing():
+    batches = [make_batch(SIZES)]
+    branch, plain = (trainer_of(build(), **options) for options in ({"parallel": "branch"}, {}))
+    assert branch.train_step(batches)["loss"] == plain.train_step(batches)["loss"]
+
+
+def test_overlap_is_the_share_of_the_less_busy_rank():
+    spans = [
+        Span(0, "image", "forward", 0.0, 4.0),
+        Span(0, "text", "forward", 3.0, 5.0),
+        Span(0, "text", "wait", 0.0, 3.0),
+        Span(0, "fusion", "forward", 5.0, 6.0),
+        Span(1, "image", "forward", 5.0, 6.0),
+    ]
+    assert overlap(spans) == pytest.approx(2 / 3)
+    assert math.isnan(overlap(spans[:1]))

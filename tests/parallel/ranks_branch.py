@@ -11,17 +11,34 @@ from torch import distributed
 
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.model.packing import enable_packing
-from mmlab.parallel.branches.pipelining import PipelinedBranches
-from mmlab.parallel.branches.timeline import Timeline, overlap
+from mmlab.model.presets import build_model
 from mmlab.parallel.strategies import ParallelOptions
+from mmlab.parallel.timeline import Timeline, overlap
 from mmlab.training.fusion_trainer import FusionTrainer
-from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.losses.contrastive import Contrastive, Matching
+from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.weighting import make_weighting
 from tests.batches import make_batch
-from tests.parallel.test_branches import GOALS, MISSING, SIZES, build, trainer_of
-from tests.training.test_out_of_memory import Classifier
+from tests.training.test_out_of_memory import TINY, Classifier
 
+SIZES = [(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32), (5, 16, 64), (7, 48, 48), (2, 32, 16)]
+MISSING = [(4, 32, 48), (6, 0, 0), (0, 16, 64), (7, 48, 48), (3, 0, 0)]
+GOALS = {
+    "contrastive": Contrastive(num_negatives=31),
+    "matching": Matching(),
+    "masked_language": MaskedLanguage(mask_id=4, mask_ratio=0.4),
+}
 DEEP = {"image_depth": 3}
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    return build_model("tiny", vocab_size=50, **{**TINY, **changes})
+
+
+def trainer_of(model, objectives=("contrastive", "matching"), **options):
+    goals = {name: GOALS[name] for name in objectives}
+    return FusionTrainer(model, device="cpu", objectives=goals, **options)
 
 
 def window():
@@ -112,7 +129,7 @@ def weights_follow_one_process_with_clipping(rank: int) -> None:
     both = [span for spans_of_rank in spans for span in spans_of_rank]
     assert {span.branch for span in both} == {"image", "text", "fusion"}
     assert {span.number for span in both} == set(range(6))
-    assert 0 <= overlap(both, "image", ("text", "fusion")) <= 1
+    assert 0 <= overlap(both) <= 1
 
 
 def a_frozen_branch_and_nothing_to_learn(rank: int) -> None:
@@ -233,36 +250,25 @@ def what_is_not_finite_leaves_running_statistics_alone(rank: int) -> None:
     assert not ranks.train_step([make_batch(SIZES)])["skipped"]
 
 
-def torchs_pipeline_has_the_gradient_of_a_window(rank: int) -> None:
-    whole = make_batch([(9, 32, 32), (4, 16, 32), (7, 32, 16), (3, 32, 32)] * 2, seed=7)
-    parts = [whole.part(slice(start, start + 4)) for start in (0, 4)]
-    trainer = trainer_of(build(), ["contrastive"], max_grad_norm=math.inf)
-    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
-    expected, values = gradients_of(trainer.model, trainer.optimizer, lambda: trainer.train_step(parts))
-    for schedule in ("gpipe", "1f1b"):
-        model = build()
-        pipeline = PipelinedBranches(
-            model, num_micro_batches=2, schedule=schedule, objectives={"contrastive": GOALS["contrastive"]}
-        )
-        loss = pipeline.step(whole)
-        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-        assert found
-        assert found.keys() <= expected.keys()
-        largest = max(float((found[name] - expected[name]).abs().max()) for name in found)
-        assert largest < 1e-6, (schedule, largest)
-        assert loss is None if rank == 0 else math.isclose(loss, values["loss"], rel_tol=1e-5)
-    with pytest.raises(OptionError, match="3 samples cannot be cut into 2 equal micro-batches"):
-        pipeline.step(whole.part(slice(0, 3)))
+def a_message_that_cannot_be_made_leaves_nobody_waiting(rank: int) -> None:
+    """for what its header announced."""
+    for broken in (0, 1):
+        ranks = branch_trainer(["contrastive", "matching"])
+        error, message = RunError, f"rank {broken} could not do step 0"
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == broken:
+                error, message = KeyError, "broken"
+                patch.setattr("mmlab.parallel.wire._bytes_of", Broken())
+            with pytest.raises(error, match=message):
+                ranks.train_step(window())
 
 
 def what_cannot_work_is_refused() -> None:
-    with pytest.raises(OptionError, match="unknown pipeline schedule 'zigzag'"):
-        PipelinedBranches(build(), num_micro_batches=2, schedule="zigzag")
     with pytest.raises(OptionError, match="fp16 scales the loss"):
         branch_trainer(["contrastive"], precision="fp16")
     with pytest.raises(OptionError, match="negatives come from all of them"):
         trainer_on_ranks(build(), ["contrastive_all_ranks"])
-    with pytest.raises(OptionError, match="LossModel has no branches"):
+    with pytest.raises(OptionError, match="LossModel has no image branch and text branch"):
         trainer_on_ranks(Classifier(), ["contrastive"])
     with pytest.raises(OptionError, match="one alone cannot go through a micro-batch again in parts"):
         branch_trainer(["contrastive"], on_out_of_memory="split")
@@ -298,5 +304,5 @@ def main() -> None:
     ranks_must_see_the_same_samples(rank)
     what_is_not_finite_leaves_running_statistics_alone(rank)
     one_rank_gives_up_and_the_other_says_so(rank)
-    torchs_pipeline_has_the_gradient_of_a_window(rank)
+    a_message_that_cannot_be_made_leaves_nobody_waiting(rank)
     what_cannot_work_is_refused()

@@ -11,16 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError
 from mmlab.model.fusion_model import Encoded, FusionModel
-from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.losses.names import parse_objectives
 from mmlab.types import Batch
-
-SCHEDULES = ("gpipe", "1f1b")
 
 
 class PipelinedBranches:
@@ -29,15 +26,12 @@ class PipelinedBranches:
     Args:
         model: the same on both ranks.
         num_micro_batches: that a batch is cut into.
-        schedule: a name in `SCHEDULES`.
-
-    Raises:
-        OptionError: not two ranks, an unknown schedule, or a model without branches.
+        schedule: "gpipe" or "1f1b".
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: FusionModel,
         *,
         num_micro_batches: int,
         schedule: str = "1f1b",
@@ -46,20 +40,11 @@ class PipelinedBranches:
     ) -> None:
         from torch.distributed import pipelining  # takes a second to load
 
-        ranks = ProcessGroup()
-        if ranks.world_size != 2:
-            raise OptionError(f"two stages need two ranks, found {ranks.world_size}; start with torchrun")
-        if schedule not in SCHEDULES:
-            raise unknown_name("pipeline schedule", schedule, SCHEDULES)
-        if not isinstance(model, FusionModel):
-            raise OptionError(
-                f"{type(model).__name__} has no branches; a pipeline of them needs a FusionModel"
-            )
-        self.num_micro_batches, self.is_first = num_micro_batches, ranks.rank == 0
+        self.num_micro_batches, self.is_first = num_micro_batches, distributed.get_rank() == 0
         self.objectives, self.device = parse_objectives(model, objectives), torch.device(device)
         self._last = _TextStage(model, self.objectives)
         stage = pipelining.PipelineStage(
-            _ImageStage(model) if self.is_first else self._last, ranks.rank, 2, self.device
+            _ImageStage(model) if self.is_first else self._last, distributed.get_rank(), 2, self.device
         )
         make = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
         self._schedule = make(stage, num_micro_batches, loss_fn=_given, scale_grads=False)

@@ -1,0 +1,44 @@
+"""What is used of torch though it is not public still does what is expected of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed
+
+from mmlab.parallel.torch_internals import default_store, finish_reduction
+
+
+@pytest.fixture
+def lone_group() -> Iterator[distributed.Store]:
+    """A process group of this process alone; gives its store."""
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    distributed.destroy_process_group()
+
+
+def test_the_groups_store_keeps_what_others_read(lone_group: distributed.Store) -> None:
+    default_store().set("key", "value")
+    assert default_store().get("key") == b"value"
+
+
+def test_a_reduction_that_misses_a_weight_is_not_complete(lone_group: distributed.Store) -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, number: int) -> torch.Tensor:
+            return sum(layer(torch.ones(1, 2)).sum() for layer in self.layers[:number])
+
+    model = torch.nn.parallel.DistributedDataParallel(Model())
+    model(2).backward()
+    finish_reduction(model)
+    model(1).backward()
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        finish_reduction(model)
