@@ -103,7 +103,7 @@ def test_whatever_happens_to_a_rank_the_others_stop_and_name_it(config: Path, tm
         assert end["status"] == "failed"
         for expected in ("rank 1", " step ", words):
             assert expected in end["message"], way
-            assert expected in text_of(look(run), width=10**4), way
+            assert expected in text_of(summary(run), width=10**4), way
         step = int(end["message"].partition(" step ")[2].split(":")[0].split(";")[0].split()[0])
         assert abs(step - end["num_steps"]) <= 1, "the step in which it happened"
         printed = (tmp_path / f"{way}-0.stderr").read_text()

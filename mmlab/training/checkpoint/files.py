@@ -1,33 +1,69 @@
-"""One checkpoint: a folder whose files are written and brought to the disk, checked against a manifest, and read."""
+"""One checkpoint: a folder of safetensors and JSON, checked against a manifest.
+
+weights.safetensors    the model's weights by name
+optimizer.safetensors  the optimizer's tensors: `WEIGHT.exp_avg`
+shards/                in the place of both where ranks hold shares: a file from each rank, by `torch.distributed.checkpoint`,
+                       with `model.WEIGHT` and `optimizer.state.WEIGHT.exp_avg`; any number of ranks reads them
+state.json             everything else: options of the optimizer, precision, weighting, progress, the loader
+manifest.json          size and SHA-256 of every file, and what an evaluation found
+
+No file holds a pickle. Writing shards costs a copy of a rank's share in host memory.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mmlab.errors import DataError
-from mmlab.parallel.process_group import ProcessGroup
+from mmlab.errors import DataError, RunError
 
-_WEIGHTS, _STATE, _PROGRESS, MANIFEST = "weights.safetensors", "state.pt", "progress.json", "manifest.json"
-_SHARDS = "shards"
-_JSON_KEYS = ("progress", "loader")  # of a state: plain numbers and texts
+SHARDS, MANIFEST = "shards", "manifest.json"
 SAVING = "save a checkpoint"
+_WEIGHTS, _MOMENTS, _STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+_MODEL, _OPTIMIZER = "model.", "optimizer.state."
 _Files = dict[str, dict[str, Any]]  # size and digest by path, as in the manifest
+Result = TypeVar("Result")
 
 
-def check(path: Path, ranks: ProcessGroup) -> None:
-    """See whether a checkpoint is whole; each rank reads some of its files.
+class Ranks(Protocol):
+    """The ranks that write or read a checkpoint together, such as a `mmlab.training.strategy.Strategy`."""
 
-    Raises:
-        DataError: a file is missing, truncated or altered.
-    """
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
+        """What `work` returns on each rank; RunError on all if it fails on one."""
+        ...
+
+    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
+        """Call `work` on rank 0 and return its result on every rank."""
+        ...
+
+
+class Alone:
+    """One process that writes or reads by itself."""
+
+    rank, world_size = 0, 1
+
+    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
+        return [work()]
+
+    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
+        return work()
+
+
+def check(path: Path, ranks: Ranks) -> None:
+    """Raise DataError if a file of a checkpoint is missing, truncated or altered; each rank reads some of them."""
 
     def damage() -> str | None:
         try:
@@ -45,13 +81,13 @@ def check(path: Path, ranks: ProcessGroup) -> None:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The state in a checkpoint, all of it and on the CPU, every file checked against the manifest.
+    """The whole state in a checkpoint, on the CPU, with every file checked against the manifest.
 
     Raises:
         DataError: a file is missing, truncated or altered.
     """
     path = Path(path)
-    check(path, ProcessGroup(alone=True))
+    check(path, Alone())
     return read_state(path)
 
 
@@ -59,27 +95,27 @@ def read_state(path: Path, like: Mapping[str, Tensor] | None = None) -> dict[str
     """The state in a checkpoint.
 
     Args:
-        like: weights by name; of those that are shared out, `shards/` are read for this rank's share alone.
+        like: a model's weights by name; where they are shares (`DTensor`), only this rank's share is read.
+
+    Raises:
+        ValueError: the checkpoint is of another model than `like`.
     """
-    state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-    state |= json.loads((path / _PROGRESS).read_text())
-    if not (path / _SHARDS).exists():
-        return {"model": _read_weights(path / _WEIGHTS), **state}
-    from mmlab.training.checkpoint.shards import load_shards
+    state = json.loads((path / _STATE).read_text())
+    if (path / SHARDS).exists():
+        from mmlab.training.checkpoint.shards import load_shards
 
-    weights, moments = load_shards(path / _SHARDS, like)
+        tensors = load_shards(path / SHARDS, like)
+        model = _under(tensors, _MODEL)
+        moments = _under(tensors, _OPTIMIZER)
+    else:
+        model, moments = _read_tensors(path / _WEIGHTS), _read_tensors(path / _MOMENTS)
     places = {name: place for place, name in _weight_names(state["optimizer"]).items()}
-    state["optimizer"]["state"] = {places[name]: values for name, values in moments.items()}
-    return {"model": weights, **state}
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        aliases = file.metadata() or {}
-    return weights | {alias: weights[name] for alias, name in aliases.items() if name in weights}
+    by_place: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in moments.items():
+        name, _, what = key.rpartition(".")
+        by_place.setdefault(places[name], {})[what] = tensor
+    state["optimizer"]["state"] = by_place
+    return {"model": model, **state}
 
 
 def is_shared_out(state: Mapping[str, Any]) -> bool:
@@ -87,32 +123,40 @@ def is_shared_out(state: Mapping[str, Any]) -> bool:
     return any(hasattr(tensor, "to_local") for tensor in state["model"].values())
 
 
-def write_state(
-    folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: ProcessGroup
-) -> int:
-    """Write a checkpoint's files and bring them to the disk; a collective of those ranks.
+def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: Ranks) -> int:
+    """Write a checkpoint's files and flush them to the disk; called by all of `ranks`. Returns the bytes of all files.
 
     Args:
         folder: made by rank 0.
         values: what an evaluation found.
-
-    Returns:
-        Bytes of all files.
     """
-    shards = _write_shards(folder / _SHARDS, state, ranks) if is_shared_out(state) else {}
-    return ranks.run_on_main(lambda: _write_rest(folder, state, values, shards), SAVING)
+    names = _weight_names(state["optimizer"])
+    moments = {
+        f"{names[place]}.{key}": tensor
+        for place, tensors in state["optimizer"]["state"].items()
+        for key, tensor in tensors.items()
+    }
+    files: _Files = {}
+    if is_shared_out(state):
+        files = _write_shards(folder / SHARDS, state["model"], moments, ranks)
+    return ranks.run_on_main(lambda: _write_rest(folder, state, moments, values, files), SAVING)
 
 
-def _write_rest(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], shards: _Files) -> int:
-    rest = {key: value for key, value in state.items() if key not in ("model", *_JSON_KEYS)}
-    names = [_STATE, _PROGRESS]
-    if shards:
-        rest["optimizer"] = {**rest["optimizer"], "state": {}}
-    else:
-        _write_weights(folder / _WEIGHTS, state["model"])
-        names.append(_WEIGHTS)
-    torch.save(rest, folder / _STATE)
-    (folder / _PROGRESS).write_text(json.dumps({key: state[key] for key in _JSON_KEYS if key in state}))
+def _write_rest(
+    folder: Path,
+    state: Mapping[str, Any],
+    moments: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    shards: _Files,
+) -> int:
+    rest = {key: value for key, value in state.items() if key != "model"}
+    rest["optimizer"] = {"param_groups": rest["optimizer"]["param_groups"]}
+    (folder / _STATE).write_text(json.dumps(rest))
+    names = [_STATE]
+    if not shards:
+        _write_tensors(folder / _WEIGHTS, state["model"])
+        _write_tensors(folder / _MOMENTS, moments)
+        names += [_WEIGHTS, _MOMENTS]
     files = shards | {name: _size_and_digest(folder / name) for name in names}
     scores = {key: value for key, value in values.items() if isinstance(value, int | float)}
     (folder / MANIFEST).write_text(json.dumps({"files": files, "values": scores}, indent=1))
@@ -122,61 +166,78 @@ def _write_rest(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any
     return sum(file["bytes"] for file in files.values()) + (folder / MANIFEST).stat().st_size
 
 
-def _write_weights(path: Path, model: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
+def _write_shards(
+    folder: Path, model: Mapping[str, Tensor], moments: Mapping[str, Tensor], ranks: Ranks
+) -> _Files:
+    """Let every rank write its shares and flush them to the disk; collective."""
+    from mmlab.training.checkpoint.shards import save_shards
 
-    weights, aliases = _without_aliases(model)
-    save_file(weights, path, metadata=aliases or None)
+    tensors = {_MODEL + name: tensor for name, tensor in model.items()}
+    tensors |= {_OPTIMIZER + name: tensor for name, tensor in moments.items()}
 
-
-def _write_shards(folder: Path, state: Mapping[str, Any], ranks: ProcessGroup) -> _Files:
-    """Let every rank write its shares, and bring them to the disk; a collective."""
-    from mmlab.training.checkpoint.shards import files_of, save_shards
-
-    names = _weight_names(state["optimizer"])
-    moments = {names[place]: values for place, values in state["optimizer"]["state"].items()}
+    def must_be_there() -> None:
+        if not folder.parent.is_dir():
+            raise FileNotFoundError(
+                f"{folder.parent}, made by rank 0, is not there: the run's folder must be on a file system that all "
+                "ranks share"
+            )
 
     def digests() -> _Files:
         sync(folder)
-        return {f"{_SHARDS}/{file.name}": _size_and_digest(file) for file in files_of(folder, ranks.rank)}
+        own = sorted(folder.iterdir())[ranks.rank :: ranks.world_size]
+        return {f"{SHARDS}/{file.name}": _size_and_digest(file) for file in own}
 
-    ranks.gather_objects(lambda: _must_be_there(folder.parent), SAVING)
-    save_shards(folder, state["model"], moments)
+    ranks.gather_objects(must_be_there, SAVING)
+    failures = [words for words in ranks.gather_objects(lambda: save_shards(folder, tensors), SAVING) if words]
+    if failures:
+        raise RunError(
+            f"{failures[0]}; earlier checkpoints are whole: make room there, and go on from the newest"
+        )
     files: _Files = {}
     for found in ranks.gather_objects(digests, SAVING):
         files |= found
     return files
 
 
-def _must_be_there(folder: Path) -> None:
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}, made by rank 0, is not there: the run's folder must be on a file system that all ranks share"
-        )
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        aliases = file.metadata() or {}
+    return tensors | {alias: tensors[name] for alias, name in aliases.items() if name in tensors}
 
 
-def _weight_names(optimizer: Mapping[str, Any]) -> dict[int, str]:
-    """By their place in the optimizer."""
-    return {
-        place: name
-        for group in optimizer["param_groups"]
-        for place, name in zip(group["params"], group["param_names"], strict=True)
-    }
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Each tensor once; other names of the same memory (tied weights) are kept as metadata."""
+    from safetensors.torch import save_file
 
-
-def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once, laid out as safetensors wants it, and the other names of those that share memory."""
     first: dict[tuple[Any, ...], str] = {}
     once, aliases = {}, {}
-    for name, tensor in weights.items():
+    for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
         if first.setdefault(key, name) != name:
             aliases[name] = first[key]
             continue
         tensor = tensor.detach()
-        shared = tensor.untyped_storage().nbytes() != tensor.nbytes
-        once[name] = tensor.clone() if shared else tensor.contiguous()
-    return once, aliases
+        is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+        once[name] = tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor.contiguous()
+    save_file(once, path, metadata=aliases or None)
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+    }
+
+
+def _weight_names(optimizer: Mapping[str, Any]) -> dict[int, str]:
+    """Of the optimizer's weights, by their place."""
+    return {
+        place: name
+        for group in optimizer["param_groups"]
+        for place, name in zip(group["params"], group["param_names"], strict=True)
+    }
 
 
 def _size_and_digest(path: Path) -> dict[str, Any]:
@@ -194,7 +255,7 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
