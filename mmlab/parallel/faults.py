@@ -150,7 +150,7 @@ class RankWatch:
         while not self._stop.wait(self._beat_s):
             self._beat()
             _, doing, since_s = self._here
-            waits = doing in (WAITS, STEP) and time.monotonic() - since_s > self.timeout_s
+            waits = doing in (WAITS, STEP, SAVES) and time.monotonic() - since_s > self.timeout_s
             if waits and not self._is_explaining:
                 self._end(
                     *self._blame(f"rank {self.rank} has waited longer than timeout_s = {self.timeout_s:g}")

@@ -448,7 +448,9 @@ class FusionTrainer:
                 state["loader"] = loader.state_dict()  # type: ignore[attr-defined]
             checkpoints.start_interval()  # on every rank, or those that do not write ask for the next one at once
             if self._engine.requires_equal_steps or self.ranks.rank == 0:
-                saved = checkpoints.save(state, values=found)
+                saved = checkpoints.save(
+                    state, values=found, ranks=self.ranks if self._engine.requires_equal_steps else None
+                )
             if self.ranks.rank == 0:
                 self._emit_event("checkpoint", saved)
             self._agreed(False)

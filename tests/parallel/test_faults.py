@@ -232,5 +232,5 @@ def test_errors_of_exchanges_are_told_from_others() -> None:
 def test_a_timeout_must_be_above_zero(config: Path) -> None:
     from mmlab.comparison.config import load_config
 
-    with pytest.raises(OptionError, match=r"timeout_s.* expected a number, found 'soon'"):
+    with pytest.raises(OptionError, match=r"timeout_s.* expected a valid number, found 'soon'"):
         load_config(config, ["parallel.timeout_s=soon"])

@@ -28,7 +28,7 @@ from mmlab.types import Aspect
 from tests.batches import make_batch
 from tests.training.test_trainer import tiny_model
 
-FILES = ["weights.safetensors", "state.pt", "progress.json", "manifest.json"]
+FILES = ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 SIZES = [(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32)]
 SCHEDULERS = {"random": {"batch_size": 6}, "sorted": {"batch_size": 6}, "bucket": {"batch_size": 6}}
 SCHEDULERS |= {name: {"batch_size": 6} for name in ("length_grouped", "aspect_bucket")}
@@ -204,9 +204,9 @@ def test_a_damaged_manifest_is_never_taken_for_another(tmp_path):
 
 def test_when_all_are_damaged_nothing_is_restored(tmp_path):
     checkpoints, trainer = save_some(tmp_path, [1.0])
-    truncate(checkpoints.paths[0] / "state.pt")
+    truncate(checkpoints.paths[0] / "state.json")
     with (
-        pytest.warns(RuntimeWarning, match="state.pt"),
+        pytest.warns(RuntimeWarning, match="state.json"),
         pytest.raises(DataError, match="none of the 1 checkpoints is whole"),
     ):
         checkpoints.restore(trainer)
@@ -244,8 +244,8 @@ def test_weights_are_a_plain_safetensors_file_with_tied_weights_once(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
     assert json.loads((path / "manifest.json").read_text())["files"].keys() == {
         "weights.safetensors",
-        "state.pt",
-        "progress.json",
+        "optimizer.safetensors",
+        "state.json",
     }
 
 

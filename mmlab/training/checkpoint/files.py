@@ -130,31 +130,35 @@ def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any
         folder: made by rank 0.
         values: what an evaluation found.
     """
-    names = _weight_names(state["optimizer"])
+    optimizer = state.get("optimizer", {"state": {}, "param_groups": []})
+    names = _weight_names(optimizer)
     moments = {
         f"{names[place]}.{key}": tensor
-        for place, tensors in state["optimizer"]["state"].items()
+        for place, tensors in optimizer["state"].items()
         for key, tensor in tensors.items()
     }
     files: _Files = {}
     if is_shared_out(state):
         files = _write_shards(folder / SHARDS, state["model"], moments, ranks)
-    return ranks.run_on_main(lambda: _write_rest(folder, state, moments, values, files), SAVING)
+    rest = {key: value for key, value in state.items() if key != "model"}
+    rest["optimizer"] = {"param_groups": optimizer["param_groups"]}
+    return ranks.run_on_main(
+        lambda: _write_rest(folder, state["model"], moments, rest, values, files), SAVING
+    )
 
 
 def _write_rest(
     folder: Path,
-    state: Mapping[str, Any],
+    model: Mapping[str, Tensor],
     moments: Mapping[str, Tensor],
+    rest: Mapping[str, Any],
     values: Mapping[str, Any],
     shards: _Files,
 ) -> int:
-    rest = {key: value for key, value in state.items() if key != "model"}
-    rest["optimizer"] = {"param_groups": rest["optimizer"]["param_groups"]}
     (folder / _STATE).write_text(json.dumps(rest))
     names = [_STATE]
     if not shards:
-        _write_tensors(folder / _WEIGHTS, state["model"])
+        _write_tensors(folder / _WEIGHTS, model)
         _write_tensors(folder / _MOMENTS, moments)
         names += [_WEIGHTS, _MOMENTS]
     files = shards | {name: _size_and_digest(folder / name) for name in names}
@@ -188,7 +192,9 @@ def _write_shards(
         return {f"{SHARDS}/{file.name}": _size_and_digest(file) for file in own}
 
     ranks.gather_objects(must_be_there, SAVING)
-    failures = [words for words in ranks.gather_objects(lambda: save_shards(folder, tensors), SAVING) if words]
+    failures = [
+        words for words in ranks.gather_objects(lambda: save_shards(folder, tensors), SAVING) if words
+    ]
     if failures:
         raise RunError(
             f"{failures[0]}; earlier checkpoints are whole: make room there, and go on from the newest"
@@ -226,9 +232,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
-    }
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _weight_names(optimizer: Mapping[str, Any]) -> dict[int, str]:
@@ -236,7 +240,9 @@ def _weight_names(optimizer: Mapping[str, Any]) -> dict[int, str]:
     return {
         place: name
         for group in optimizer["param_groups"]
-        for place, name in zip(group["params"], group["param_names"], strict=True)
+        for place, name in zip(
+            group["params"], group.get("param_names") or map(str, group["params"]), strict=True
+        )
     }
 
 

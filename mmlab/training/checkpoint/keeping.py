@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import DataError, OptionError
-from mmlab.parallel.process_group import ProcessGroup
 from mmlab.runs.events import RunEvent
 from mmlab.training.checkpoint.files import (
     SAVING,
+    Alone,
+    Ranks,
     check,
-    is_shared_out,
     read_manifest,
     read_state,
     sync,
@@ -99,26 +99,32 @@ class Checkpoints:
         """Count `every_minutes` from now, as after a save; for ranks that leave saving to another."""
         self._saved_s = time.monotonic()
 
-    def save(self, state: Mapping[str, Any], *, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write a checkpoint, then remove those that are no longer to be kept.
-
-        A collective where ranks share out the weights; else one process writes, and the others leave it to that.
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        values: Mapping[str, Any] | None = None,
+        ranks: Ranks | None = None,
+    ) -> dict[str, Any]:
+        """Write a checkpoint, then remove those that need not be kept any more.
 
         Args:
             state: `FusionTrainer.state_dict()`, with the loader's under `loader`.
             values: what an evaluation found, to judge the best by.
+            ranks: those that write together, where the state holds this rank's shares; all of them make this call. None
+                writes in this process alone.
 
         Returns:
             The values of a `checkpoint` event.
 
         Raises:
             OSError: the disk is full or read-only; no checkpoint was added and none removed.
-            RunError: the same, on all ranks of a collective; those that failed are named.
+            RunError: the same where several ranks write, on all of them; those that failed are named.
             TypeError: progress or the loader's state hold more than numbers and texts.
         """
         started = time.perf_counter()
         progress = state["progress"]
-        ranks = ProcessGroup(alone=not is_shared_out(state))
+        ranks = ranks or Alone()
         path = ranks.run_on_main(lambda: self._begin(progress["step"]), SAVING)
         unfinished = self._aside(path)
         try:
@@ -146,7 +152,7 @@ class Checkpoints:
         return path
 
     def _tidy(self, values: Mapping[str, Any]) -> None:
-        """Bring the new name to the disk; then keep the newest and the best."""
+        """Flush the new name to the disk; then keep only the newest and the best."""
         sync(self.folder)
         if values and self.best_key not in values and self.keep_best and not self._is_warned:
             self._is_warned = True
@@ -157,16 +163,16 @@ class Checkpoints:
             old.rename(self._aside(old))
         self._clear_away()
 
-    def newest(self, ranks: ProcessGroup | None = None) -> Path | None:
-        """The newest checkpoint that is whole; None where there is none at all.
+    def newest(self, ranks: Ranks | None = None) -> Path | None:
+        """The newest checkpoint that is whole; None if there is none at all.
 
         Args:
-            ranks: share the reading, and come to one answer: then a collective.
+            ranks: those that share the reading and get the same answer; all of them make this call.
 
         Raises:
             DataError: all are damaged.
         """
-        ranks = ranks or ProcessGroup(alone=True)
+        ranks = ranks or Alone()
         paths = ranks.run_on_main(lambda: self.paths, f"look for checkpoints in {self.folder}")
         for path in reversed(paths):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def load_shards(folder: Path, like: Mapping[str, Tensor] | None) -> dict[str, Te
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # a single process is told that it is one
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
