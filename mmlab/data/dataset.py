@@ -66,8 +66,8 @@ class MultimodalDataset(Dataset[Sample]):
         tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"` trains one on
             these texts, as None does without a processor.
         image_policy: size of the images, `square(224)` as in the articles unless given.
-        processor: a model's own, as `AutoProcessor.from_pretrained` gives it: tokenizer, image policy and longest text
-            are its, unless given. The pixels' mean is `LossModel(processor=...)`'s affair.
+        processor: a model's own, as `AutoProcessor.from_pretrained` gives it. Its tokenizer, image policy and longest
+            text are used unless they are given; `LossModel(processor=...)` uses its mean of the pixels.
         max_tokens: longer texts are cut to this many tokens; `num_truncated` counts them.
 
     Set `cache` to a `SampleCache(folder, key=cache_key(dataset))` to keep what is decoded for the next time.

@@ -127,7 +127,7 @@ def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 
 def _pixels(encoded: bytes, image: Image.Image, ratio: float) -> tuple[NDArray[np.uint8], int]:
-    """All pixels as stored, (H, W, 3), and by how much their sides were reduced; the target is `ratio` times smaller."""
+    """All pixels as stored, (H, W, 3), and by how much their sides were reduced for a target `ratio` times smaller."""
     if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L") and _readable(encoded):
         width, height = image.size
         factors = _REDUCTIONS if width * height >= _REDUCED_FROM_PIXELS else ()

@@ -1,7 +1,7 @@
 """Tokenizers by name, and text lengths measured with them.
 
-`import mmlab.data.text` costs nothing; the first tokenizer imports transformers (0.6 s; 2 s, with torch, for tokenizers that
-need a class of their own, such as BERT's). Texts are measured in batches. Nothing here changes a text or cuts it off.
+Importing this module costs nothing; the first tokenizer imports transformers (0.6 s; 2 s, with torch, for tokenizers
+that need a class of their own, such as BERT's). Texts are measured in batches, and never changed or cut off.
 """
 
 from __future__ import annotations

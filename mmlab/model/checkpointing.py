@@ -1,8 +1,8 @@
 """Activation checkpointing: less memory for more computation.
 
-A checkpointed block keeps its inputs only, and computes its activations once more in the backward pass, in a Hugging
-Face model with the same random numbers: the gradient is the same. Memory falls from all activations to one block's and
-every block's inputs; a step takes about a third longer.
+A checkpointed block keeps only its inputs and computes its activations again in the backward pass. A Hugging Face
+model draws the same random numbers again, so that the gradient is the same. Memory falls from all activations to one
+block's activations and every block's inputs; a step takes about a third longer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _switch(model: Any, enabled: bool) -> None:
 
 
 class _Checkpointed:
-    """Stands in a block's place of `forward`; in evaluation, and without gradients, it changes nothing."""
+    """Replaces a block's `forward`; changes nothing in evaluation and without gradients."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block

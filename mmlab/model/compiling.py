@@ -1,13 +1,13 @@
 """`Compiled`: a model's forward pass through `torch.compile`, with a bounded number of variants.
 
-Batches of a plan differ in all of B, T, H and W, so these are compiled as unknowns: one variant serves all shapes, and
-another is made only where torch tells sizes apart after all (a single sample or token) or what else the code depends on
-changes. Beyond `max_variants` nothing more is compiled: batches that no variant serves run as they are. The first
-steps wait for the compiler, up to minutes on a CPU. Losses are those of the model as it is within rounding (1e-4,
-relative, in fp32), except that dropout draws other masks.
+Batches of a plan differ in B, T, H and W, so these are compiled as unknowns: one variant serves all shapes. Another
+variant is compiled only where torch specialises on a size (a single sample or token), or where something else changes
+that the code depends on. After `max_variants` nothing more is compiled, and batches that no variant serves run
+uncompiled. The first steps wait for the compiler, up to minutes on a CPU. Losses equal those of the uncompiled model to
+1e-4, relative, in fp32, except that dropout draws other masks.
 
-Goes with bf16, and with checkpointing, which then saves as much: of 8 images of 96 x 96 pixels 3.9 MiB of activations
-were kept without it and 2.1 MiB with it, compiled or not (inductor, on a CPU).
+Works with bf16 and with checkpointing, which saves as much memory compiled or not: for 8 images of 96 x 96 pixels, 3.9
+MiB of activations were kept without checkpointing and 2.1 MiB with it (inductor, on a CPU).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Compiled:
     Args:
         model: its forward takes a batch.
         backend: a name in `torch.compiler.list_backends`.
-        on_limit: told once, for a person, that no further variant will be compiled.
+        on_limit: called once, with a message for the user, when no further variant will be compiled.
 
     Raises:
         OptionError: an unknown backend, no compiler for it on this machine, or a model that cannot be compiled.

@@ -1,4 +1,4 @@
-"""Image encoders: an image becomes a sequence of features with a mask; and what every encoder offers.
+"""Image encoders, which turn an image into a sequence of features with a mask, and the interface of every encoder.
 
 Every image encoder maps (pixels, pixel mask) to (features, feature mask) for any height and width, every text encoder
 maps (input ids, attention mask) to features. Pixels arrive normalised; what lies outside the pixel mask is set to
@@ -77,12 +77,12 @@ class ViT(nn.Module):
         return kept if segments is None else [segments.unpack(level) for level in kept], mask
 
     def begin(self, pixels: Tensor, pixel_mask: Tensor, *, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """`forward` up to and with so many blocks: features (B, P, D) and mask (B, P), not packed; for `finish`."""
+        """The first `num_blocks` blocks of `forward`: features (B, P, D) and mask (B, P), not packed."""
         features, mask = self._embedded(pixels, pixel_mask)
         return self._through(features, mask, 0, num_blocks), mask
 
     def finish(self, features: Tensor, mask: Tensor, *, num_blocks: int) -> Tensor:
-        """The rest of `forward` after so many blocks, (B, P, D)."""
+        """The rest of `forward` after the first `num_blocks` blocks, (B, P, D)."""
         return self.norm(self._through(features, mask, num_blocks, len(self.blocks)))
 
     def _embedded(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class ViT(nn.Module):
 
 
 def _attended(mask: Tensor) -> Tensor:
-    """(B, P) to (B, 1, 1, P): which positions attention looks at. A missing image's look at its padding: no NaN."""
+    """(B, P) to (B, 1, 1, P): the keys of attention. A missing image has its padding as keys, which avoids NaN."""
     return (mask | ~mask.any(1, keepdim=True))[:, None, None, :]
 
 

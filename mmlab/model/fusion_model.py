@@ -1,4 +1,4 @@
-"""`FusionModel`: two encoders, an embedding of each modality, and a fusion that matches pairs and tells hidden tokens.
+"""`FusionModel`: two encoders, an embedding of each modality, and a fusion that matches pairs and predicts tokens.
 
 The embeddings come from the encoders alone, so retrieval over N pairs costs N forward passes; the fusion runs only
 where a loss asks for it.
@@ -84,7 +84,9 @@ class FusionOutput:
             OptionError: the text encoder shows no `embedding`.
         """
         if self.teller is None:
-            raise OptionError("the text encoder has no `embedding` (V, E), which telling hidden tokens needs")
+            raise OptionError(
+                "the text encoder has no `embedding` (V, E), which predicting hidden tokens needs"
+            )
         image, image_mask = self.features[:2]
         return self._in_chunks(self.teller, image, image_mask, masked_ids, attention_mask, positions, targets)
 
@@ -105,8 +107,8 @@ class FusionModel(nn.Module):
         fusion: a name in `mmlab.model.FUSIONS`.
         hidden_dim, num_heads, num_layers: of the fusion.
         num_levels: depths of each encoder that "multiscale" reads; the encoders need `levels` and `level_dims`.
-        modality_dropout: in training, the share of the pairs whose image or text (evenly) the fusion does not get to
-            see; the embeddings are not touched, nor is a text whose tokens are to be told.
+        modality_dropout: in training, the share of the pairs of which the fusion sees only the text or only the image
+            (half each). Embeddings, and texts whose hidden tokens are predicted, stay whole.
         mean, std: of the pixels in [0, 1], per channel.
 
     Raises:
@@ -169,13 +171,13 @@ class FusionModel(nn.Module):
         return self.join(image, text)
 
     def encode_image(self, pixel_values: Tensor, pixel_mask: Tensor) -> Encoded:
-        """The image branch: pixels (B, 3, H, W) uint8 and their mask (B, H, W); knows nothing of the texts."""
+        """The image branch alone: pixels (B, 3, H, W) uint8 and their mask (B, H, W)."""
         features, fusable, mask = self._encode_images(self._normalised(pixel_values), pixel_mask)
         return Encoded(self._embed_image(features, mask), fusable, mask)
 
     def begin_image(self, pixel_values: Tensor, pixel_mask: Tensor, *, num_blocks: int) -> Pair:
-        """The image branch up to and with so many blocks of its encoder, for `finish_image`, maybe on another device;
-        `require_cut` says whether it can.
+        """The image branch up to and including block `num_blocks` of its encoder; `finish_image` does the rest, on any
+        device. `require_cut` says whether the branch can be cut.
 
         Returns:
             Features (B, P, C) and their mask (B, P).
@@ -183,7 +185,7 @@ class FusionModel(nn.Module):
         return self.image_encoder.begin(self._normalised(pixel_values), pixel_mask, num_blocks=num_blocks)
 
     def finish_image(self, features: Tensor, mask: Tensor, *, num_blocks: int) -> Encoded:
-        """The rest of the image branch after so many blocks; together with `begin_image` it is `encode_image`."""
+        """The rest of the image branch: `begin_image` and this give what `encode_image` gives."""
         features = self.image_encoder.finish(features, mask, num_blocks=num_blocks)
         return Encoded(self._embed_image(features, mask), features, mask)
 
@@ -208,7 +210,7 @@ class FusionModel(nn.Module):
         return F.normalize(self.image_head(masked_mean(features, mask)), dim=1)
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Encoded:
-        """The text branch: tokens (B, T) and their mask (B, T); knows nothing of the images."""
+        """The text branch alone: tokens (B, T) and their mask (B, T)."""
         features, fusable = self._encode_texts(input_ids, attention_mask)
         embedding = F.normalize(self.text_head(masked_mean(features, attention_mask)), dim=1)
         return Encoded(embedding, fusable, attention_mask)

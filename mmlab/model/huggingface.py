@@ -2,9 +2,9 @@
 
 It calls the module with the arguments that its forward names, out of `input_ids`, `attention_mask`, `pixel_values`,
 `pixel_mask`, `labels`, `return_loss`, `interpolate_pos_encoding` and `batch`, and makes only those. Pixels become
-floats, normalised, padded to whole patches. The module computes its own mean, so only a loss that is a mean over
-samples or over label tokens accumulates exactly; CLIP's depends on the batch, and takes two captions of one image for
-strangers.
+floats, normalised, padded to whole patches. The module computes its own mean, so gradient accumulation is exact only
+for a loss that is a mean over samples or over label tokens. CLIP's loss depends on the whole batch, and counts two
+captions of one image as a wrong pair.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class LossModel(nn.Module):
     Args:
         module: its forward returns a mean loss: as a tensor, as `.loss`, or under the key "loss".
         labels: "batch" for `Batch.labels`; "text" for the input ids with padding left out (captioning, language
-            modelling); "masked" for hidden tokens that are to be told. None chooses "text" for a model that can
-            generate, and "masked" for a `transformers` model for masked language modelling.
+            modelling); "masked" for predicting hidden tokens. None chooses "text" for a model that can generate, and
+            "masked" for a `transformers` model for masked language modelling.
         processor: the model's own, as `AutoProcessor.from_pretrained` gives it, or a tokenizer: its mean and deviation
             of pixels and its mask token are used. `MultimodalDataset(processor=...)` takes the rest.
         mean, std: of the pixels in [0, 1], per channel; the processor's unless given, and CLIP's without one.
-        mask_ratio: share of a text's tokens that "masked" hides. In evaluation they are the same at every time.
+        mask_ratio: share of a text's tokens that "masked" hides. In evaluation the same ones are hidden every time.
 
     Raises:
         OptionError: forward takes none of a batch's tensors, or requires something else; hidden tokens without a mask
@@ -83,7 +83,7 @@ class LossModel(nn.Module):
         self.special_ids = tuple(sorted(getattr(tokenizer, "all_special_ids", ())))
         if self.labels == "masked" and self.mask_id is None:
             raise OptionError(
-                f"{type(module).__name__} tells hidden tokens and needs the tokenizer's mask token: "
+                f"{type(module).__name__} predicts hidden tokens and needs the tokenizer's mask token: "
                 "LossModel(module, processor=...) with a processor or tokenizer that has one, or labels='text'"
             )
         own_mean, own_std = _normalisation(getattr(processor, "image_processor", None))
@@ -97,7 +97,7 @@ class LossModel(nn.Module):
 
     @property
     def compares_samples(self) -> bool:
-        """Whether the loss sets the samples of a batch against each other, as CLIP's does."""
+        """Whether the loss compares the samples of a batch with each other, as CLIP's does."""
         return hasattr(self.module, "logit_scale")
 
     def num_terms(self, batch: Batch) -> Tensor | int:

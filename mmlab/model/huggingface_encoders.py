@@ -1,6 +1,6 @@
 """Encoders from the `transformers` library behind the interface of `mmlab.model.encoders`, and BERT built from sizes.
 
-A vision model sees padding everywhere; only pooling and fusion leave it out, so prefer one image size (`square`).
+A vision model computes padding like pixels; only pooling and fusion leave it out, so prefer one image size (`square`).
 
 Legend: B samples, P image positions, T tokens, H x W pixels, D width, V vocabulary, E width of a token's embedding.
 """

@@ -5,8 +5,8 @@ stream of S positions with attention inside each sample only, and the features g
 gradients as the padded model up to rounding. Attention is torch's variable-length kernel where it exists (CUDA, 16
 bits), else one call a sample, which is the same as a block-diagonal mask without computing what it hides.
 
-Costs a wait for the device a stream, to read the lengths. Does not pack convolutions (a ResNet, the stem of
-"conv-vit"), and cannot be priced on a fake device, where there are no lengths.
+Costs one synchronisation with the device for each stream, to read the lengths. Does not pack convolutions (a ResNet, the
+stem of "conv-vit"), and cannot be priced on a fake device, where there are no lengths.
 
 Legend: B samples, L positions of the longest, S real positions of all, D width, H heads.
 """

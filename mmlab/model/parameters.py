@@ -1,8 +1,9 @@
 """A model's parameters by the part that they belong to, and as groups of an optimizer.
 
 Parts are `image`, `text`, `fusion` and `heads`, by the names of modules; what belongs to none of the first three is a
-head. Depth is the number that follows `blocks`, `layers`, `layer`, `stages` or `h` in a parameter's name; what has none
-lies below the first layer where it is defined before it (embeddings), and at the last where after (norms, projections).
+head. A parameter's depth is the number that follows `blocks`, `layers`, `layer`, `stages` or `h` in its name. One
+without a number counts as below the first layer if it is defined before the layers (embeddings), and as of the last
+layer if after them (norms, projections).
 """
 
 from __future__ import annotations

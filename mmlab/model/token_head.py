@@ -1,4 +1,4 @@
-"""Tells hidden tokens from a text with gaps and what the fusion made of it and the image.
+"""Predicts hidden tokens from a text with gaps and from its fusion with the image.
 
 Costs one attention of K hidden tokens over L fused positions, and K x V logits. The embedding of the text encoder
 serves as the last layer (Press and Wolf 2017, arXiv:1608.05859), so that a vocabulary costs one bias a token here.
@@ -33,5 +33,5 @@ class TokenHead(nn.Module):
 
     def forward(self, text: Tensor, fused: Tensor, fused_mask: Tensor, embedding: Tensor) -> Tensor:
         """(N, K, C), (N, L, D), (N, L) and (V, E) to logits (N, K, V)."""
-        told = self.attention(self.query(text), fused, fused_mask[:, None, None, :])
-        return F.linear(self.out(told), embedding, self.bias)
+        attended = self.attention(self.query(text), fused, fused_mask[:, None, None, :])
+        return F.linear(self.out(attended), embedding, self.bias)

@@ -230,7 +230,7 @@ def test_a_text_too_long_names_the_option_to_use(tokenizer):
 
 def test_hidden_tokens_need_a_mask_token(tokenizer):
     with pytest.raises(
-        OptionError, match=r"ViltForMaskedLM tells hidden tokens.*processor=.*or labels='text'"
+        OptionError, match=r"ViltForMaskedLM predicts hidden tokens.*processor=.*or labels='text'"
     ):
         LossModel(vilt(tokenizer))
 

@@ -1,7 +1,7 @@
 """WebDataset shards: tar files in which `key.jpg` with `key.txt`, `key.json` or `key.cls` makes one sample.
 
-Shards stay packed: `tarfile` finds where each member lies (about 20 us a member), and an image is read at its offset, in
-any order. Does not read compressed shards, which have no offsets to jump to.
+Shards stay packed: `tarfile` finds where each member lies (about 20 us a member), and images are read at their offsets,
+in any order. Does not read compressed shards, which have no offsets to jump to.
 """
 
 from __future__ import annotations
