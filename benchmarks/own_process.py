@@ -103,7 +103,7 @@ def start_up() -> dict[str, float]:
             time.sleep(0.02)
         first_step_s = time.perf_counter() - started
         about = json.loads((Path(folder) / "out" / "process.json").read_text())
-        rss_bytes = psutil.Process(about["process_id"]).memory_info().rss
+        rss_bytes = psutil.Process(about["process"]["process_id"]).memory_info().rss
         lab.stop()
         while lab.state == "stopping":
             time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ import torch
 from tqdm.auto import tqdm
 
 from mmlab.cli.cache import cache_info
-from mmlab.comparison.config import load_config
+from mmlab.comparison.config import CheckpointOptions, LoaderOptions, load_config
 from mmlab.comparison.train import train
 from mmlab.errors import DataError, OptionError
+from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.events import read_events
 from mmlab.runs.trackers import current_events, export_run
 from mmlab.schedule.cost import PaddedTokens, batch_costs
@@ -99,6 +102,30 @@ def test_a_cache_is_filled_before_training_and_changes_no_step(config: Path, tmp
     ratios = [event.values["cache_hit_ratio"] for event in events if "cache_hit_ratio" in event.values]
     assert ratios
     assert set(ratios) == {1.0}
+
+
+def test_augmentation_and_sampling_are_chosen_in_the_file(config: Path, tmp_path: Path) -> None:
+    small, found = ["trainer.num_epochs=1", "data.limit=40"], []
+    for name, changes in (
+        ("plain", []),
+        ("colour", ["augment.name=colour"]),
+        ("drawn", ["sampling.adaptive=sampling", "sampling.correct=true", "scheduler.name=random"]),
+        ("mixed", ['sampling.ratios={"image-text" = 1}', "sampling.length=undersample"]),
+    ):
+        train(load_config(config, [*small, f"name={name}", *changes]), runs=tmp_path, progress=False)
+        found.append(steps_of(tmp_path / name))
+    assert len({tuple(steps) for steps in found}) == 4
+    assert len({len(steps) for steps in found}) == 1, "as many samples an epoch"
+    assert 'name = "colour"' in (tmp_path / "colour" / "config.toml").read_text()
+    assert "brightness = 0.4" in (tmp_path / "colour" / "config.toml").read_text()
+    assert load_config(tmp_path / "drawn" / "config.toml").sampling.correct
+
+
+def test_the_options_of_the_file_are_those_of_loader_and_checkpoints() -> None:
+    for options, configured in ((LoaderOptions, PlannedLoader), (CheckpointOptions, Checkpoints)):
+        known = inspect.signature(configured).parameters
+        for option in fields(options):
+            assert known[option.name].default == option.default, option.name
 
 
 def disturbed(how: str, config: Path, runs: Path) -> dict:
