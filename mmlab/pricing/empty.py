@@ -1,4 +1,4 @@
-"""Models by name, as a price needs them: with the shapes of their weights and without the weights."""
+"""Models by name as pricing needs them: the shapes of their weights without the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def empty_model(name: str, *, vocab_size: int, tokenizer: Any = None) -> nn.Modu
 
     Args:
         vocab_size: of a preset.
-        tokenizer: of the data; a model that tells hidden tokens is priced with its mask token.
+        tokenizer: of the data; a model that predicts hidden tokens is priced with its mask token.
 
     Raises:
         OptionError: neither a preset nor a configuration that transformers finds.

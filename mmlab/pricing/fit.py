@@ -1,10 +1,10 @@
 """From traces of a few small steps to a closed form of the memory that any batch needs.
 
 Which operations a step has depends on the shape in a few places: attention pads its bias unless a length is a multiple
-of 8, an image of just the size that a vision transformer was made for needs no other position embedding, a batch of one
-spares an operation. Probes lie off all of these, at lengths 8k + 1, where padding is largest: so all have the same, the
-most general, sequence of operations, and shapes that spare some are predicted at or above what they need. Where a model
-still leaves out operations at some probe, what lived before them stands for them.
+of 8; an image of the size that a vision transformer was made for needs no other position embedding; a batch of one
+leaves out an operation. Probes avoid all of these by lengths of 8k + 1, where padding is largest. So all probes have
+the same, most general sequence of operations, and a shape that leaves some out is predicted at or above what it needs.
+Where a model still leaves out operations at some probe, the bytes before them stand in for them.
 
 A fit costs a trace for each probe and each held-out shape: 15 to 25 CPU seconds for the base preset.
 """
@@ -38,7 +38,7 @@ _LARGEST_SIZE, _LONGEST_TEXT, _LARGEST_IMAGE = 4096, 512, 48**2  # up to which t
 def fit_memory(
     model: nn.Module,
     *,
-    num_probes: int = 14,
+    num_probes: int | None = None,
     num_held_out: int = 6,
     patch: int | None = None,
     progress: bool = True,
@@ -47,7 +47,8 @@ def fit_memory(
     """Fit the memory that a training step of a model needs, for batches of any shape.
 
     Args:
-        num_probes: traced steps that the closed form is fitted to.
+        num_probes: traced steps that the closed form is fitted to. None takes two more than there are terms: 14, and 9
+            for a model of one image size.
         num_held_out: further traced steps, of larger batches, that its errors are reported on.
         patch: side in pixels of the cells that image sides are counted in, rounded up. None takes the vision model's
             patch, else 16. For a ResNet, 32 is exact where all sides are multiples of 32; with 16 its last stage counts
@@ -57,7 +58,7 @@ def fit_memory(
     Raises:
         OptionError: too few probes, a step that cannot be priced, or one that depends on the shape in other ways.
     """
-    if num_probes < 1 or num_held_out < 0:
+    if (num_probes is not None and num_probes < 1) or num_held_out < 0:
         raise OptionError(f"at least 1 probe and 0 held-out shapes, found {num_probes} and {num_held_out}")
     tracer = StepTracer(model, **setting)
     vision = _vision_config(model)
@@ -70,14 +71,14 @@ def fit_memory(
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
     rows = fit_rows(
         probes,
-        _aligned(traces[:num_probes]),
+        _aligned(traces[: len(probes)]),
         step_peak_bytes=tracer.step_peak_bytes,
         patch=patch,
         largest=(_LARGEST_SIZE, most_tokens, _LARGEST_IMAGE),
     )
     held_out = {}
     if num_held_out:
-        peaks = np.array([trace.peak_bytes for trace in traces[num_probes:]])
+        peaks = np.array([trace.peak_bytes for trace in traces[len(probes) :]])
         held_out = held_out_errors(batch_costs(rows, unseen), peaks)
     return MemoryModel(
         rows=rows,
@@ -87,8 +88,12 @@ def fit_memory(
     )
 
 
-def _probes(num: int, patch: int, most_tokens: int, side: int | None) -> NDArray[np.int64]:
-    """(num, 4) shapes that tell the terms apart best: each next one is where the fit would know least."""
+def _probes(num: int | None, patch: int, most_tokens: int, side: int | None) -> NDArray[np.int64]:
+    """(n, 4) shapes that tell the terms apart best.
+
+    The idea is that of a D-optimal design, chosen greedily: `covariance` is that of the coefficients after the probes so
+    far, up to a factor, and the next probe is the shape whose prediction would vary most under it.
+    """
     texts = [tokens for tokens in _TEXTS if tokens <= most_tokens]
     images = [(high * patch, wide * patch) for high, wide in _GRIDS] if side is None else [(side, side)]
     shapes = np.array([(size, tokens, *image) for size, tokens, image in product(_SIZES, texts, images)])
@@ -96,12 +101,12 @@ def _probes(num: int, patch: int, most_tokens: int, side: int | None) -> NDArray
     # a fit weighs errors by one over the bytes, which grow about as the sum of the terms
     terms /= (terms / terms.max(axis=0)).sum(axis=1, keepdims=True)
     terms /= terms.max(axis=0)
-    spread, chosen = np.eye(terms.shape[1]) * 1e6, []
-    for _ in range(num):
-        unknown = np.einsum("nm,mk,nk->n", terms, spread, terms)
+    covariance, chosen = np.eye(terms.shape[1]) * 1e6, []
+    for _ in range(num or terms.shape[1] + 2):
+        unknown = np.einsum("nm,mk,nk->n", terms, covariance, terms)
         chosen.append(int(unknown.argmax()))
-        step = spread @ terms[chosen[-1]]
-        spread -= np.outer(step, step) / (1 + unknown.max())
+        step = covariance @ terms[chosen[-1]]
+        covariance -= np.outer(step, step) / (1 + unknown.max())  # Sherman and Morrison
     return shapes[chosen]
 
 
@@ -159,11 +164,8 @@ def _only_side(tracer: StepTracer, vision: Any, patch: int) -> int | None:
         return None
     try:
         tracer(BatchShape(2, 9, 3 * patch, 5 * patch))
-    except (
-        ValueError,
-        RuntimeError,
-    ):  # transformers refuses so; any other reason comes up at the first probe
-        return side
+    except (ValueError, RuntimeError):
+        return side  # so transformers refuses a size; any other reason comes up again at the first probe
     return None
 
 

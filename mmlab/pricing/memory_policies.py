@@ -146,7 +146,7 @@ class Predictive(MemoryPolicy):
             self._num_above = self._num_since_lower = 0
             return max(agreed, (1 - MAX_CHANGE) * self.value)
         self._num_above = self._num_above + 1 if agreed > self.value * (1 + HYSTERESIS) else 0
-        # what was lowered just now was perhaps a guess: what a batch then shows need not wait
+        # a value that was lowered just now was perhaps a guess: one batch that shows otherwise is enough to raise it
         if self._num_above < (1 if self._num_since_lower <= PATIENCE else PATIENCE):
             return self.value
         self._num_above, self._num_since_lower = 0, PATIENCE
@@ -160,7 +160,7 @@ class Predictive(MemoryPolicy):
         return max(wanted, self._floor)
 
     def _predicted(self, values: Values) -> float:
-        """For a trainer without a memory model; exact where a step has one batch."""
+        """The prediction for a step of a trainer without a memory model; exact where the step has one batch."""
         batch_size = -(-values["num_samples"] // values["num_batches"])
         return self.cost(BatchShape(batch_size, values["num_tokens"], values["height"], values["width"]))
 
@@ -174,7 +174,7 @@ class Predictive(MemoryPolicy):
         return text
 
     def _measure(self, predicted: float, peak: float) -> str:
-        # a constant error weighs little in a full batch: in a small one it must not count as a factor
+        # a constant error is a large share of a small batch, and must not count as a factor there
         shown = 1 + (peak - predicted) / max(predicted, self.value / 2)
         is_full = predicted >= self.value / 2
         if is_full:
@@ -220,7 +220,7 @@ class Halving(MemoryPolicy):
                 "use 'random' or another with batches of fixed size"
             )
         self.limit_bytes, self.value = limit_bytes, float(batch_size)
-        self._peak_bytes = 0.0  # since the last decision; 0 where no step has told
+        self._peak_bytes = 0.0  # since the last decision; 0 where no step has a counted peak
         self._num_steps = 0  # of the epoch
 
     def adjust(self, current: int) -> int:
@@ -253,7 +253,7 @@ class Halving(MemoryPolicy):
         return float(wanted), f"{share:.0%} of the limit was used"
 
     def _used_bytes(self) -> float:
-        """The peak of the steps where they told one; else what system and device hold now, as the article reads."""
+        """The highest peak of the steps; without any, what the system and the device hold now, as the article reads it."""
         if self._peak_bytes:
             return self._peak_bytes
         used_bytes = total_memory_bytes() - available_memory_bytes()

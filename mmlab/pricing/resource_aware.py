@@ -1,9 +1,9 @@
-"""`ResourceAwareScheduler`: batches that follow the memory that the run was seen to use.
+"""`ResourceAwareScheduler`: batches that follow the memory that a run uses.
 
-It stands between a planner and a loader. Each step's values come in through `observe`; where a policy
-(`mmlab.pricing.memory_policies`) settles on another budget or batch size, the samples that nobody has been given yet are
-planned anew (`mmlab.schedule.live`), and a `decision` event says why. With a good memory model nothing ever happens.
-Costs some tens of microseconds a step, and a plan of the rest at a decision. Does not catch an out-of-memory: the
+It stands between a planner and a loader. `observe` takes each step's values. Where a policy
+(`mmlab.pricing.memory_policies`) settles on another budget or batch size, the samples that have not been handed out yet
+are planned anew (`mmlab.schedule.live`), and a `decision` event says why. With a good memory model no decision is made.
+A step costs some tens of microseconds, a decision the time to plan the rest. It does not catch an out-of-memory: the
 trainer does, and reports it in its step's values.
 """
 
@@ -112,7 +112,7 @@ class ResourceAwareScheduler:
         return rule.adjust(current)
 
     def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> LivePlan:
-        """This rank's share of the epoch that is now read; asked for again, the same with all that was decided in it.
+        """This rank's share of an epoch. Asked for again, it is the same, with all decisions that were made in it.
 
         Raises:
             OptionError: no planner, or a sample that no batch may hold.
@@ -148,7 +148,7 @@ class ResourceAwareScheduler:
             self._tell("hold", reason, self.value, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """All decisions of this epoch, and what they came from: plain numbers. Where the reader stands is not in it."""
+        """All decisions of this epoch and the policy's numbers, without the position of the reader."""
         return {
             **self._identity(),
             "epoch": self._epoch,
@@ -181,7 +181,7 @@ class ResourceAwareScheduler:
         return len(self._mine())
 
     def _identity(self) -> dict[str, Any]:
-        """What a state must have been saved with."""
+        """What must be the same when a state is saved and when it is loaded."""
         return {
             "policy": self._policy_name,
             "num_samples": len(self._bound()),
@@ -216,7 +216,7 @@ class ResourceAwareScheduler:
         return -self._agree(-number)
 
     def _settle(self, agreed: float, reason: str, *, replan: bool) -> bool:
-        """Take over what the policy makes of the ranks' verdict; whether that changed anything."""
+        """Let the policy settle on a value, given what the ranks agreed on; whether that changed anything."""
         old, new = self.value, self._policy.settle(agreed)
         if new == old:
             return False
@@ -225,7 +225,7 @@ class ResourceAwareScheduler:
         if replan and self._live is not None:
             try:
                 num_replanned = self._live.replan(new, agree=self._agree)
-            except OptionError as error:  # few samples, many ranks: the next epoch can be planned so
+            except OptionError as error:  # too few samples for the ranks; the next epoch can be planned so
                 reason = f"{reason}; the rest of this epoch stays as it is: {error}"
         self._tell("lower" if new < old else "raise", reason, old, num_replanned)
         return True

@@ -1,8 +1,8 @@
 """A device with little memory, for tests and benchmarks on a CPU: real tensors, counted, with a limit.
 
 `VirtualDevice` runs a step for real and raises torch's own `OutOfMemoryError` at the operation that would cross the
-limit, as a GPU's allocator does, or at any operation chosen beforehand. Every path through out-of-memory can so be
-driven without a GPU. What it does not have: fragmentation, and scratch memory inside an operation.
+limit, as a GPU's allocator does, or at any operation chosen beforehand. So every path through out-of-memory can be
+tested without a GPU. It does not imitate fragmentation or scratch memory inside an operation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class VirtualDevice(LiveBytes):
     torch.OutOfMemoryError: CUDA out of memory. (virtual device) aten.zeros.default needs 800 bytes, 800 of 900 are used
 
     Args:
-        limit_bytes: memory there is; None is without limit.
-        fail_at: number of the operation, counted from 0 over the device's life, that is not executed but fails, once.
+        limit_bytes: memory of the device; None sets no limit.
+        fail_at: number of the operation, counted from 0 over the device's life, that fails once instead of running.
 
     Attributes:
-        num_operations: seen so far.
+        num_operations: operations seen so far.
         num_failures: how often it ran out of memory.
     """
 

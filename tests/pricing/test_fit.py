@@ -22,7 +22,7 @@ MODEL = tiny()
 
 @pytest.fixture(scope="module")
 def memory():
-    return fit_memory(MODEL, precision="bf16", num_held_out=5, progress=False)
+    return fit_memory(MODEL, precision="bf16", num_held_out=3, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def tracer():
 def test_fourteen_probes_predict_batches_ten_times_larger(memory, tracer):
     probes = max(tracer(BatchShape(*map(int, shape))).peak_bytes for shape in _probes(14, 16, 512, None)[:3])
     assert tracer(BatchShape(96, 200, 320, 320)).peak_bytes > 10 * probes
-    assert memory.held_out["num_shapes"] == 5
+    assert memory.held_out["num_shapes"] == 3
     assert memory.held_out["p95_ratio"] <= 0.0025
     assert memory.held_out["worst_under_ratio"] <= 0.0025
 
@@ -70,12 +70,14 @@ def test_what_was_fitted_is_kept_with_it(memory, tmp_path):
 
 
 def test_probes_differ_and_keep_to_a_models_limits():
-    probes = _probes(14, 32, 40, None)
+    probes = _probes(None, 32, 40, None)
     assert len({tuple(shape) for shape in probes.tolist()}) == 14
     assert probes[:, 1].max() <= 40
     assert (probes[:, 1] % 8 == 1).all()
     assert (probes[:, 2] // 32 * (probes[:, 3] // 32) % 8 == 1).all()
-    assert set(_probes(14, 16, 512, 224)[:, 2]) == {224}
+    one_side = _probes(None, 16, 512, 224)
+    assert len(one_side) == 9
+    assert set(one_side[:, 2]) == {224}
 
 
 def test_a_transformers_model_keeps_to_its_texts_and_its_one_image_size():
@@ -92,9 +94,9 @@ def test_a_transformers_model_keeps_to_its_texts_and_its_one_image_size():
                      "bos_token_id": 1, "eos_token_id": 2},
         vision_config={**small, **vision, "num_output_groups": [8, 4, 0]},
     )  # fmt: skip
-    memory = fit_memory(transformers.GroupViTModel(config), num_probes=8, num_held_out=1, progress=False)
+    memory = fit_memory(transformers.GroupViTModel(config), num_held_out=1, progress=False)
     assert not memory.rows.exponents[:, 2].any()
-    assert memory.held_out["worst_under_ratio"] <= 0.005  # from eight probes
+    assert memory.held_out["worst_under_ratio"] <= 0.0025
     assert memory.patch == 16
     assert memory.conditions["image_size"] == 64
 
