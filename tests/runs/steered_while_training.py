@@ -1,4 +1,4 @@
-"""Run as a script: a run in one process, or in two ranks, that is paused, resumed and stopped by a file, then resumed.
+"""Run as a script: runs of one and of two ranks that are paused, resumed and stopped by a file, then resumed.
 
 Prints what was seen from outside, as JSON.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mmlab.runs.control import send
@@ -54,4 +55,10 @@ def steer(config: Path, runs: Path, num_ranks: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(steer(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))))
+    config, runs = map(Path, sys.argv[1:])
+    with ThreadPoolExecutor() as pool:
+        found = {
+            str(num_ranks): pool.submit(steer, config, runs / str(num_ranks), num_ranks)
+            for num_ranks in (1, 2)
+        }
+        print(json.dumps({num_ranks: seen.result() for num_ranks, seen in found.items()}))

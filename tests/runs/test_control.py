@@ -77,23 +77,27 @@ def test_a_paused_run_can_be_stopped_by_the_file_or_otherwise(tmp_path: Path) ->
     assert control.wait_if_paused_or_stop()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two ranks"])
-def steered(
-    request: pytest.FixtureRequest, scenes: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict]:
-    """A run that was paused, resumed, stopped and resumed, beside one that was not; and what was seen of it."""
+@pytest.fixture(scope="module")
+def all_steered(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """Runs of one and of two ranks, trained at the same time, and what was seen of them."""
     runs = tmp_path_factory.mktemp("steered")
     config = runs / "steered.toml"
     config.write_text(CONFIG.format(name="steered", scenes=scenes))
-    script = Path(__file__).parent / "steered_while_training.py"
     found = subprocess.run(
-        [sys.executable, str(script), str(config), str(runs), str(request.param)],
+        [sys.executable, str(Path(__file__).parent / "steered_while_training.py"), str(config), str(runs)],
         check=True,
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=120,
+        timeout=240,
     )
     return runs, json.loads(found.stdout)
+
+
+@pytest.fixture(params=["1", "2"], ids=["one process", "two ranks"])
+def steered(request: pytest.FixtureRequest, all_steered: tuple[Path, dict]) -> tuple[Path, dict]:
+    """A run that was paused, resumed, stopped and resumed, beside one that was not; and what was seen of it."""
+    runs, seen = all_steered
+    return runs / request.param, seen[request.param]
 
 
 def test_nothing_happens_during_a_pause_and_every_rank_ends_cleanly(steered: tuple[Path, dict]) -> None:
