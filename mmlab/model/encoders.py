@@ -13,6 +13,7 @@ Legend: B samples, P image positions, T tokens, H x W pixels, D width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import islice, pairwise
 
 import torch
@@ -25,7 +26,20 @@ from mmlab.model.packing import Segments, attend
 from mmlab.types import PATCH
 
 
-class ViT(nn.Module):
+class ImageEncoder(nn.Module, ABC):
+    """What every image encoder offers; it has `dim` as well, the width of its features."""
+
+    @abstractmethod
+    def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
+        """(B, 3, H, W) and (B, H, W) to features (B, P, D_l) at evenly spaced depths, and their mask (B, P)."""
+
+    def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
+        (features,), mask = self.levels(pixels, pixel_mask, num_levels=1)
+        return features, mask
+
+
+class ViT(ImageEncoder):
     """A pre-normalised vision transformer for any grid of 16 x 16 patches, attention masked to the real ones.
 
     Args:
@@ -49,17 +63,12 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.packed = False  # see mmlab.model.packing
 
-    def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
-        (features,), mask = self.levels(pixels, pixel_mask, num_levels=1)
-        return features, mask
-
     def level_dims(self, num_levels: int) -> list[int]:
         """Widths of the levels; a model of fewer blocks has fewer levels."""
         return [self.dim] * len(depths(len(self.blocks), num_levels))
 
     def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
-        """The same after several blocks, the last level normalised: features (B, P, D) each, and the mask (B, P)."""
+        """See `ImageEncoder`; the last level is normalised."""
         features, mask = self._embedded(pixels, pixel_mask)
         segments = Segments(mask) if self.packed else None
         keys: Tensor | tuple[Segments, Segments]
@@ -159,7 +168,7 @@ class SelfAttention(nn.Module):
         return features + self.mlp(self.mlp_norm(features))
 
 
-class ResNet(nn.Module):
+class ResNet(ImageEncoder):
     """A torchvision ResNet up to its last feature grid (stride 32), masked between the stages.
 
     Batch normalisation makes a sample's features depend on its batch in training.
@@ -184,18 +193,12 @@ class ResNet(nn.Module):
         self.stem = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool)
         self.stages = nn.ModuleList([net.layer1, net.layer2, net.layer3, net.layer4])
 
-    def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
-        (features,), mask = self.levels(pixels, pixel_mask, num_levels=1)
-        return features, mask
-
     def level_dims(self, num_levels: int) -> list[int]:
         """Widths of the last stages, four at most."""
         return [self.dim // 8, self.dim // 4, self.dim // 2, self.dim][-num_levels:]
 
     def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
-        """The same after several stages, each averaged over the cells of the last stage's grid: features (B, P, D_l)
-        each, and the mask (B, P)."""
+        """See `ImageEncoder`; earlier stages are averaged over the cells of the last stage's grid."""
         pixels, pixel_mask = fill_grid(pixels, pixel_mask)
         mask = pixel_mask[:, None, ::4, ::4]
         grid = self.stem(pixels) * mask

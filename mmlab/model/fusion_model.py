@@ -28,7 +28,6 @@ from mmlab.types import Batch
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # of a `FusionModel`, all that images go through
 IMAGE_MODULES = ("image_encoder", "image_head", "fusion.mix_images")
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
 
 
@@ -56,7 +55,7 @@ class FusionOutput:
     num_chunks: int = (
         1  # in which pairs are matched; each is computed again in the backward pass, to save memory
     )
-    teller: Callable[..., Tensor] | None = None  # see `token_losses`
+    predictor: Callable[..., Tensor] | None = None  # see `token_losses`
 
     def match(self, image_rows: Tensor, text_rows: Tensor) -> Tensor:
         """Logits (N,) that image rows (N,) and text rows (N,) belong together."""
@@ -83,12 +82,14 @@ class FusionOutput:
         Raises:
             OptionError: the text encoder shows no `embedding`.
         """
-        if self.teller is None:
+        if self.predictor is None:
             raise OptionError(
                 "the text encoder has no `embedding` (V, E), which predicting hidden tokens needs"
             )
         image, image_mask = self.features[:2]
-        return self._in_chunks(self.teller, image, image_mask, masked_ids, attention_mask, positions, targets)
+        return self._in_chunks(
+            self.predictor, image, image_mask, masked_ids, attention_mask, positions, targets
+        )
 
     def _in_chunks(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         if self.num_chunks == 1:
@@ -223,7 +224,7 @@ class FusionModel(nn.Module):
             logit_scale=self.log_logit_scale.exp().clamp(max=MAX_LOGIT_SCALE),
             features=self._drop(image.features, image.mask, text.features, text.mask),
             matcher=self._match,
-            teller=self._tell if self.token_head else None,
+            predictor=self._token_losses if self.token_head else None,
         )
 
     def _encode_images(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +255,7 @@ class FusionModel(nn.Module):
     def _match(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
         return self.match_head(masked_mean(*self.fusion.fuse(image, image_mask, text, text_mask))).squeeze(1)
 
-    def _tell(
+    def _token_losses(
         self,
         image: Tensor,
         image_mask: Tensor,
@@ -265,12 +266,6 @@ class FusionModel(nn.Module):
     ) -> Tensor:
         text, fusable = self._encode_texts(masked_ids, attention_mask)
         fused, fused_mask = self.fusion.fuse(image, image_mask, fusable, attention_mask)
-        return self._tell_tokens(text, fused, fused_mask, positions, targets)
-
-    def _tell_tokens(
-        self, text: Tensor, fused: Tensor, fused_mask: Tensor, positions: Tensor, targets: Tensor
-    ) -> Tensor:
-        """Cross-entropies (B, K) from texts with gaps (B, T, C) and fused positions (B, L, D)."""
         asked = text.gather(1, positions[..., None].expand(-1, -1, text.shape[2]))
         logits = self.token_head(asked, fused, fused_mask, self.text_encoder.embedding).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -12,22 +12,11 @@ Legend: B samples, N pairs, P image positions, T tokens, L fused positions, C wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mmlab.model.fusion import MultimodalFusion, masked_mean
-
-
-class Fusion(Protocol):
-    """What a `FusionModel` asks of its fusion; a module."""
-
-    def fuse(
-        self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(N, P, C), (N, P), (N, T, C) and (N, T) to fused positions (N, L, D) and mask (N, L), at least one a row."""
-        ...
 
 
 class MultiScaleFusion(MultimodalFusion):

@@ -8,7 +8,6 @@ Legend: B samples, P image positions, T tokens, H x W pixels, D width, V vocabul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError
-from mmlab.model.encoders import depths, fill_grid
+from mmlab.model.encoders import ImageEncoder, depths, fill_grid
 from mmlab.model.packing import Segments
 from mmlab.types import PATCH
 
 
-class HuggingFaceImages(nn.Module):
+class HuggingFaceImages(ImageEncoder):
     """Any `transformers` vision model: its last hidden state, class token included.
 
     Args:
@@ -36,13 +35,6 @@ class HuggingFaceImages(nn.Module):
         self.patch = getattr(self.model.config, "patch_size", None)
         accepted = inspect.signature(self.model.forward).parameters
         self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in accepted else {}
-
-    def forward(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) and (B, H, W) to features (B, P, D) and mask (B, P)."""
-        pixels, pixel_mask = fill_grid(pixels, pixel_mask)
-        return self._with_mask(
-            self.model(pixel_values=pixels, **self.options).last_hidden_state, pixels, pixel_mask
-        )
 
     def level_dims(self, num_levels: int) -> list[int]:
         """Widths of the levels.
@@ -59,11 +51,12 @@ class HuggingFaceImages(nn.Module):
         return [self.dim] * len(depths(depth, num_levels))
 
     def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
-        """The same after several layers: features (B, P, D) each, and the mask (B, P)."""
+        """See `ImageEncoder`."""
         pixels, pixel_mask = fill_grid(pixels, pixel_mask)
-        output = self.model(pixel_values=pixels, output_hidden_states=True, **self.options)
+        options = self.options | ({"output_hidden_states": True} if num_levels > 1 else {})
+        output = self.model(pixel_values=pixels, **options)
         features, mask = self._with_mask(output.last_hidden_state, pixels, pixel_mask)
-        return [*_lower(output.hidden_states, num_levels), features], mask
+        return [*_lower(output, num_levels), features], mask
 
     def _with_mask(self, features: Tensor, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         if features.dim() == 4:  # convolutional models keep the grid
@@ -133,8 +126,7 @@ class HuggingFaceTexts(nn.Module):
         else:
             segments = None
             output = self.model(input_ids=input_ids, attention_mask=keys.long(), **options)
-        lower = _lower(output.hidden_states, num_levels) if options else []
-        levels = [*lower, output.last_hidden_state]
+        levels = [*_lower(output, num_levels), output.last_hidden_state]
         return levels if segments is None else [segments.unpack(level) for level in levels]
 
 
@@ -157,9 +149,11 @@ def bert(
     return HuggingFaceTexts(BertModel(config, add_pooling_layer=False))
 
 
-def _lower(hidden_states: Sequence[Tensor], num_levels: int) -> list[Tensor]:
-    """All levels but the last, from the embeddings and the output of every layer."""
-    return [hidden_states[depth] for depth in depths(len(hidden_states) - 1, num_levels)[:-1]]
+def _lower(output: Any, num_levels: int) -> list[Tensor]:
+    """All levels but the last; `hidden_states` are the embeddings and the output of every layer."""
+    if num_levels == 1:
+        return []
+    return [output.hidden_states[depth] for depth in depths(len(output.hidden_states) - 1, num_levels)[:-1]]
 
 
 def _load(model: nn.Module | str) -> Any:

@@ -40,7 +40,7 @@ class Asked:
 
     def __init__(self, batch: Batch):
         rows = torch.arange(len(batch))
-        self.output = FusionOutput(rows, rows, rows, (rows, rows, rows, rows), matcher=None, teller=self)
+        self.output = FusionOutput(rows, rows, rows, (rows, rows, rows, rows), matcher=None, predictor=self)
 
     def __call__(self, image, image_mask, masked_ids, attention_mask, positions, targets):
         self.masked_ids, self.positions, self.targets = masked_ids, positions, targets
@@ -198,6 +198,6 @@ def test_what_cannot_be_hidden_says_why():
     with pytest.raises(OptionError, match=r"mask_ratio must lie in \(0, 1\], found 0"):
         MaskedLanguage(mask_id=MASK, mask_ratio=0.0)
     batch = make_batch([(3, 16, 16)])
-    output = dataclasses.replace(make_model()(batch), teller=None)
+    output = dataclasses.replace(make_model()(batch), predictor=None)
     with pytest.raises(OptionError, match="the text encoder has no `embedding`"):
         MaskedLanguage(mask_id=MASK)(output, batch)
