@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmlab.comparison.charts import draw_waste
 from mmlab.errors import DataError
 from mmlab.runs.figures import save_figure
 from mmlab.schedule.preview import preview
@@ -89,6 +90,7 @@ class Overview:
 
     def figure(self) -> Figure:
         """Four panels: sizes, aspects, text lengths, waste."""
+        import pandas as pd
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(12, 3.4), layout="constrained")
@@ -102,20 +104,11 @@ class Overview:
         if "num_tokens" in columns:
             lengths.hist(columns["num_tokens"], bins=40, color="#E69F00")
         lengths.set(title="Text lengths", xlabel="tokens", ylabel="records")
-        table = self.waste_table
-        for offset, (name, colour) in enumerate(
-            zip(table.columns[1:], ("#56B4E9", "#E69F00", "#444444"), strict=True)
-        ):
-            waste.bar(
-                np.arange(len(table)) + 0.27 * (offset - 1),
-                table[name],
-                0.25,
-                label=name.removesuffix(" waste %"),
-                color=colour,
-            )
-        waste.set_xticks(range(len(table)), table.index)
+        table = pd.DataFrame.from_dict(self.waste, orient="index")[
+            ["text_waste", "image_waste", "combined_waste"]
+        ]
+        draw_waste(waste, table)
         waste.set(title=f"Padding waste, {self.policy}", ylabel="%")
-        waste.legend(frameon=False, fontsize=8)
         return figure
 
     def save_figure(self, path: str | Path) -> None:

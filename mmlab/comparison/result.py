@@ -147,12 +147,15 @@ class Comparison:
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
+        import pandas as pd
+
         return draw_comparison(
-            self.arms,
+            self.table,
+            {arm.scheduler: pd.DataFrame(arm.epochs) for arm in self.arms},
             self.steps,
             title=f"What each batch scheduler costs on {self.title}",
-            budget=self.config["budget"],
             unit=self.config["budget_unit"],
+            budget=self.config["budget"],
         )
 
     def html(self) -> str:
