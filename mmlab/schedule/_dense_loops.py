@@ -119,7 +119,10 @@ def _put(layout, sample, place):
 
 @inlined
 def _added_padding(layout, batch, sample, less_than, coefficients, exponents, budget, price):
-    """Padded tokens that a batch gains if this sample takes another's place; infinite unless `less_than` and in budget."""
+    """Padded tokens that a batch gains if this sample takes another's place.
+
+    Infinite if they are not below `less_than`, or if the batch would cost more than `budget`.
+    """
     most, size = layout.most, layout.size
     text = max(most[batch, 0], size[sample, 0])
     area = max(most[batch, 1], size[sample, 1]) * max(most[batch, 2], size[sample, 2])

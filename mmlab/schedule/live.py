@@ -65,7 +65,7 @@ class _Epoch:
 
 
 class LivePlan:
-    """The batches of one epoch, as lists of sample rows; those not handed out can still change. Safe to read in a thread.
+    """The batches of one epoch, as lists of sample rows; the rest can still change. Safe to read in a thread.
 
     Only one reader at a time: the batches that the last iterator gave count as handed out.
 

@@ -5,8 +5,8 @@ mean loss of each source and gives the next epoch's ratios, as points that `mmla
 loss falls more slowly than the others' gets a larger share. Once all losses have settled, the ratios return to where
 they began.
 
-Four things keep the ratios from following noise. Losses are smoothed, as logarithms, so that only relative change counts
-and a loss in bits weighs as much as one in nats. The ratios stay where they are while the target is within
+Four things keep the ratios from following noise. Losses are smoothed, as logarithms, so that only relative change
+counts and a loss in bits weighs as much as one in nats. The ratios stay where they are while the target is within
 `hysteresis`, and then follow it at that distance, so they turn round only when the target has turned by twice as much.
 No share moves by more than `max_step` an epoch. No share falls below `floor`. Give held-out losses or training losses,
 but the same kind throughout.
