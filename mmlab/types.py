@@ -39,21 +39,12 @@ class Record:
 
 
 class BatchShape(NamedTuple):
-    """The padded shape of a batch: all that its cost and memory depend on.
-
-    >>> BatchShape(8, 24, 224, 224).num_pixels
-    401408
-    """
+    """The padded shape of a batch: all that its cost and memory depend on."""
 
     batch_size: int
     num_tokens: int  # T, the longest text
     height: int  # H, pixels of the tallest image
     width: int  # W
-
-    @property
-    def num_pixels(self) -> int:
-        """Padded pixels of the whole batch."""
-        return self.batch_size * self.height * self.width
 
 
 class CostModel(Protocol):
@@ -266,9 +257,7 @@ class Aspect:
         cols = np.where(~tall, np.minimum(cols, np.maximum(1, cells // rows)), cols)
         there = stored_h > 0
         unit = np.int32(self.multiple)
-        return np.where(there, rows * unit, 0).astype(np.int32), np.where(there, cols * unit, 0).astype(
-            np.int32
-        )
+        return tuple(np.where(there, side * unit, 0).astype(np.int32) for side in (rows, cols))  # type: ignore[return-value]
 
     def kept(self, height: int, width: int) -> Region:
         """All of it."""

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,12 @@ def require_columns(found: Iterable[object], what: str, allow_missing_modality: 
 
 def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
     """Why the file is not a manifest; empty if it is. Looks at its beginning only."""
-    with open(path, "rb") as file:
-        head = file.read(_HEAD_BYTES)
+    with open(path, "rb") as beginning:
+        head = beginning.read(_HEAD_BYTES)
     try:
         if head[:4] == _PARQUET:
-            columns = _parquet_schema(path).names
+            with _parquet_file(path) as file:
+                columns = file.schema_arrow.names
         elif b"\0" in head.partition(b"\n")[0]:
             return "is not text"
         else:
@@ -118,14 +120,12 @@ def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
         if file.read(4) == _PARQUET:
             return _parquet(path, allow_missing_modality)
     text = decode_text(path)
-    first = text.lstrip()[:1]
-    return (
-        _json_list(text, path)
-        if first == "["
-        else _json_lines(text)
-        if first == "{"
-        else _delimited(text, path)
-    )
+    match text.lstrip()[:1]:
+        case "[":
+            return _json_list(text, path)
+        case "{":
+            return _json_lines(text)
+    return _delimited(text, path)
 
 
 def _first_objects(text: str) -> list[dict[str, Any]]:
@@ -256,34 +256,34 @@ def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
         )
 
 
-def _parquet_schema(path: Path) -> Any:
-    """The columns of a Parquet file and their types.
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """The file, opened.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: it is damaged.
     """
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_schema(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except DataError:
+        raise
     except (OSError, ValueError) as error:  # arrow's own errors are among these
         raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
 
 
 def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    import pyarrow.parquet
-
-    schema = _parquet_schema(path)
-    columns = require_columns(schema.names, str(path), allow_missing_modality)
-    if (image := columns.get("image")) and not _holds_strings(kind := schema.field(image).type):
-        raise DataError(
-            f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
-            "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
-        )
-    try:
-        entries = pyarrow.parquet.ParquetFile(path).read(columns=list(columns.values())).to_pylist()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
+    with _parquet_file(path) as file:
+        schema = file.schema_arrow
+        columns = require_columns(schema.names, str(path), allow_missing_modality)
+        if (image := columns.get("image")) and not _holds_strings(kind := schema.field(image).type):
+            raise DataError(
+                f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
+                "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
+            )
+        entries = file.read(columns=list(columns.values())).to_pylist()
     for number, entry in enumerate(entries):
         yield f"row {number}", entry
 
