@@ -1,7 +1,7 @@
 """The panel of a `Lab`: its configuration as widgets, above the live view of its runs.
 
-A change of a widget is a change of the lab's next run, at once; what cannot work is said in the panel, and the run
-keeps the value before. Starting, pausing and stopping are done in the live view, or by the lab's own methods.
+A change of a widget changes the lab's next run at once. The panel says which value cannot work, and the lab keeps the
+value before it. Starting, pausing and stopping are done in the live view, or by the lab's own methods.
 """
 
 from __future__ import annotations

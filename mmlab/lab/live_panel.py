@@ -77,7 +77,7 @@ class LivePanel(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def summary(self) -> str:
-        """One line on how things stand, for where no page can show the panel."""
+        """One line on the state of the runs, for places where no page can show the panel."""
         source = self._source if self._source is not None else getattr(self.controller, "folder", None)
         runs = [f"{folder.resolve().name} {summary_line(folder)}" for folder in run_files(source)]
         if not runs:
@@ -98,7 +98,7 @@ class LivePanel(anywidget.AnyWidget):
     def __repr__(self) -> str:
         try:
             return self.summary()
-        except Exception as error:  # a repr is asked for by consoles and tracebacks: it must not fail
+        except Exception as error:  # consoles and tracebacks call repr: it must not fail
             return f"LivePanel: {error!r}"
 
     def _receive(self, _widget: object, content: Mapping[str, Any], _buffers: object) -> None:

@@ -1,4 +1,4 @@
-"""What the panels of widgets share: errors are shown, and keys stay inside.
+"""What the panels of widgets share: they show errors, and the notebook does not see the keys that are pressed in them.
 
 Does not: draw. The live panel has a page of its own and needs none of this.
 """
@@ -31,7 +31,7 @@ class Panel(widgets.VBox):
         self.add_class("mmlab-panel")
 
     def showing(self, act: Callable[[], object]) -> Callable[[Any], None]:
-        """A callback that does `act` and shows any error of it, which would vanish otherwise."""
+        """A callback that calls `act` and shows any error it raises, which Jupyter would hide."""
 
         def acting(_argument: Any) -> None:
             try:

@@ -71,7 +71,8 @@ class Controller(Protocol):
 class Pump:
     """The thread between the files and the page: reads, paces, sends.
 
-    Only this thread sends and touches the runs; `receive`, from any thread, leaves word under a lock.
+    Only this thread sends messages and reads runs. `receive` may be called from any thread and only notes, under a lock,
+    what the page said.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Pump:
         self._thread: threading.Thread | None = None
         # under the lock
         self._shown = self._closed = self._urgent = False
-        self._seen_s = 0.0  # when the page last gave a sign of life
+        self._seen_s = 0.0  # when the page was last heard from
         self._acked = 0
         self._rewind: list[dict[str, int]] = []  # what pages say they have
         self._to_clear: list[str | None] = []
@@ -103,7 +104,7 @@ class Pump:
         self._answers: dict[str, Any] = {}  # the controller's last ones
         self._seq = 0
         self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = 0.0
-        self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the clock of who writes
+        self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the writer's clock
         self._stepped_s = -inf  # when the last step was written, and when it was read
         self._stepped_at_s = 0.0
         self._fresh = False  # rows were read
@@ -115,7 +116,7 @@ class Pump:
         started_s = time.thread_time()
         try:
             self._act(content)
-        except Exception as error:  # nobody sees what a callback raises: the panel shows it
+        except Exception as error:  # Jupyter hides what a callback raises, so the panel shows it
             self._report("callback", error)
         with self._wake:
             self._handler_cpu_s += time.thread_time() - started_s
@@ -147,7 +148,7 @@ class Pump:
             if kind == "ready":
                 self._rewind.append({str(key): int(rows) for key, rows in content["have"].items()})
                 self._shown = True
-                self._acked = self._seq  # what an earlier page did not answer, nobody will
+                self._acked = self._seq  # an earlier page will not answer any more
                 if self._thread is None and not self._closed:
                     self._thread = threading.Thread(target=self._run, name="mmlab-live-panel", daemon=True)
                     self._thread.start()
@@ -160,7 +161,7 @@ class Pump:
         elif kind == "action" and content.get("name") in ACTIONS and self._controller is not None:
             getattr(self._controller, content["name"])()
         else:
-            raise OptionError(f"the panel's page sent a message that means nothing here: {content!r}")
+            raise OptionError(f"the panel's page sent an unknown message: {content!r}")
 
     def _report(self, where: str, error: Exception) -> None:
         with self._wake:
@@ -183,14 +184,14 @@ class Pump:
                     return
             try:
                 wait_s = self._turn()
-            except Exception as error:  # a thread has nobody to raise to: the panel shows it
+            except Exception as error:  # nothing would show what a thread raises, so the panel does
                 self._report("panel", error)
                 wait_s = 1.0
                 with self._wake:
                     self._urgent = False
 
     def _turn(self) -> float | None:
-        """Read and perhaps send; returns how long to wait, None for until word comes."""
+        """Read and perhaps send; returns how long to wait, None until woken."""
         now_s = time.monotonic()
         self._cost.begin(now_s)
         with self._wake:
@@ -276,7 +277,7 @@ class Pump:
         """The controller's answer; the last good one where it raises, and the panel shows what."""
         try:
             self._answers[name] = getattr(self._controller, name)
-        except Exception as error:  # somebody else's code, and no reason to stop drawing
+        except Exception as error:  # a controller's error must not stop the drawing
             self._report("panel", error)
         return self._answers.get(name)
 

@@ -189,7 +189,7 @@ class TrainingPanel(Panel):
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")
 
     def figure(self) -> Figure:
-        """What the live view does not draw: loss by objective, weights and loss scale of every run."""
+        """Loss by objective, weights and loss scale of every run, which the live view does not draw."""
         return training_figure(self.runs)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class TrainingPanel(Panel):
                 send(self.folder / self._name, command)
 
     def _train(self, options: TrainOptions, folder: Path, control: Control) -> None:
-        """One run, in a thread, which has nobody to raise to: the live view shows errors, and `wait` raises them."""
+        """One run, in a thread of its own: its last event keeps an error, which the live view shows and `wait` raises."""
         names = list(self._objectives)
         weighting: Any = options.weighting
         if len(names) > 1:

@@ -34,10 +34,9 @@ Emit = Callable[[str, dict[str, Any]], object]  # takes the kind of an event and
 
 
 def send(folder: str | Path, command: str) -> None:
-    """Tell the run that writes into `folder` what to do: `pause`, `resume` or `stop`. Returns at once.
+    """Tell the run that writes into `folder` to `pause`, `resume` or `stop`. Returns at once.
 
-    The run does it after the step in hand. A command is for the run that is going on: one that starts later does not
-    see it.
+    The run obeys after the step in hand. A run that starts later ignores the command.
 
     Raises:
         OptionError: another command.
@@ -50,18 +49,19 @@ def send(folder: str | Path, command: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file in one piece: who reads it finds the old text or the new one, never a part."""
+    """Replace a small file in one operation: a reader finds the old text or the new one, never a part."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     new.write_text(text)
     new.replace(path)
 
 
 class Control:
-    """What a run was told, seen from its training loop. Use from one thread.
+    """The commands to a run, read by its training loop. Use from one thread.
 
     Args:
-        folder: of the run; None is told nothing, as the ranks other than 0 are: what rank 0 reads holds for all.
-        since_s: commands given before this time (seconds since 1970) were for an earlier run; now, unless given.
+        folder: of the run. None reads no commands: of several ranks only rank 0 reads them, and all obey what it read.
+        since_s: commands given before this time (seconds since 1970) are ignored, as they were for an earlier run; now,
+            unless given.
     """
 
     def __init__(self, folder: str | Path | None, *, since_s: float | None = None) -> None:
@@ -78,7 +78,7 @@ class Control:
         if self._path is not None:
             try:
                 found = os.stat(self._path)
-            except OSError:  # nothing was said
+            except OSError:  # no command yet
                 return self._wanted
             if (found.st_ino, found.st_mtime_ns) != self._seen:
                 self._seen = (found.st_ino, found.st_mtime_ns)
@@ -92,12 +92,12 @@ class Control:
         agree: Callable[[float], float] = float,
         emit: Emit = lambda kind, values: None,
     ) -> bool:
-        """Whether to end the run here; first waits for as long as it is paused, between two events that say so.
+        """Wait while the run is paused; returns whether it is to stop. A pause is written as two events.
 
         Args:
-            stopping: another reason to stop, asked again and again while the run waits.
-            agree: gives every rank the largest of the ranks' numbers. Ranks then pause and stop at the same step,
-                and go through the same number of exchanges.
+            stopping: another reason to stop, called after every step and repeatedly during a pause.
+            agree: gives every rank the largest of the ranks' numbers, so that all pause and stop at the same step and
+                exchange equally often.
             emit: takes `pause` and `resume`.
         """
         started: float | None = None
@@ -121,6 +121,6 @@ class Control:
         try:
             found = json.loads(self._path.read_text())
             command, time_s = found["command"], found["time_s"]
-        except (OSError, ValueError, KeyError, TypeError):  # not from `send`: it says nothing
+        except (OSError, ValueError, KeyError, TypeError):  # not written by `send`: ignored
             return self._wanted
         return command if command in _LEVELS and time_s >= self._since_s else self._wanted

@@ -1,4 +1,4 @@
-"""The folder of a run or comparison: what an earlier one left there is moved aside, never overwritten."""
+"""The folder of a run or comparison: the files of an earlier one are moved aside, never overwritten."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class DeviceMonitor:
     def _run(self) -> None:
         try:
             self._sample_until_stopped()
-        except Exception as error:  # a thread has nobody to raise to: __exit__ and the event show it
+        except Exception as error:  # nothing would show what a thread raises: __exit__ and the event do
             self.error = error
             with suppress(Exception):  # when `emit` itself is what fails, __exit__ is left to show it
                 self._warn(

@@ -1,8 +1,8 @@
-"""Give a run to the tracker that people already look at: TensorBoard, Weights & Biases or MLflow.
+"""Export a run to an experiment tracker: TensorBoard, Weights & Biases or MLflow.
 
-Fed from the event files after or during a run, so training knows nothing of trackers and a run can be given to another
-one later. Numbers of `step`, `epoch`, `eval` and `device` events become curves named `kind/key`, the start event's
-configuration the run's parameters. Steps that were done again after a resume appear once.
+Reads the event files, so training does not depend on trackers and a run can be exported again later. Numbers of `step`,
+`epoch`, `eval` and `device` events become curves named `kind/key`, the start event's configuration the run's parameters.
+Steps that were done again after a resume appear once.
 
 Costs nothing in training. Does not: install a tracker, upload checkpoints, or follow a run that goes on.
 """
@@ -23,7 +23,7 @@ _CURVES = ("step", "epoch", "eval", "device")
 
 
 def export_run(run: str | Path, to: str, target: str | Path) -> int:
-    """Give one run to a tracker; returns the number of points.
+    """Export one run to a tracker; returns the number of points.
 
     Args:
         run: the run's folder.
@@ -52,7 +52,7 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
 
 
 def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
-    """One rank's events without those that a resume made void: later steps than it went on from.
+    """One rank's events without the steps that a later start from an earlier checkpoint did again.
 
     >>> def event(kind, step): return RunEvent(kind, step, 0, 0.0, {})
     >>> done = [event("step", 1), event("step", 2), event("start", 1), event("step", 2)]
@@ -73,9 +73,7 @@ Point = tuple[str, float, int, float]  # name, value, step, seconds since 1970
 def _points(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Point]:
     step = 0
     for event in sorted(events, key=lambda event: event.time_s):
-        step = (
-            event.step if event.step >= 0 else step
-        )  # the monitor does not know the step: the last one seen
+        step = event.step if event.step >= 0 else step  # device events carry no step: take the last one
         if event.kind in _CURVES:
             rank = f"rank{event.rank}/" if several_ranks else ""
             for key, value in event.values.items():
