@@ -275,7 +275,7 @@ def ours(corpus: Corpus, num_workers: Any, **options: Any) -> Generator[Epoch]:
     with planned_loader(corpus, num_workers=num_workers, **options) as loader:
 
         def epoch(batches: Rows) -> Iterator[Any]:
-            if loader.dataset.cache is None:  # which has token ids as well
+            if loader.dataset.cache is None:  # in cached epochs nothing is prepared again
                 corpus.tokenizer([corpus.texts[row] for batch in batches for row in batch])
             loader.plan = batches
             return ((batch.pixel_values, batch.input_ids) for batch in loader)

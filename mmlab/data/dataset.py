@@ -1,7 +1,7 @@
 """The dataset: one record in, one decoded image and its tokens out.
 
-Texts are tokenised once, when the dataset is made, into one flat integer column, which forked workers share: 4 bytes a
-token and 8 bytes a text, so that a million captions of 13 tokens take 62 MB, and twice that while the column is made.
+Texts are tokenised once, when the dataset is made, into one flat integer column: 4 bytes a token and 8 bytes a text, so
+that a million captions of 13 tokens take 62 MB, and twice that while the column is made. Each worker process has a copy.
 Images are read and decoded on access. Nothing is padded here; collating a batch does that (`mmlab.loading.collate`).
 """
 
