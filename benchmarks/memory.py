@@ -475,7 +475,10 @@ def main() -> None:
     parts = options.only or ["accuracy", "faults", "policies"]
     named = "_".join(["memory", *(options.only or []), *(["cuda"] if options.device == "cuda" else [])])
     path = options.json or (options.out and options.out / f"{named}.json")
-    rows = rows_measured_here(path) if options.add and path else []
+    try:
+        rows = rows_measured_here(path) if options.add and path else []
+    except OptionError as error:
+        parser.error(str(error))
 
     def keep(row: dict[str, Any]) -> None:
         row["machine"] = machine_id()

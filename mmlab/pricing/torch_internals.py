@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,11 +42,18 @@ without_modes = _disable_current_modes  # a context in which no dispatch mode se
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 math_attention = torch.ops.aten._scaled_dot_product_attention_math
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `Tensor.item` calls
+MODULE_CALL = nn.Module._call_impl.__code__  # what runs while a module is called
 
 
 def storage_key(tensor: Tensor) -> int:
     """The same for all tensors that share memory, as `LiveBytes` uses it."""
     return id(tensor.untyped_storage())
+
+
+def schema_of(operation: Any) -> Any:
+    """Name and arguments of an operation, and which of them it writes to."""
+    return operation._schema
 
 
 def sequence_number(node: Node) -> int:

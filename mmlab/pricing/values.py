@@ -17,16 +17,19 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmlab.errors import OptionError
 from mmlab.pricing.torch_internals import (
+    MODULE_CALL,
+    READ_NUMBER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     TorchDispatchMode,
     UnsupportedOperatorException,
     WeakTensorKeyDictionary,
+    schema_of,
     storage_key,
     tree_map_only,
     without_modes,
@@ -67,7 +70,7 @@ class Answers(TorchDispatchMode):
         if values is not None:
             for fake, value in zip(tensors_in([out]), tensors_in([values]), strict=True):
                 self.known[fake] = value
-        elif func._schema.is_mutable:
+        elif schema_of(func).is_mutable:
             self._forget(func, args)
         return out
 
@@ -102,7 +105,7 @@ class Answers(TorchDispatchMode):
                 ),
                 values,
             )
-        if error.func is not torch.ops.aten._local_scalar_dense.default:
+        if error.func is not READ_NUMBER:
             raise OptionError(
                 f"{_place() or 'the step'} calls {error.func}, whose result depends on the values of a tensor; pricing "
                 "has shapes only. Replace it by an operation with a fixed shape (torch.where, masked_fill, a sum "
@@ -117,7 +120,7 @@ class Answers(TorchDispatchMode):
 
     def _forget(self, func: Any, args: Any) -> None:
         """What was written to with something unknown is not known any more, nor are its views."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.is_write and isinstance(value, Tensor) and value in self.known:
                 storage = storage_key(value)
                 for fake in [fake for fake in self.known if storage_key(fake) == storage]:
@@ -135,7 +138,8 @@ def device_asked_for(func: Any, args: Any) -> torch.device | None:
 @cache
 def _makes_values(func: Any) -> bool:
     """Whether an operation without tensors gives values that are the same each time."""
-    return "empty" not in func._schema.name and any(item.name == "device" for item in func._schema.arguments)
+    schema = schema_of(func)
+    return "empty" not in schema.name and any(item.name == "device" for item in schema.arguments)
 
 
 def _place() -> str:
@@ -147,7 +151,7 @@ def _place() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code is nn.Module._call_impl.__code__:
+        if code is MODULE_CALL:
             return innermost + (f" in {module}" if module not in innermost else "")
         if not code.co_filename.startswith(_TORCH) and code.co_name != "__torch_dispatch__":
             if not innermost:

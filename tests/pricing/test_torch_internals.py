@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -95,8 +99,9 @@ def test_operations_without_modes_are_real() -> None:
 def test_values_that_fake_tensors_lack_are_asked_for_by_name() -> None:
     with internals.FakeTensorMode(allow_fallback_kernels=False):
         x = torch.empty(3)
-        with pytest.raises(internals.DataDependentOutputException):
+        with pytest.raises(internals.DataDependentOutputException) as read:
             x.sum().item()
+        assert read.value.func is internals.READ_NUMBER
         with pytest.raises(internals.DynamicOutputShapeException):
             x.nonzero()
     known = internals.WeakTensorKeyDictionary()
@@ -120,3 +125,25 @@ def test_a_custom_function_s_node_is_told_apart() -> None:
     x = torch.ones(2, requires_grad=True)
     assert isinstance(Double.apply(x).grad_fn, internals.BackwardCFunction)
     assert not isinstance((2 * x).grad_fn, internals.BackwardCFunction)
+
+
+def test_a_schema_tells_what_an_operation_writes_to() -> None:
+    schema = internals.schema_of(torch.ops.aten.add_.Tensor)
+    assert schema.is_mutable
+    assert [item.name for item in schema.arguments if item.is_write] == ["self"]
+    assert internals.schema_of(torch.ops.aten.ones.default).name == "aten::ones"
+
+
+def test_a_module_s_call_is_seen_on_the_stack() -> None:
+    class Looks(nn.Module):
+        def forward(self) -> bool:
+            return sys._getframe(1).f_code is internals.MODULE_CALL
+
+    assert Looks()()
+
+
+def test_no_other_file_of_pricing_names_a_private_part_of_torch() -> None:
+    folder = Path(internals.__file__).parent
+    private = re.compile(r"from torch\S*\._|\b(torch|nn|func|node|storage\(\))(\.\w+)*\._[a-z]")
+    found = {path.name for path in folder.glob("*.py") if private.search(path.read_text())}
+    assert found == {"torch_internals.py"}
