@@ -32,7 +32,7 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import Aspect, Batch, Square
 
@@ -101,7 +101,7 @@ class Arm:
                 "data_wait_s": sum(step["data_wait_s"] for step in steps),
                 "num_steps": len(steps),
                 "num_samples": sum(step["num_samples"] for step in steps),
-                "padded_cost": sum(step["predicted_cost"] for step in steps),
+                "padded_cost": sum(step["padded_cost"] for step in steps),
                 "held_out_loss": found["loss"],
                 "image_to_text_r1": found["image_to_text_r1"],
             }

@@ -17,10 +17,9 @@ from mmlab.model.parameters import learning, parameter_groups
 from mmlab.model.presets import build_model
 from mmlab.parallel.predict import predict
 from mmlab.parallel.probe import costs_from, network_from, probe_network, probe_parts
-from mmlab.parallel.strategies import ParallelOptions
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.parallel.strategies import ParallelOptions, make_strategy
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.training.optimizer import RestartableAdamW
 from mmlab.types import Batch, BatchShape
 
 ONE, TWO, CUT, PEER = "one device", "two ranks", "layers moved", "torch.distributed.pipelining, 1f1b"
@@ -73,9 +72,12 @@ def take_turns(sizes: Sizes, num_rounds: int) -> tuple[Plan, dict[str, dict[str,
     distributed.all_gather_object(everywhere, (parts, probe_network(torch.device("cpu"))))
     plan = _planned(sizes, everywhere)
     ways |= {
-        TWO: _trained(sizes, parallel=ParallelOptions(strategy="branch", ahead=AHEAD)),
+        TWO: _trained(sizes, strategy=make_strategy(ParallelOptions(strategy="branch", ahead=AHEAD))),
         CUT: _trained(
-            sizes, parallel=ParallelOptions(strategy="branch", ahead=AHEAD, image_layers=plan.image_layers)
+            sizes,
+            strategy=make_strategy(
+                ParallelOptions(strategy="branch", ahead=AHEAD, image_layers=plan.image_layers)
+            ),
         ),
         PEER: _pipelined(sizes),
     }
@@ -124,7 +126,7 @@ def _pipelined(sizes: Sizes) -> Callable[[], float | None]:
     pipeline = PipelinedBranches(
         model, num_micro_batches=sizes.num_micro_batches, objectives={"contrastive": Contrastive()}
     )
-    optimizer = RestartableAdamW(parameter_groups(model, weight_decay=0.01), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.01), lr=1e-4, fused=True)
 
     def step() -> float | None:
         loss = pipeline.step(batch)

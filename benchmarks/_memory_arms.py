@@ -23,7 +23,7 @@ from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import Batch, SampleSizes
 

@@ -10,7 +10,7 @@ import torch
 
 from mmlab.model.presets import build_model
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import Aspect, Batch, BatchShape, SampleSizes
 

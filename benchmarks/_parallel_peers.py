@@ -14,7 +14,6 @@ from mmlab.model.parameters import learning, parameter_groups
 from mmlab.parallel.bench_turns import OBJECTIVES, BenchStrategy, Prepared, Setting, make_batch, seeded_model
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import parse_objectives
-from mmlab.training.optimizer import RestartableAdamW
 from mmlab.types import Batch
 
 
@@ -33,7 +32,7 @@ class WithLoss(torch.nn.Module):
 
 def _prepared(setting: Setting, rank: int) -> tuple[torch.nn.Module, Any, Batch]:
     module = WithLoss(seeded_model(setting)).to(setting.device(rank))
-    optimizer = RestartableAdamW(parameter_groups(module, weight_decay=0.01), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay=0.01), lr=1e-4, fused=True)
     batch = make_batch(setting, rank, setting.num_ranks).to(setting.device(rank))
     return module, optimizer, batch
 

@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mmlab.model.parameters import parameter_groups
 from mmlab.model.presets import build_model
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.training.optimizer import warmup_cosine
+from mmlab.training.schedule import warmup_cosine
 from mmlab.types import Batch
 
 Step = Callable[[Batch], float]  # one optimizer step; its loss

@@ -399,7 +399,7 @@ def _trainer(bench: Bench, precision: str, *, model: Any = None) -> Any:
     import torch
 
     from mmlab.model.presets import build_model
-    from mmlab.training.fusion_trainer import FusionTrainer
+    from mmlab.training.loop import FusionTrainer
 
     torch.manual_seed(0)
     model = build_model(bench.model, vocab_size=1000) if model is None else model

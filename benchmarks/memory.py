@@ -66,7 +66,7 @@ from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.preview import read_lengths
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import PATCH, Aspect, BatchShape, SampleSizes
 
 RESNET_CELL = (

@@ -28,7 +28,7 @@ def train(seconds: float, *, warm_up_s: float = 1.0) -> float:
     import torch
 
     from mmlab.model.presets import build_model
-    from mmlab.training.fusion_trainer import FusionTrainer
+    from mmlab.training.loop import FusionTrainer
     from mmlab.types import Batch
 
     torch.manual_seed(0)

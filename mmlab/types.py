@@ -56,12 +56,44 @@ class CostModel(Protocol):
     def __call__(self, shape: BatchShape) -> float: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostColumns:
+    """What objectives count, in the host's memory: reading it never waits for the device."""
+
+    input_ids: torch.Tensor  # (B, T) int64
+    attention_mask: torch.Tensor  # (B, T) bool
+    height: NDArray[np.int64]  # (B,) pixels of each image; 0 without one
+    width: NDArray[np.int64]  # (B,)
+    groups: NDArray[np.int64] | None  # (B,)
+    labels: torch.Tensor | None  # (B,) int64
+
+    def __len__(self) -> int:
+        return len(self.height)
+
+    def part(self, rows: slice) -> HostColumns:
+        """The same of some rows."""
+        return HostColumns(
+            input_ids=self.input_ids[rows],
+            attention_mask=self.attention_mask[rows],
+            height=self.height[rows],
+            width=self.width[rows],
+            groups=None if self.groups is None else self.groups[rows],
+            labels=None if self.labels is None else self.labels[rows],
+        )
+
+    @property
+    def is_pair(self) -> NDArray[np.bool_]:
+        """(B,) samples that have both an image and a text."""
+        return (self.height > 0) & self.attention_mask.numpy().any(1)
+
+
 @dataclass(slots=True)
 class Batch:
     """One padded batch, on one device.
 
     B samples, T tokens, C channels, H x W pixels. Masks are 1 (True) where there is data. `pixel_values` stay
-    `uint8` until the model normalises them.
+    `uint8` until the model normalises them. `columns` are filled in by `collate`; who changes masks, tokens, groups or
+    labels of a batch sets them to None.
     """
 
     pixel_values: torch.Tensor  # (B, C, H, W) uint8
@@ -72,6 +104,7 @@ class Batch:
     record_ids: list[str]
     groups: torch.Tensor | None = None  # (B,) int64; equal values share an image
     weights: torch.Tensor | None = None  # (B,) float32; factor of each sample's loss, 1 where None
+    columns: HostColumns | None = None  # the same masks, tokens, groups and labels on the host
 
     def __len__(self) -> int:
         return len(self.record_ids)
@@ -88,7 +121,24 @@ class Batch:
 
     def part(self, rows: slice) -> Batch:
         """The samples of some rows, padded as they are."""
-        return replace(self._map(lambda tensor: tensor[rows]), record_ids=self.record_ids[rows])
+        columns = None if self.columns is None else self.columns.part(rows)
+        part = self._map(lambda tensor: tensor[rows])
+        return replace(part, record_ids=self.record_ids[rows], columns=columns)
+
+    @property
+    def host(self) -> HostColumns:
+        """The columns on the host; where `collate` did not make them, they are read from the tensors each time."""
+        if self.columns is not None:
+            return self.columns
+        pixels = self.pixel_mask.cpu().numpy()
+        return HostColumns(
+            input_ids=self.input_ids.cpu(),
+            attention_mask=self.attention_mask.cpu(),
+            height=pixels.any(2).sum(1),
+            width=pixels.any(1).sum(1),
+            groups=None if self.groups is None else self.groups.cpu().numpy(),
+            labels=None if self.labels is None else self.labels.cpu(),
+        )
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; torch's DataLoader calls this."""

@@ -29,7 +29,7 @@ from mmlab.loading.speeds import MIB, ReadRates, decode_rate, read_rates, work_r
 from mmlab.loading.stages import as_html, as_text
 from mmlab.machine import num_usable_cores, resolve_device
 from mmlab.model.presets import build_model
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import Batch, parse_image_policy
 

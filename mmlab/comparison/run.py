@@ -20,7 +20,7 @@ from mmlab.machine import this_process, versions
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent, RunLog
 from mmlab.runs.monitor import DeviceMonitor
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import Batch
 
 

@@ -40,8 +40,7 @@ from mmlab.model.presets import build_model
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
-from mmlab.parallel.process_group import ProcessGroup
-from mmlab.parallel.strategies import CollectiveFailed
+from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent
 from mmlab.runs.folders import fresh_folder
@@ -49,8 +48,9 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.checkpoint.files import MANIFEST, check
 from mmlab.training.checkpoint.keeping import Checkpoints, restore
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.names import parse_objectives
+from mmlab.training.strategy import CollectiveFailed, Strategy
 
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
 _WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY, LAUNCH, EVENT_FILES)
@@ -235,7 +235,7 @@ class _Training:
             model,
             options,
             objectives=objectives,
-            parallel=config.parallel,
+            strategy=make_strategy(config.parallel),
             emit=self._take,
             memory=planned.memory,
             device=device,
@@ -254,7 +254,7 @@ class _Training:
         """
         if resume == "never":
             return None
-        ranks = self.trainer.ranks
+        ranks = self.trainer.strategy
         own = self._checkpoints.newest(ranks) if own_first else None
         path = None if resume == "auto" else Path(resume)
         return own or _saved_in(path, self._checkpoints, ranks)
@@ -313,7 +313,7 @@ class _Training:
     def _num_steps(self) -> int:
         """Of the whole run, as far as this epoch's plan tells."""
         trainer, num_epochs = self.trainer, self.config.trainer.num_epochs
-        known = trainer.last_epoch == num_epochs and trainer.saved_on == trainer.num_sharing
+        known = trainer.last_epoch == num_epochs and trainer.saved_on == trainer.strategy.num_shares
         if trainer.total_steps is not None and known:
             return trainer.total_steps
         return trainer.step + trainer.steps_left(self._loader, num_epochs)
@@ -385,7 +385,7 @@ def _model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
         return build(**config.model, vocab_size=vocab_size)
 
 
-def _saved_in(path: Path | None, own: Checkpoints, ranks: ProcessGroup) -> Path | None:
+def _saved_in(path: Path | None, own: Checkpoints, ranks: Strategy) -> Path | None:
     """The checkpoint to go on from: the newest of this run's own, or of what was asked for."""
     if path is None:
         return own.newest(ranks)

@@ -35,7 +35,7 @@ from mmlab.runs.figures import colours_of
 from mmlab.runs.folders import fresh_folder
 from mmlab.runs.follow import Runs, RunState
 from mmlab.runs.summaries import Progress, progress_of
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.base import Objective
 from mmlab.training.options import TrainOptions, change_options
 from mmlab.training.precision import PRECISIONS

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from mmlab.data.dataset import Sample
-from mmlab.types import PATCH, Batch
+from mmlab.types import PATCH, Batch, HostColumns
 
 
 def collate(
@@ -40,8 +40,9 @@ def collate(
     for image, place, mask in zip(images, pixels, pixel_mask, strict=True):
         _place(image, place, mask)
     input_ids, attention_mask = _padded([sample["input_ids"].numpy() for sample in samples], pad_token_id)
+    sides = np.array([(0, 0) if image is None else image.shape[1:] for image in images])
     labels = [sample["label"] for sample in samples]
-    return Batch(
+    batch = Batch(
         pixel_values=torch.from_numpy(pixels),
         pixel_mask=torch.from_numpy(pixel_mask),
         input_ids=torch.from_numpy(input_ids),
@@ -50,6 +51,15 @@ def collate(
         record_ids=[sample["id"] for sample in samples],
         groups=torch.tensor([sample["group"] for sample in samples]),
     )
+    batch.columns = HostColumns(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        height=sides[:, 0],
+        width=sides[:, 1],
+        groups=None if batch.groups is None else batch.groups.numpy(),
+        labels=batch.labels,
+    )
+    return batch
 
 
 def _place(image: NDArray[np.uint8] | None, place: NDArray[np.uint8], mask: NDArray[np.bool_]) -> None:

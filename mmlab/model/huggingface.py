@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError, unknown_name
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
-from mmlab.types import Batch
+from mmlab.types import Batch, HostColumns
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LABELS = ("batch", "text", "masked")
@@ -100,7 +100,7 @@ class LossModel(nn.Module):
         """Whether the loss compares the samples of a batch with each other, as CLIP's does."""
         return hasattr(self.module, "logit_scale")
 
-    def num_terms(self, batch: Batch) -> Tensor | int:
+    def num_terms(self, batch: Batch | HostColumns) -> Tensor | int:
         """How many samples or label tokens the module's mean is over."""
         if "labels" not in self.accepted:
             return len(batch)
@@ -228,7 +228,7 @@ def _usual_labels(module: nn.Module) -> str:
     return "masked" if type(module).__name__.endswith("ForMaskedLM") else "batch"
 
 
-def _text_labels(batch: Batch) -> Tensor:
+def _text_labels(batch: Batch | HostColumns) -> Tensor:
     return batch.input_ids.masked_fill(~batch.attention_mask, _IGNORED)
 
 

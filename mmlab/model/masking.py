@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmlab.types import Batch
+from mmlab.types import Batch, HostColumns
 
 
-def can_hide(batch: Batch, special_ids: tuple[int, ...]) -> Tensor:
+def can_hide(batch: Batch | HostColumns, special_ids: tuple[int, ...]) -> Tensor:
     """Tokens that are neither padding nor special, (B, T) bool."""
     special = torch.tensor(special_ids, dtype=torch.int64, device=batch.input_ids.device)
     return batch.attention_mask & ~torch.isin(batch.input_ids, special)

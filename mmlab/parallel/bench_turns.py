@@ -24,12 +24,13 @@ from tqdm.auto import tqdm
 from mmlab.machine import process_rss_bytes
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import build_model
+from mmlab.parallel.branch_strategy import BranchStrategy
 from mmlab.parallel.predict import predict
 from mmlab.parallel.probe import clock, costs_from, network_from, probe_network, probe_parts
-from mmlab.parallel.strategies import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions, make_strategy
 from mmlab.parallel.timeline import Timeline
 from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import Batch
 
 VOCAB_SIZE = 30_522  # of bert-base-uncased: its embedding is reduced like any other weight
@@ -136,13 +137,13 @@ def make_trainer(setting: Setting, rank: int, **options: Any) -> FusionTrainer:
 def _trained(setting: Setting, rank: int, cut: int | None, *, strategy: str = "ddp") -> Prepared:
     """`FusionTrainer` on this rank's share of the samples."""
     parallel = ParallelOptions(strategy=strategy, image_layers=cut if strategy == "branch" else None)
-    trainer = make_trainer(setting, rank, parallel=parallel)
-    batch = make_batch(setting, rank % trainer.num_sharing, trainer.num_sharing).to(trainer.device)
+    trainer = make_trainer(setting, rank, strategy=make_strategy(parallel))
+    batch = make_batch(setting, rank % trainer.strategy.num_shares, trainer.num_sharing).to(trainer.device)
     size = len(batch) // setting.num_micro_batches
     window = [batch.part(slice(start, start + size)) for start in range(0, len(batch), size)]
     timeline = None
-    if trainer.branches is not None and setting.device_type == "cpu":
-        timeline = trainer.branches.timeline = Timeline()
+    if isinstance(trainer.strategy, BranchStrategy) and setting.device_type == "cpu":
+        timeline = trainer.strategy.branches.timeline = Timeline()
     held = (trainer.model, trainer.optimizer, *batch.tensors())
     return Prepared(lambda: trainer.train_step(window)["loss"], held, timeline)
 

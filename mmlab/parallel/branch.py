@@ -22,6 +22,7 @@ support fp16, whose loss scales would differ between the ranks.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ class _ImagePart(NamedTuple):
 class BranchRanks:
     """One of two ranks; both construct it with the same arguments, after `torch.distributed.init_process_group`.
 
-    `FusionTrainer(..., parallel="branch")` trains with it.
+    `FusionTrainer(..., strategy=make_strategy("branch"))` trains with it.
 
     Args:
         model: the same on both ranks; each trains its own branch.
@@ -199,7 +200,7 @@ class BranchRanks:
         for part, of_part in parts.items():
             there = [norm for has_any, norm in islice(both, len(of_part)) if has_any]
             if there:
-                found[part] = float(torch.linalg.vector_norm(torch.tensor(there)))
+                found[part] = math.hypot(*there)
         return found
 
     def share_weights(self) -> None:

@@ -1,12 +1,12 @@
-"""Gradients summed by torch's DistributedDataParallel while the backward pass still runs.
+"""`DDPStrategy`: gradients summed by torch's DistributedDataParallel while the backward pass still runs.
 
-Only the last micro-batch's pass of a window is handed to it, and of that only the roots of the graph: losses and
-negatives may use weights outside the model's `forward`. Every trained weight is made part of that graph, so that
-its bucket is sent whether or not this rank used it; what no rank used is told apart by a hook on each weight, and has
-no gradient afterwards, as in a single process.
+Only the last micro-batch's pass of a window is handed to it, and of that only a root of the graph: losses and negatives
+may use weights outside the model's `forward`. The root reaches every trained weight, so that each bucket is sent whether
+or not this rank used its weights; a hook on each weight notes what was used, and a weight that no rank used has no
+gradient afterwards, as in a single process.
 
-A rank that fails within such a pass leaves the others waiting in it. So it goes on to the end of the reduction with
-whatever it has (`drain_reduction`), then says so, and all do the window again, without overlap.
+A rank that fails within such a pass would leave the others waiting in it. So it takes part in the rest of the reduction
+(`drain_reduction`), then says that it failed, and all ranks run the window again, without overlap.
 
 Costs: one more set of gradients, the buckets, while micro-batches are accumulated; a call into Python for each weight
 and backward pass. The reduction ends in a mean, so the losses are multiplied by the number of ranks.
@@ -16,7 +16,8 @@ Running statistics of batch normalisation stay each rank's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mmlab.errors import OptionError
 from mmlab.machine import device_limit
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.parallel.strategies import CollectiveFailed, ParallelOptions, ReduceStrategy, Roots
+from mmlab.parallel.strategies import ParallelOptions, ReduceStrategy
 from mmlab.parallel.torch_internals import finish_reduction
+from mmlab.training.strategy import CollectiveFailed
 
 NEAR_LIMIT = 0.9  # of the device's memory: from here on a step is likely enough to fail
 _CAREFUL_STEPS = 100  # after one that ran out of memory, where nothing predicts it
@@ -39,43 +41,43 @@ _CAREFUL_STEPS = 100  # after one that ran out of memory, where nothing predicts
 class DDPStrategy(ReduceStrategy):
     """The strategy `ddp`."""
 
-    def __init__(self, options: ParallelOptions, ranks: ProcessGroup, device: torch.device) -> None:
-        super().__init__(options, ranks, device)
-        self.scale = float(ranks.world_size)
+    def __init__(self, options: ParallelOptions, group: ProcessGroup) -> None:
+        super().__init__(options, group)
+        self.scale = float(group.world_size)
         self._used: set[int] = set()
-        self._armed = False  # the reduction waits for every weight
+        self._reduces = False  # in this micro-batch's backward pass
+        self.is_armed = False  # the reduction waits for every weight
         self._careful_until = 0
         self._limit_bytes: int | None = None
 
-    def prepare(self, model: nn.Module) -> None:
+    def _prepare(self, model: nn.Module) -> nn.Module:
         """Wrap the trained weights; a collective.
 
         Raises:
-            OptionError: the ranks' models differ.
+            OptionError: the model cannot be trained by DistributedDataParallel.
         """
-        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        model = super()._prepare(model)
         # under its old name in torch before 2.14
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         no_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {no_buffers: False, "bucket_cap_mb": self.options.bucket_mb}
         try:
             self._ddp = DistributedDataParallel(
-                _Reduced(model, self._weights), gradient_as_bucket_view=True, **options
+                _Reduced(model, self.weights), gradient_as_bucket_view=True, **options
             )
         except RuntimeError as error:
             raise OptionError(
-                f"the ranks' models differ, or cannot be trained by ddp: {' '.join(str(error).split())}"
+                f"the model cannot be trained by ddp: {' '.join(str(error).split())}"
             ) from error
         self._settle_buckets()
-        for index, weight in enumerate(self._weights):
+        for index, weight in enumerate(self.weights):
             weight.register_post_accumulate_grad_hook(partial(self._note, index))
         self._compress()
+        return model
 
     def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
         self._used.clear()
-        self._armed = False
-        if self.ranks.world_size == 1:
-            return False
+        self.is_armed = False
         if self.options.overlap == "always":
             return True
         if predicted_bytes is None:
@@ -84,47 +86,57 @@ class DDPStrategy(ReduceStrategy):
             self._limit_bytes = device_limit(self.device)
         return predicted_bytes <= NEAR_LIMIT * self._limit_bytes
 
-    def run(self, work: Callable[[], Roots], *, reduce: bool) -> Roots:
-        loss, taught = work()
-        if reduce:
-            taught = [*taught, (self._ddp(), None)]
-            self._armed = True
-        return loss, taught
+    @contextmanager
+    def sync(self, *, last: bool) -> Iterator[None]:
+        self._reduces = last
+        try:
+            yield
+        finally:
+            self._reduces = False
+
+    def forward(self, work: Callable[[], Tensor]) -> Tensor:
+        loss = work()
+        if self._reduces:
+            loss = loss + self._ddp().to(loss.dtype)
+            self.is_armed = True
+        return loss
 
     def drain_reduction(self, problem: Exception | None) -> None:
         try:
-            if not self._armed:
+            if not self.is_armed:
                 self._ddp().backward()
             else:
-                for weight in self._weights:
+                for weight in self.weights:
                     self._touch(weight)
             finish_reduction(self._ddp)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise CollectiveFailed(
-                f"rank {self.ranks.rank} failed inside the reduction of gradients, which cannot be taken up again: "
+                f"rank {self.group.rank} failed inside the reduction of gradients, which cannot be taken up again: "
                 f"{problem or error}; resume from the last checkpoint, with strategy='reduce' if memory ran out there"
             ) from error
 
     def extra_stats(self) -> list[float]:
-        return [float(index in self._used) for index in range(len(self._weights))]
+        return [float(index in self._used) for index in range(len(self.weights))]
 
     def apply_extra_stats(self, sums: Sequence[float]) -> None:
-        for weight, num_ranks in zip(self._weights, sums, strict=False):  # none without overlap
+        for weight, num_ranks in zip(self.weights, sums, strict=False):  # none without overlap
             if not num_ranks:
                 weight.grad = None
 
-    def be_careful(self, step: int) -> None:
+    def ran_out_of_memory(self, step: int) -> None:
         self._careful_until = step + _CAREFUL_STEPS
 
     def _settle_buckets(self) -> None:
-        """Torch orders the buckets anew after the first backward pass, as it met the weights there; and the order of
-        the additions, of three ranks or more, depends on it. So that a resumed run adds as the first did, let that be
-        once, before the first step, and always the reverse of the model's order."""
+        """Have torch order the buckets now, by the reverse of the model's order.
+
+        It orders them after the first backward pass, by the order in which weights got their gradients, and with three
+        ranks or more rounding depends on it: a resumed run would add in another order than the first run did.
+        """
         self._ddp()
-        for weight in reversed(self._weights):
+        for weight in reversed(self.weights):
             self._touch(weight)
         self._ddp().backward()
-        for weight in self._weights:
+        for weight in self.weights:
             weight.grad = None
 
     def _note(self, index: int, weight: Tensor) -> None:
@@ -175,10 +187,10 @@ class _Reduced(nn.Module):
     def __init__(self, model: nn.Module, weights: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.model = model
-        self._weights = [*weights]
+        self.weights = [*weights]
 
     def forward(self) -> Tensor:
-        return _Reached.apply(*self._weights)
+        return _Reached.apply(*self.weights)
 
 
 class _Reached(torch.autograd.Function):

@@ -1,21 +1,24 @@
-"""Every rank holds a share of the weights, gradients and optimizer state: torch's `fully_shard` (FSDP2).
+"""`FSDPStrategy`: every rank holds a share of the weights, gradients and optimizer state, by torch's `fully_shard`.
 
 Blocks of encoders and fusion are gathered one at a time, for the forward and again for the backward pass; what is left
-(embeddings, projections, heads) makes one more group, which stays whole from the one to the other. Losses may use
-weights outside the model's `forward`, so the whole pass, up to its roots, is one call of the module that torch sees.
+(embeddings, projections, heads) makes one more group, which stays whole in between. Losses may use weights outside the
+model's `forward`, so forward pass and losses together are one call of the module that torch sees.
 
-Every rank goes through the model equally often: one that has fewer micro-batches, or nothing to learn from, goes
-through one of its own for nothing. Within a step all ranks must use the same weights. Under `bf16` weights are still
+Every rank runs the model equally often: one with fewer micro-batches, or with nothing to learn from, runs a dummy batch
+whose loss is multiplied by zero. Within a step all ranks must use the same weights. Under `bf16` weights are still
 gathered, and gradients summed, in 32 bits: on a CPU normalisation does not take 16-bit weights beside 32-bit inputs.
 
-Costs: gathering every block twice a micro-batch. Gradients of micro-batches before the last add up in whole, not in
-shares, so that they need not be sent.
+Costs: gathering every block twice a micro-batch. Gradients of micro-batches before the last add up unsharded, so that
+they need not be sent.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +28,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmlab.errors import OptionError
-from mmlab.parallel.strategies import CollectiveFailed, ReduceStrategy, Result, Roots
+from mmlab.parallel.strategies import ReduceStrategy, Result
+from mmlab.training.precision import Parts, gradients_of, tensor_norms
+from mmlab.training.strategy import CollectiveFailed
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|stages|h)\.\d+$")
 
@@ -34,20 +39,21 @@ class FSDPStrategy(ReduceStrategy):
     """The strategy `fsdp`."""
 
     requires_equal_steps = True
-    splits = False
+    can_split = False
+    saves_on_every_rank = True
 
     def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
         if scales:
             raise OptionError("fsdp has no loss scale that all ranks share; use precision='bf16' or 'fp32'")
         if splits:
             raise OptionError(
-                "under fsdp the ranks gather weights from each other in every pass, so that one alone cannot go "
-                "through a micro-batch again in parts; use on_out_of_memory='auto', and plan smaller batches"
+                "under fsdp the ranks gather weights from each other in every pass, so that one alone cannot "
+                "run a micro-batch again in parts; use on_out_of_memory='auto', and plan smaller batches"
             )
         if compiles:
             raise OptionError("fsdp was not tried with torch.compile; use compile=False")
 
-    def prepare(self, model: nn.Module) -> None:
+    def _prepare(self, model: nn.Module) -> nn.Module:
         """Share the weights out, block by block, so that no device ever holds all of them.
 
         Raises:
@@ -61,7 +67,7 @@ class FSDPStrategy(ReduceStrategy):
             raise OptionError("fsdp shares weights out by rows, found others; use channels_last=False")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        mesh = init_device_mesh(self.device.type, (self.ranks.world_size,))
+        mesh = init_device_mesh(self.device.type, (self.group.world_size,))
         scalars = [
             weight for weight in model.parameters() if not weight.dim()
         ]  # which torch does not share out
@@ -77,17 +83,18 @@ class FSDPStrategy(ReduceStrategy):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        return model
 
-    def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
-        return True
+    def sync(self, *, last: bool) -> AbstractContextManager[Any]:
+        self._root.set_requires_gradient_sync(last)
+        return nullcontext()
 
-    def run(self, work: Callable[[], Roots], *, reduce: bool) -> Roots:
-        self._root.set_requires_gradient_sync(reduce)
+    def forward(self, work: Callable[[], Tensor]) -> Tensor:
         return self._root(work)
 
     def drain_reduction(self, problem: Exception | None) -> None:
         raise CollectiveFailed(
-            f"rank {self.ranks.rank} failed where the ranks gather weights from each other: {problem}; resume from the "
+            f"rank {self.group.rank} failed where the ranks gather weights from each other: {problem}; resume from the "
             "last checkpoint, with smaller batches if memory ran out"
         )
 
@@ -103,12 +110,6 @@ class FSDPStrategy(ReduceStrategy):
         for weight, is_used, total in zip(self._scalars, num_ranks, totals, strict=False):
             weight.grad = torch.full_like(weight, total) if is_used else None
 
-    def share(self, tensor: Tensor, like: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
-            return tensor
-        on_device = tensor.to(like.device)
-        return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
-
     def evaluate(self, work: Callable[[], Result]) -> Result:
         try:
             return self._root(work)
@@ -117,6 +118,72 @@ class FSDPStrategy(ReduceStrategy):
             raise
         finally:
             self._root.reshard()
+
+    def part_norms(self, parts: Parts) -> dict[str, float]:
+        gradients = gradients_of(parts)
+        tensors = [tensor for of_part in gradients.values() for tensor in of_part]
+        # what every rank holds whole is counted once
+        factors = [1.0 if hasattr(tensor, "to_local") else 1 / self.world_size for tensor in tensors]
+        squares = iter(factor * norm**2 for factor, norm in zip(factors, tensor_norms(tensors), strict=True))
+        of_parts = [sum(islice(squares, len(of_part))) for of_part in gradients.values()]
+        return dict(zip(gradients, map(math.sqrt, self.total(of_parts)), strict=True))
+
+    def optimizer_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Each group in two: sharded weights and whole ones, which no operation of the optimizer takes together."""
+        self._groups = list(groups)
+        self._order = [weight for group in groups for weight in group["params"]]
+        return [
+            {**group, "params": weights}
+            for group in groups
+            for is_sharded in (False, True)
+            if (weights := [each for each in group["params"] if hasattr(each, "to_local") == is_sharded])
+        ]
+
+    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """This rank's shares. Moments are numbered as in one process, whose groups are not split in two, so that any
+        number of ranks can read them under any strategy."""
+        known = ((place, optimizer.state.get(weight)) for place, weight in enumerate(self._order))
+        names = {weight: name for name, weight in model.named_parameters()}
+        places = {weight: place for place, weight in enumerate(self._order)}
+        common = optimizer.param_groups[0]
+        groups = [
+            {
+                **common,
+                **group,
+                "params": [places[weight] for weight in group["params"]],
+                "param_names": [names[weight] for weight in group["params"]],
+            }
+            for group in self._groups
+        ]
+        state = {place: values for place, values in known if values}
+        return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+
+    def load_state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Take this rank's shares of what one process has, or shares that were read already."""
+        own = model.state_dict()
+        found = {name: tensor.shape for name, tensor in state["model"].items()}
+        if found != {name: tensor.shape for name, tensor in own.items()}:
+            raise ValueError(
+                f"its weights {list(found)[:3]}... have other names or sizes than {list(own)[:3]}..."
+            )
+        for name, tensor in own.items():
+            tensor.copy_(_share_of(state["model"][name], tensor))
+        optimizer.state.clear()
+        for place, values in state["optimizer"]["state"].items():
+            weight = self._order[place]
+            optimizer.state[weight] = {
+                key: value.to(self.device) if key == "step" else _share_of(value, weight.detach())
+                for key, value in values.items()
+            }
+
+
+def _share_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's share of a tensor, sharded as one like it; a share, or what is not sharded, as it is."""
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 class _Whole(nn.Module):

@@ -1,4 +1,4 @@
-"""How the ranks of a run share the work of a step: the options, and the plainest of the strategies.
+"""How the ranks of a run share a step: the options, and `ReduceStrategy`, on which the others are built.
 
 ========  ==================================================================================================
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
@@ -7,36 +7,40 @@ fsdp      every rank holds a share of the weights, gradients and optimizer state
 branch    two ranks see all samples: one trains the images, one texts and fusion (`mmlab.parallel.branch`)
 ========  ==================================================================================================
 
-An engine stands between the trainer's window and torch's own machinery. All ranks call it in the same order. A single
-process has the plain engine, which does nothing.
+`FusionTrainer(model, strategy=make_strategy("ddp"))`. In a single process no strategy changes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import distributed, nn
 
-from mmlab.errors import OptionError, RunError, unknown_name
+from mmlab.errors import OptionError, unknown_name
 from mmlab.parallel.process_group import ProcessGroup
+from mmlab.schedule.metrics import work
+from mmlab.training.losses.base import LossTerms, Objective
+from mmlab.training.precision import Precision
+from mmlab.training.strategy import CollectiveFailed, Strategy
+from mmlab.types import PATCH, Batch
+
+if TYPE_CHECKING:
+    from mmlab.training.split import Window
 
 STRATEGIES = ("ddp", "reduce", "fsdp", "branch")
 COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
 OVERLAPS = ("auto", "always", "never")
 Result = TypeVar("Result")
-Roots = tuple[Tensor | None, list[tuple[Tensor, Any]]]  # of a graph: a loss; tensors with gradients of theirs
-
-
-class CollectiveFailed(RunError):
-    """A rank failed where the others cannot be told: they end when its process does, or at the group's timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """Options of a run on several ranks; in a single process all but `branch` change nothing.
+    """Options of a run on several ranks; in a single process they change nothing.
 
     >>> ParallelOptions.parse("reduce").strategy
     'reduce'
@@ -49,7 +53,7 @@ class ParallelOptions:
         powersgd_rank: width of those matrices.
         powersgd_start: the first steps, which are sent whole.
         overlap: whether gradients are sent while the backward pass still runs (`ddp`). `auto` sends them afterwards
-            where memory is predicted to come near its limit: a step that then fails is cheaper to do again.
+            where memory is predicted to come near its limit: a step that fails then is cheaper to run again.
         ahead: micro-batches that the image branch's ranks may be ahead of the last (`branch`, two ranks or more).
         image_layers: first blocks of the image encoder that image ranks compute, where the last rank computes the rest;
             None leaves it all to them (`branch`, two ranks or more).
@@ -102,50 +106,173 @@ class ParallelOptions:
         return cls(strategy=options) if isinstance(options, str) else options
 
 
-class ReduceStrategy:
-    """Gradients are summed after the last backward pass; the strategy `reduce`, and what a single process has.
+class ReduceStrategy(Strategy):
+    """The strategy `reduce`: gradients are summed after the last backward pass.
 
-    Attributes:
-        requires_equal_steps: every rank must go through the model equally often, if need be for nothing.
-        splits: a rank can go through a micro-batch again in parts, by itself.
-        scale: factor on the losses of a window that is reduced in its backward pass.
+    Args:
+        group: the ranks.
     """
 
-    requires_equal_steps = False
-    splits = True
-    scale = 1.0
+    def __init__(self, options: ParallelOptions, group: ProcessGroup) -> None:
+        self.options, self.group = options, group
+        self.rank = self.draw_rank = self.order_rank = group.rank
+        self.world_size = self.num_shares = group.world_size
+        self._most_work = 0.0  # that a rank had in this step
+        self._is_packed = False
 
-    def __init__(self, options: ParallelOptions, ranks: ProcessGroup, device: torch.device) -> None:
-        self.options, self.ranks, self.device = options, ranks, device
+    def prepare(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        objectives: Mapping[str, Objective],
+        precision: Precision,
+    ) -> nn.Module:
+        self.device, self._is_packed = device, getattr(model, "is_packed", False)
+        self._broadcast(model)
+        return self._prepare(model)
 
-    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
-        """Refuse what does not go together: a loss scale, cutting what does not fit into parts, and compiling.
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        """What a strategy does to the model, whose weights are alike on all ranks."""
+        model = model.to(self.device)
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        return model
+
+    def _broadcast(self, model: nn.Module) -> None:
+        """Give every rank the weights and buffers of rank 0.
 
         Raises:
-            OptionError: one of them is asked for and cannot work.
+            OptionError: the ranks' models differ.
         """
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        found = self.gather_objects(lambda: shapes, "compare the models")
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                first = next(iter(set(other) ^ set(found[0])), "their order")
+                raise OptionError(
+                    f"the ranks' models differ: rank {rank} and rank 0 disagree on {first}; build the same model on all"
+                )
+        for tensor in tensors.values():
+            message = tensor.detach().to(self.device).contiguous()
+            distributed.broadcast(message, 0)
+            tensor.data.copy_(message)
 
-    def prepare(self, model: nn.Module) -> None:
-        """Take the model, on its device and with its trained weights marked, before an optimizer does."""
+    def note(self, step: int, doing: str) -> None:
+        self.group.note(step, doing)
+
+    def begin_step(self) -> None:
+        self.group.begin_step(self.device)
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        return self.group.sums(numbers, self.device)
+
+    def largest(self, number: float) -> float:
+        return self.group.largest(number, self.device)
+
+    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
+        return self.group.gather_objects(work, doing)
+
+    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
+        return self.group.run_on_main(work, doing)
+
+    def gradient(self, window: Window) -> dict[str, float]:
+        counts, length, overlaps = self._exchange_counts(window)
+        window.lengthen(length)
+        terms, problem, stats = None, None, []
+        if overlaps:
+            terms, problem = self._overlapped(window, counts)
+            stats = [] if terms is None else self.extra_stats()
+        if terms is None:
+            terms = self._reduced_afterwards(window, counts, problem)
+        sums = self.total([*(terms.means().get(name, 0.0) for name in counts), *stats])
+        self.apply_extra_stats(sums[len(counts) :])
+        return {name: total for name, total in zip(counts, sums, strict=False) if counts[name]}
+
+    def _exchange_counts(self, window: Window) -> tuple[dict[str, float], int, bool]:
+        """Counts over all ranks; micro-batches that each rank must run; whether the backward pass reduces."""
+        counts, equal = window.counts, self.requires_equal_steps
+        wants = equal or (not window.gathers and self.should_overlap(window.predicted_bytes, window.step))
+        by_rank = [
+            self.group.one_hot_by_rank(number)
+            for number in (self._work(window.learnable), len(window.batches))
+        ]
+        sums = iter(self.total([*counts.values(), not wants, *by_rank[0], *by_rank[1]]))
+        totals = dict(zip(counts, islice(sums, len(counts)), strict=True))
+        overlaps = not next(sums)
+        self._most_work = max(islice(sums, self.world_size))
+        return totals, int(max(sums)) if equal else int(overlaps), overlaps
+
+    def _overlapped(
+        self, window: Window, counts: Mapping[str, float]
+    ) -> tuple[LossTerms | None, Exception | None]:
+        """The window's losses, its gradient reduced in the last backward pass. None where that failed on some rank;
+        and this rank's own error, which running the window again would not mend."""
+        terms: LossTerms | None = None
+        problem: Exception | None = None
+        try:
+            terms = window.attempt(counts, reduce=True)
+        except CollectiveFailed:
+            raise
+        except Exception as error:
+            problem = error
+        if terms is None:
+            try:
+                self.drain_reduction(problem)
+            except CollectiveFailed as error:
+                raise error from problem
+        if self.largest(terms is None):
+            window.reset()
+            terms = None
+        return terms, problem
+
+    def _reduced_afterwards(
+        self, window: Window, counts: Mapping[str, float], problem: Exception | None
+    ) -> LossTerms:
+        """The window's losses, its gradient summed over the ranks once all of them are through."""
+        terms = LossTerms(counts)
+        try:
+            if problem is None:
+                terms = window.run(counts)
+        except Exception as error:
+            problem = error
+        if window.gathers and problem is not None:
+            raise CollectiveFailed(
+                f"rank {self.rank} failed where the ranks gather embeddings from each other: {problem}; resume from the "
+                "last checkpoint, with smaller batches if memory ran out"
+            ) from problem
+        self.group.raise_if_any_failed(problem, self.device, f"step {window.step}")
+        self.group.add_gradients(self.weights, self.device)
+        return terms
+
+    def step_values(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """What the step waited for other ranks, and what it had to by the sizes of their batches."""
+        by_plan = (
+            {"predicted_wait_ratio": 1 - self._work(batches) / self._most_work} if self._most_work else {}
+        )
+        return {"rank_wait_s": self.group.waited_s, **by_plan}
+
+    def _work(self, batches: Sequence[Batch]) -> float:
+        """What plans for several ranks make alike in a step; 0 where padded shapes do not tell."""
+        if self._is_packed:
+            return 0.0
+        total = 0.0
+        for batch in batches:
+            size, num_tokens, height, width = batch.shape
+            patches = -(-height // PATCH) * -(-width // PATCH)
+            total += size * float(work(np.array([num_tokens, patches])).sum())
+        return total
 
     def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
-        """Whether this rank would have the coming window reduced during its backward pass; the others may not.
+        """Whether this rank would have the coming window reduced during its backward pass; all must want it.
 
         Args:
-            predicted_bytes: peak of the window's dearest micro-batch; None where nothing predicts it.
+            predicted_bytes: peak of the window's costliest micro-batch; None where nothing predicts it.
         """
         return False
 
-    def run(self, work: Callable[[], Roots], *, reduce: bool) -> Roots:
-        """A forward pass, up to the roots of its backward pass.
-
-        Args:
-            reduce: gradients are to be reduced in that backward pass; true of the last of a window, or of none.
-        """
-        return work()
-
     def drain_reduction(self, problem: Exception | None) -> None:
-        """After a failure here: take part in the reduction that the other ranks wait in; its outcome means nothing.
+        """After a failure here: take part in the reduction that the other ranks wait in, whose result is dropped.
 
         Args:
             problem: None where memory ran out.
@@ -155,53 +282,35 @@ class ReduceStrategy:
         """
 
     def extra_stats(self) -> list[float]:
-        """What is to be summed over the ranks after a window that was reduced, beside the losses."""
+        """Numbers to sum over the ranks after a window that was reduced."""
         return []
 
-    def be_careful(self, step: int) -> None:
-        """A step ran out of memory; if nothing predicts it, the next ones are to be done so that it costs least."""
-
     def apply_extra_stats(self, sums: Sequence[float]) -> None:
-        """The sums of what was told, to set the gradients right by; none after a window that was not reduced."""
-
-    def reduce(self, weights: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients after the window."""
-        self.ranks.add_gradients(weights, self.device)
-
-    def share(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """This rank's share of a tensor, as one like it is shared out; one that is a share is returned as it is."""
-        return tensor
-
-    def evaluate(self, work: Callable[[], Result]) -> Result:
-        """A forward pass without a backward pass."""
-        return work()
+        """The sums of `extra_stats`, to correct the gradients by; none after a window that was not reduced."""
 
 
-class OneBranchEach(ReduceStrategy):
-    """The strategy `branch`, of which `mmlab.parallel.branch.BranchRanks` does the work."""
+def make_strategy(options: str | ParallelOptions = "ddp") -> Strategy:
+    """The strategy of a name or of options, for the ranks that `torchrun` started; hand it to `FusionTrainer`.
 
-    splits = False
+    >>> make_strategy("ddp").world_size
+    1
 
-    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
-        if splits:
-            raise OptionError(
-                "with a branch on each rank one alone cannot go through a micro-batch again in parts; use "
-                "on_out_of_memory='auto', and plan smaller batches"
-            )
-        if compiles:
-            raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")
+    Raises:
+        OptionError: an unknown name.
+    """
+    options, group = ParallelOptions.parse(options), ProcessGroup()
+    if group.world_size == 1:
+        return Strategy()
+    if options.strategy == "branch":
+        from mmlab.parallel.branch_strategy import BranchStrategy
 
-
-def make_strategy(options: ParallelOptions, ranks: ProcessGroup, device: torch.device) -> ReduceStrategy:
-    """The engine of a strategy; in a single process the one that does nothing."""
-    if ranks.world_size > 1 and options.strategy == "fsdp":
+        return BranchStrategy(options, group)
+    if options.strategy == "fsdp":
         from mmlab.parallel.fsdp import FSDPStrategy
 
-        return FSDPStrategy(options, ranks, device)
-    if ranks.world_size > 1 and options.strategy == "branch":
-        return OneBranchEach(options, ranks, device)
-    if ranks.world_size > 1 and options.strategy == "ddp" and options.overlap != "never":
+        return FSDPStrategy(options, group)
+    if options.strategy == "ddp" and options.overlap != "never":
         from mmlab.parallel.ddp import DDPStrategy
 
-        return DDPStrategy(options, ranks, device)
-    return ReduceStrategy(options, ranks, device)
+        return DDPStrategy(options, group)
+    return ReduceStrategy(options, group)

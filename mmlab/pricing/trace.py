@@ -170,7 +170,7 @@ class StepTracer:
             makers, sizes = live.born([weight.grad for weight in self._learnt if weight.grad is not None])
             if not self.static_bytes:
                 self._take_first_step(sum(sizes))
-            self.precision.step(self.optimizer, self.parameters, 1.0)
+            self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
             del batch, buckets, statistics
         self.static_bytes = live.current_bytes
         num_operations = len(live.after)
@@ -236,7 +236,7 @@ class StepTracer:
         others_bytes = live.current_bytes - gradient_bytes
         num_operations = len(live.after)
         live.reset_peak()
-        self.precision.step(self.optimizer, self.parameters, 1.0)
+        self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
         state_bytes = live.current_bytes - others_bytes
         self._first_step_bytes = live.peak_bytes - others_bytes + self.parameter_bytes
         self.step_peak_bytes = self._first_step_bytes

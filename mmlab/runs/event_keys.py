@@ -69,7 +69,8 @@ EVENT_KEYS = {
     "text_waste": Key("step epoch", "ratio 0-1", "share of text positions that is padding"),
     "image_waste": Key("step epoch", "ratio 0-1", "share of 16 x 16 image patches that is padding"),
     "combined_waste": Key("step epoch", "ratio 0-1", "share of text and image tokens that is padding"),
-    "predicted_cost": Key("step", "cost units", "the plan's cost of the step"),
+    "predicted_cost": Key("step", "cost units", "the plan's cost of the step, where the loader has a plan"),
+    "padded_cost": Key("step", "cost units", "tokens and patches with padding, counted in the batches"),
     "predicted_s": Key("step", "s", "the plan's duration of the step"),
     "predicted_bytes": Key("step out_of_memory", "bytes", "the plan's peak memory of the step"),
     # learning

@@ -1,7 +1,7 @@
 """The training step, and what it is made of: objectives as sums and counts, mixed precision, gradient accumulation over
-micro-batches of any size, evaluation, checkpoints.
+micro-batches of any size, evaluation, checkpoints. Start with `loop`.
 
-Devices share a step through a strategy that is handed in (`mmlab.parallel`); nothing here knows of ranks.
+Devices share a step through a strategy that is handed in (`mmlab.parallel`); nothing here imports that package.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "alignment": ["describe_alignment"],
         "checkpoint": ["Checkpoints"],
-        "fusion_trainer": ["FusionTrainer"],
+        "loop": ["FusionTrainer"],
         "losses": ["MaskedLanguage"],
         "options": ["TrainOptions"],
         "precision": ["Precision"],
+        "strategy": ["CollectiveFailed", "Strategy"],
         "weighting": ["WEIGHTINGS", "make_weighting"],
     },
 )

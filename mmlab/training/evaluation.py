@@ -1,11 +1,12 @@
-"""Measuring a model on held-out samples."""
+"""Measuring a model on held-out samples; ranks share the batches, and the figures are those of all samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ from torch.utils._pytree import tree_leaves
 from mmlab.errors import RunError
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.huggingface import LossModel
+from mmlab.model.masking import can_hide, num_hidden
 from mmlab.training.alignment import describe_alignment
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
 from mmlab.training.precision import Precision
-from mmlab.training.retrieval import candidate_losses, joined, of_pairs, recalls
+from mmlab.training.retrieval import Embeddings, candidate_losses, joined, of_pairs, recalls
+from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
 
 
@@ -35,50 +38,106 @@ def evaluate(
     objectives: Mapping[str, Objective] | None = None,
     by_objective: bool = False,
     on_failure: Callable[[str], object] = lambda failure: None,
-    run: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    strategy: Strategy | None = None,
 ) -> dict[str, Any]:
     """Losses, recall and alignment over all samples; see `FusionTrainer.evaluate`. Leaves the model in evaluation mode.
 
     Args:
         num_candidates: see `candidate_losses`.
         objectives: where `MaskedLanguage` is among them, `masked_language_loss` is that of all hidden tokens, and
-            `masked_language_text_loss` and `masked_language_pair_loss` those of the same tokens of pairs, told without
-            and with their image: the difference is what the images tell. Which tokens are hidden is the same at every
-            evaluation of the same batches.
+            `masked_language_text_loss` and `masked_language_pair_loss` those of the same tokens of pairs, predicted
+            without and with their image: the difference is what the images add. Which tokens are hidden is the same at
+            every evaluation of the same batches.
         by_objective: add the mean of each objective under `by_objective`, as training computes it, in the batches as
             they come. A model's own loss is `loss` already.
-        on_failure: told the error's first line each time that memory ran out; the batch is then measured in halves.
-        run: calls what computes with the model's weights.
+        on_failure: called with the error's first line each time memory ran out; the batch is then measured in halves.
+        strategy: how ranks share the batches; collective.
 
     Raises:
         RunError: a sample does not fit by itself, or a batch whose loss compares samples does not fit.
     """
     model.eval()
+    strategy = strategy or Strategy()
     masked = [goal for goal in (objectives or {}).values() if isinstance(goal, MaskedLanguage)]
     each = objectives or {} if by_objective and not isinstance(model, LossModel) else {}
-    told: dict[str, list[float]] = {}
-    num_samples, parts, logit_scale = 0, [], torch.ones(())
-    for number, held_out in enumerate(loader):
-        measure = partial(_run, run, partial(_measure, model, precision, device, masked, each, number))
-        num_samples += len(held_out)
-        for found in _in_parts(measure, held_out, model, device, on_failure):
-            parts += found.embeddings
-            logit_scale = found.logit_scale
-            for name, value, num_told in found.told:
-                sums = told.setdefault(name, [0.0, 0.0])
-                sums[0], sums[1] = sums[0] + value, sums[1] + num_told
-    measured: dict[str, Any] = {"num_samples": num_samples}
-    if parts:
+    own = _Share()
+
+    def measure_own() -> _Share:
+        for number, held_out, is_extra in _own_batches(loader, strategy):
+            measure = partial(_measure, model, precision, device, masked, each, number)
+            run = partial(_through, strategy, measure)
+            found = _in_parts(run, held_out, model, device, on_failure)
+            if not is_extra:
+                own.add(held_out, found)
+        return own.on_host() if strategy.world_size > 1 else own
+
+    shares = strategy.gather_objects(measure_own, "evaluate")
+
+    def figures() -> dict[str, Any]:
+        parts = [part for share in shares for part in share.embeddings]
+        if not parts:
+            return {}
         embeddings = joined(parts)
-        measured |= recalls(embeddings)
-        measured |= candidate_losses(embeddings, logit_scale, num_candidates=num_candidates)
-        measured |= describe_alignment(embeddings)
+        losses = candidate_losses(embeddings, shares[0].logit_scale, num_candidates=num_candidates)
+        return {**recalls(embeddings), **losses, **describe_alignment(embeddings)}
+
+    measured: dict[str, Any] = {"num_samples": sum(share.num_samples for share in shares)}
+    measured |= strategy.run_on_main(figures, "evaluate")
     if isinstance(model, LossModel):
         measured["loss"] = math.nan
-    means = {name: value / num_told for name, (value, num_told) in told.items() if num_told}
+    sums: dict[str, list[float]] = {}
+    for share in shares:
+        for name, (value, count) in share.sums.items():
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0], total[1] = total[0] + value, total[1] + count
+    means = {name: value / count for name, (value, count) in sums.items() if count}
     if each:
         measured["by_objective"] = {name: means.pop(_EACH + name) for name in each if _EACH + name in means}
     return measured | means
+
+
+def _through(strategy: Strategy, measure: Callable[[Batch], _Found], batch: Batch) -> _Found:
+    return strategy.evaluate(partial(measure, batch))
+
+
+def _own_batches(loader: Iterable[Batch], strategy: Strategy) -> Iterator[tuple[int, Batch, bool]]:
+    """Number and batch of this rank's share, every `world_size`-th; and whether it is another rank's batch, measured
+    here only because all ranks must run the model equally often."""
+    batches, first = iter(loader), 0
+    while group := list(islice(batches, strategy.world_size)):
+        if strategy.rank < len(group):
+            yield first + strategy.rank, group[strategy.rank], False
+        elif strategy.requires_equal_steps:
+            yield first, group[0], True
+        first += len(group)
+
+
+@dataclass(slots=True)
+class _Share:
+    """What a rank found in its share of the batches."""
+
+    num_samples: int = 0
+    embeddings: list[Embeddings] = field(default_factory=list)
+    logit_scale: torch.Tensor = field(default_factory=lambda: torch.ones(()))
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # of a loss, and their counts
+
+    def add(self, batch: Batch, found: Sequence[_Found]) -> None:
+        """Take in a batch, measured in parts."""
+        self.num_samples += len(batch)
+        for part in found:
+            self.embeddings += part.embeddings
+            self.logit_scale = part.logit_scale
+            for name, value, count in part.losses:
+                total = self.sums.get(name, (0.0, 0.0))
+                self.sums[name] = (total[0] + value, total[1] + count)
+
+    def on_host(self) -> _Share:
+        """The same in the host's memory, to be sent."""
+        embeddings = [
+            Embeddings(part.image.cpu(), part.text.cpu(), part.groups.cpu(), part.record_ids)
+            for part in self.embeddings
+        ]
+        return _Share(self.num_samples, embeddings, self.logit_scale.cpu(), self.sums)
 
 
 _EACH = "objective "  # before the name of an objective whose mean is wanted
@@ -89,11 +148,7 @@ class _Found(NamedTuple):
 
     embeddings: list[Any]  # of its pairs, where the model gives them
     logit_scale: torch.Tensor
-    told: list[tuple[str, float, int]]  # name, sum and count of a loss
-
-
-def _run(run: Callable[[Callable[[], Any]], Any], measure: Callable[[Batch], _Found], batch: Batch) -> _Found:
-    return run(partial(measure, batch))
+    losses: list[tuple[str, float, int]]  # name, sum and count
 
 
 def _measure(
@@ -109,21 +164,20 @@ def _measure(
     with precision.autocast():
         output = model(batch)
     if isinstance(model, LossModel):
-        num_terms = int(model.num_terms(batch))
+        num_terms = int(model.num_terms(batch.host))
         has_pairs = getattr(output, "text_embeds", None) is not None
         pairs = [of_pairs(batch, output.image_embeds, output.text_embeds)] if has_pairs else []
         return _Found(pairs, torch.ones(()), [("loss", float(output.loss) * num_terms, num_terms)])
-    told: list[tuple[str, float, int]] = []
-    for goal in masked:
-        with precision.autocast(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            told += _tell(goal, output, batch, seed=seed)
-    for name, objective in each.items():
-        with precision.autocast(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    losses: list[tuple[str, float, int]] = []
+    with precision.autocast(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for goal in masked:
+            losses += _masked_losses(goal, output, batch, seed=seed)
+        for name, objective in each.items():
             torch.manual_seed(seed)
             alike = replace(batch, weights=None)
-            told.append((_EACH + name, float(objective(output, alike)), objective.count(alike)))
+            losses.append((_EACH + name, float(objective(output, alike)), objective.count(alike)))
     pairs = [of_pairs(batch, output.image_embedding, output.text_embedding)]
-    return _Found(pairs, output.logit_scale, told)
+    return _Found(pairs, output.logit_scale, losses)
 
 
 def _in_parts(
@@ -153,20 +207,21 @@ def _in_parts(
     ]
 
 
-def _tell(
+def _masked_losses(
     goal: MaskedLanguage, output: FusionOutput, batch: Batch, *, seed: int
 ) -> Iterator[tuple[str, float, int]]:
     """Name, sum and count of each of the losses of hidden tokens."""
     image, image_mask, text, text_mask = output.features
     blind = replace(output, features=(image, torch.zeros_like(image_mask), text, text_mask))
-    has_image = batch.pixel_mask.flatten(1).any(1)
-    pairs = replace(batch, weights=has_image.float())
-    num_in_pairs = goal.count(replace(batch, attention_mask=batch.attention_mask & has_image[:, None]))
+    has_image = torch.from_numpy(batch.host.height > 0)
+    hidden = num_hidden(can_hide(batch.host, goal.special_ids), goal.mask_ratio)
+    num_hidden_in_pairs = int(hidden[has_image].sum())
+    pairs = replace(batch, weights=has_image.float().to(batch.input_ids.device))
     every = replace(batch, weights=None)
     for name, seeing, samples, count in (
-        ("masked_language_loss", output, every, goal.count(batch)),
-        ("masked_language_pair_loss", output, pairs, num_in_pairs),
-        ("masked_language_text_loss", blind, pairs, num_in_pairs),
+        ("masked_language_loss", output, every, int(hidden.sum())),
+        ("masked_language_pair_loss", output, pairs, num_hidden_in_pairs),
+        ("masked_language_text_loss", blind, pairs, num_hidden_in_pairs),
     ):
         torch.manual_seed(seed)
         yield name, float(goal(seeing, samples)), count

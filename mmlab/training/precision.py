@@ -49,14 +49,8 @@ class StepResult(NamedTuple):
     part_norms: dict[str, float]  # the same norm of each part of the model that had a gradient
 
 
-NormsOfParts = Callable[[Mapping[str, Sequence[nn.Parameter]]], dict[str, float]]
-
-
-class Shares(NamedTuple):
-    """How gradients are shared out over ranks."""
-
-    num_ranks: int
-    total: Callable[[Sequence[float]], list[float]]  # numbers summed over the ranks
+Parts = Mapping[str, Sequence[nn.Parameter]]  # the weights of each part of the model
+Retry = Callable[[Callable[[], Any]], Any]  # calls work, again where memory ran out
 
 
 class Precision:
@@ -89,7 +83,6 @@ class Precision:
                 "use fp16"
             )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
-        self._done: dict[Any, Any] = {}  # what the step in hand has done so far
 
     @classmethod
     def parse(cls, precision: str | Precision, device: torch.device | str = "cpu") -> Precision:
@@ -122,17 +115,9 @@ class Precision:
         """A loss times the factor that the precision asks for."""
         return self.scaler.scale(loss)
 
-    def backward(self, loss: Tensor | None, taught: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
-        """Add the gradient of a loss, scaled where the precision asks for it, in one pass with what else is known.
-
-        Args:
-            taught: tensors of the graph, and gradients of theirs that are scaled already; None is one.
-        """
-        roots: list[tuple[Tensor, Tensor | None]] = (
-            [*taught] if loss is None else [(self.scaled(loss), None), *taught]
-        )
-        if roots:
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss to the weights' gradients, scaled where the precision asks for it."""
+        self.scaled(loss).backward()
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -151,62 +136,42 @@ class Precision:
             for backend, value in zip(backends, before, strict=True):
                 backend.fp32_precision = value
 
-    def step(
+    def clip_and_step(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Iterable[nn.Parameter] | Mapping[str, Sequence[nn.Parameter]],
+        parts: Parts,
         max_grad_norm: float | Mapping[str, float] = math.inf,
-        norms_of: NormsOfParts | None = None,
+        *,
+        norms_of: Callable[[Parts], dict[str, float]] | None = None,
+        retry: Retry = lambda work: work(),
     ) -> StepResult:
-        """Unscale once, clip once, step unless a gradient is not finite or there is none, and clear the gradients.
+        """Unscale, clip, step and clear the gradients; leave the weights where a gradient is not finite or none is there.
 
-        Where it fails because memory ran out it may be called again, and goes on where it stopped. Norms take one pass
-        over the gradients; clipping takes another only where a limit is exceeded.
+        Each thing that asks for memory is done through `retry` and changes nothing before it has it: the optimizer's
+        state is made before the step, which then only writes to memory that is there.
 
         Args:
-            parameters: the weights, or the weights of each part of the model.
             max_grad_norm: L2 limit of all gradients together, or of each part by itself; infinity does not clip.
-            norms_of: `part_norms`, or what finds them where not every rank has all gradients.
+            norms_of: finds the norm of each part; `part_norms` unless ranks hold different gradients.
+            retry: calls what it is given, and again where memory ran out.
         """
-        parts = parameters if isinstance(parameters, Mapping) else {"all": list(parameters)}
-        gradients = gradients_of(parts)
-        done = self._done
-        if not gradients and not done and norms_of is None:
-            return StepResult(0.0, True, self.scaler.get_scale(), {})
-        if "loss_scale" not in done:
-            done["loss_scale"] = self.scaler.get_scale()
-        if "unscaled" not in done:
-            self.scaler.unscale_(optimizer)
-            done["unscaled"] = True
-        if "norms" not in done:
-            done["norms"] = _norms(gradients) if norms_of is None else norms_of(parts)
-        if not done["norms"]:  # on no rank
-            self._done = {}
-            return StepResult(0.0, True, self.scaler.get_scale(), {})
-        grad_norm = math.hypot(*done["norms"].values())
+        loss_scale = self.scaler.get_scale()
+        if self.scales and any(weight.grad is not None for weights in parts.values() for weight in weights):
+            retry(lambda: self.scaler.unscale_(optimizer))
+        norms = retry(lambda: (norms_of or part_norms)(parts))
+        if not norms:  # no gradient on any rank
+            return StepResult(0.0, True, loss_scale, {})
+        grad_norm = math.hypot(*norms.values())
         finite = math.isfinite(grad_norm)
-        for name, tensors in gradients.items():
-            if not finite or ("clipped", name) in done:
-                continue
-            if isinstance(max_grad_norm, Mapping):
-                norm, limit = done["norms"][name], max_grad_norm.get(name, math.inf)
-            else:
-                norm, limit = grad_norm, max_grad_norm
-            if norm > limit:
-                torch._foreach_mul_([_own(tensor) for tensor in tensors], limit / (norm + 1e-6))
-            done["clipped", name] = True
-        if "stepped" not in done:
-            if finite and self.scales:  # the scaler looks at entries: a norm can overflow where they do not
-                self.scaler.step(optimizer)
-            elif finite:
-                optimizer.step()
-            done["stepped"] = True
-        if self.scales and "scale_updated" not in done:
-            self.scaler.update()
-            done["scale_updated"] = True
+        if finite:
+            _clip(parts, norms, grad_norm, max_grad_norm)
+            retry(lambda: make_state(optimizer))
+            # the scaler looks at entries: a norm can overflow where they do not
+            retry(lambda: self.scaler.step(optimizer) if self.scales else optimizer.step())
+        if self.scales:
+            retry(self.scaler.update)
         optimizer.zero_grad(set_to_none=True)
-        self._done = {}
-        return StepResult(grad_norm, not finite, done["loss_scale"], done["norms"])
+        return StepResult(grad_norm, not finite, loss_scale, norms)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without one."""
@@ -218,12 +183,12 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def _own(gradient: Tensor) -> Tensor:
-    """What this rank has of a gradient that is shared out."""
+def own_share(gradient: Tensor) -> Tensor:
+    """What this rank holds of a gradient that ranks share out."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def gradients_of(parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, list[Tensor]]:
+def gradients_of(parts: Parts) -> dict[str, list[Tensor]]:
     """The gradients of each part that has any."""
     found = {
         name: [weight.grad for weight in weights if weight.grad is not None]
@@ -232,37 +197,43 @@ def gradients_of(parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, list[
     return {name: gradients for name, gradients in found.items() if gradients}
 
 
-def part_norms(parts: Mapping[str, Sequence[nn.Parameter]], shares: Shares | None = None) -> dict[str, float]:
-    """L2 norm of the gradients of each part that has any: one pass over them, one wait for each device.
+def part_norms(parts: Parts) -> dict[str, float]:
+    """L2 norm of the gradient of each part that has any; waits for the device once."""
+    gradients = gradients_of(parts)
+    norms = tensor_norms([tensor for of_part in gradients.values() for tensor in of_part])
+    rest = iter(norms)
+    return {name: math.hypot(*islice(rest, len(of_part))) for name, of_part in gradients.items()}
 
-    Args:
-        shares: where ranks have a share of each weight; None where this one has all.
-    """
-    return _norms(gradients_of(parts), shares)
 
-
-def _norms(gradients: Mapping[str, Sequence[Tensor]], shares: Shares | None = None) -> dict[str, float]:
-    tensors = [tensor for of_part in gradients.values() for tensor in of_part]
+def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
+    """L2 norm of each tensor; of a sharded one, of this rank's share."""
     if not tensors:
-        return {}
-    apart = torch._foreach_norm([_own(tensor) for tensor in tensors])
-    norms = [norm.to(apart[0].device) for norm in apart]
-    if shares is not None:  # what every rank has whole is counted once
-        factor = shares.num_ranks**-0.5
-        norms = [
-            norm if hasattr(tensor, "to_local") else norm * factor
-            for tensor, norm in zip(tensors, norms, strict=True)
-        ]
-    of_parts = [
-        torch.stack(norms_of_part).to(torch.float32 if shares is None else torch.float64)
-        for norms_of_part in _split(norms, [len(of_part) for of_part in gradients.values()])
-    ]
-    found = torch.stack([torch.linalg.vector_norm(norms_of_part) for norms_of_part in of_parts]).tolist()
-    if shares is not None:
-        found = [math.sqrt(each) for each in shares.total([norm**2 for norm in found])]
-    return dict(zip(gradients, found, strict=True))
+        return []
+    norms = torch._foreach_norm([own_share(tensor) for tensor in tensors])
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
 
 
-def _split(values: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-    rest = iter(values)
-    return (list(islice(rest, size)) for size in sizes)
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of every weight that AdamW is about to update for the first time, as AdamW itself would."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for weight in group["params"] if group["fused"] else ():
+            if weight.grad is not None and weight not in optimizer.state:
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                }
+
+
+def _clip(
+    parts: Parts, norms: Mapping[str, float], grad_norm: float, limits: float | Mapping[str, float]
+) -> None:
+    """Scale gradients down to their limits; a pass over them only where a limit is exceeded."""
+    by_part = isinstance(limits, Mapping)
+    for name, gradients in gradients_of(parts).items():
+        norm = norms[name] if by_part else grad_norm
+        limit = limits.get(name, math.inf) if isinstance(limits, Mapping) else limits
+        if norm > limit:
+            torch._foreach_mul_([own_share(tensor) for tensor in gradients], limit / (norm + 1e-6))

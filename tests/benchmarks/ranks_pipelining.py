@@ -10,6 +10,7 @@ import pytest
 from torch import distributed
 
 from mmlab.errors import OptionError
+from mmlab.training.strategy import Strategy
 from tests.batches import make_batch
 from tests.parallel.ranks_branch import GOALS, build, gradients_of, trainer_of
 
@@ -21,8 +22,7 @@ def main() -> None:
     rank = distributed.get_rank()
     whole = make_batch([(9, 32, 32), (4, 16, 32), (7, 32, 16), (3, 32, 32)] * 2, seed=7)
     parts = [whole.part(slice(start, start + 4)) for start in (0, 4)]
-    trainer = trainer_of(build(), ["contrastive"], max_grad_norm=math.inf)
-    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
+    trainer = trainer_of(build(), ["contrastive"], max_grad_norm=math.inf, strategy=Strategy())
     expected, values = gradients_of(trainer.model, trainer.optimizer, lambda: trainer.train_step(parts))
     for schedule in ("gpipe", "1f1b"):
         model = build()

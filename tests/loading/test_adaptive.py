@@ -18,7 +18,7 @@ from mmlab.loading.adaptive import AdaptiveDataLoader, difficulty
 from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import build_model
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.losses.names import OwnLoss
 from mmlab.types import Aspect, Batch

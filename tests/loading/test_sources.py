@@ -19,7 +19,7 @@ from mmlab.data.records import Records
 from mmlab.data.text import load_tokenizer
 from mmlab.model.presets import build_model
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.names import parse_objectives
 from mmlab.types import Aspect
 from tests.loading.loaders import assert_same, make_loader

@@ -18,7 +18,7 @@ from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import build_model
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import Aspect, Square, processor_policy
 from tests.batches import make_batch, merge
 

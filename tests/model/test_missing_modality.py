@@ -20,7 +20,7 @@ from mmlab.schedule.drawing import MODALITIES, modality_of
 from mmlab.schedule.mixing import Mixed
 from mmlab.schedule.ratio import RatioController
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.types import Aspect, Batch
 

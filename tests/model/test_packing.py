@@ -12,7 +12,7 @@ import torch
 from mmlab.errors import OptionError
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from tests.batches import make_batch
 

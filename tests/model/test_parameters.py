@@ -8,7 +8,7 @@ import torch
 from mmlab.errors import OptionError
 from mmlab.model.parameters import freeze, parameter_groups, part_of, parts_of
 from mmlab.model.presets import build_model
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from tests.batches import make_batch
 
 

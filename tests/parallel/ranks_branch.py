@@ -12,11 +12,12 @@ from torch import distributed
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
-from mmlab.parallel.strategies import ParallelOptions
+from mmlab.parallel.strategies import ParallelOptions, make_strategy
 from mmlab.parallel.timeline import Timeline, overlap
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.losses.masked_language import MaskedLanguage
+from mmlab.training.strategy import Strategy
 from mmlab.training.weighting import make_weighting
 from tests.batches import make_batch
 from tests.training.test_out_of_memory import TINY, Classifier
@@ -52,8 +53,9 @@ def window():
 
 def one_process(objectives, *, changes=None, **options):
     """Gradients by name, and the values of the step."""
-    trainer = trainer_of(build(**(changes or {})), objectives, max_grad_norm=math.inf, **options)
-    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
+    trainer = trainer_of(
+        build(**(changes or {})), objectives, max_grad_norm=math.inf, strategy=Strategy(), **options
+    )
     return gradients_of(trainer.model, trainer.optimizer, lambda: trainer.train_step(window())), trainer
 
 
@@ -78,7 +80,7 @@ def branch_trainer(objectives, *, changes=None, **options):
 
 def trainer_on_ranks(model, goals, *, ahead=1, image_layers=None, **options):
     parallel = ParallelOptions(strategy="branch", ahead=ahead, image_layers=image_layers)
-    return FusionTrainer(model, device="cpu", objectives=goals, parallel=parallel, **options)
+    return FusionTrainer(model, device="cpu", objectives=goals, strategy=make_strategy(parallel), **options)
 
 
 def same_gradient(rank: int) -> None:
@@ -112,8 +114,9 @@ def same_gradient(rank: int) -> None:
 
 
 def weights_follow_one_process_with_clipping(rank: int) -> None:
-    trainer = trainer_of(build(), ["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
-    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
+    trainer = trainer_of(
+        build(), ["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3, strategy=Strategy()
+    )
     ranks = branch_trainer(["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
     timeline = ranks.branches.timeline = Timeline()
     for number in range(3):
@@ -151,8 +154,7 @@ def a_frozen_branch_and_nothing_to_learn(rank: int) -> None:
 def a_checkpoint_is_that_of_one_process(rank: int, *, image_layers: int | None, then: int | None) -> None:
     """weights and moments of both branches, and neither rank keeps the other's; the next run may cut elsewhere."""
     objectives = ["contrastive", "matching"]
-    trainer = trainer_of(build(**DEEP), objectives, max_grad_norm=math.inf)
-    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
+    trainer = trainer_of(build(**DEEP), objectives, max_grad_norm=math.inf, strategy=Strategy())
     ranks = branch_trainer(objectives, changes=DEEP, image_layers=image_layers)
     for step in (ranks.train_step, trainer.train_step):
         step(window())
@@ -187,9 +189,16 @@ def weights_of_objectives_follow_gradients_of_both_branches(rank: int) -> None:
     """GradNorm on two ranks."""
     options = {"max_grad_norm": math.inf}
     names = ["contrastive", "matching"]
-    trainer = trainer_of(build(), names, weighting=make_weighting("gradnorm", names, interval=1), **options)
-    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
-    ranks = branch_trainer(names, weighting=make_weighting("gradnorm", names, interval=1), **options)
+    trainer = trainer_of(
+        build(),
+        names,
+        weighting=make_weighting("gradnorm", names, interval=1),
+        strategy=Strategy(),
+        **options,
+    )
+    ranks = branch_trainer(
+        names, weighting=make_weighting("gradnorm", names, interval=1), strategy=Strategy(), **options
+    )
     for number in range(3):
         expected = trainer.train_step([make_batch(SIZES, seed=number)])
         found = ranks.train_step([make_batch(SIZES, seed=number)])

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import distributed
 
-from mmlab.errors import RunError
-from mmlab.parallel.strategies import ParallelOptions
+from mmlab.errors import OptionError, RunError
+from mmlab.model.presets import build_model
+from mmlab.parallel.strategies import ParallelOptions, make_strategy
 from mmlab.pricing.breakdown import price
-from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.meters import LiveBytes
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
 from tests.batches import make_batch, merge
-from tests.training.test_out_of_memory import gradient, make_trainer, relative, weights
+from tests.training.test_out_of_memory import TINY, Allocating, gradient, make_trainer, relative, weights
 from tests.training.test_trainer import PairDistance  # a loss of each sample by itself
 
 SIZES = [
@@ -58,9 +60,7 @@ def window(rank: int, marked: set[int] = MARKED) -> list[Batch]:
 
 def alone(**options):
     """A trainer that knows no other rank."""
-    trainer = make_trainer(parallel="reduce", **options)
-    trainer.ranks.rank, trainer.ranks.world_size = 0, 1
-    return trainer
+    return make_trainer(strategy=Strategy(), **options)
 
 
 def by_weight(trainer, batches) -> tuple[dict[str, torch.Tensor | None], dict]:
@@ -99,7 +99,7 @@ def same_gradient(rank: int, world_size: int) -> None:
         for step in range(2):  # buckets are ordered anew after the first
             found, values = by_weight(trainer, window(rank))
             expected, whole = by_weight(single, every)
-            assert trainer._engine._armed  # it was overlapped
+            assert trainer.strategy.is_armed  # it was overlapped
             for name, one in expected.items():
                 assert (one is None) == (found[name] is None), name
             assert any(one is None for one in expected.values())  # of the head for hidden tokens
@@ -137,8 +137,7 @@ def every_rank_has_the_same_weights(trainer) -> None:
 
 
 def all_negatives(rank: int, world_size: int) -> None:
-    """The exchange of embeddings goes on inside a window whose last pass is overlapped, also where a rank has no
-    micro-batch of that number."""
+    """Embeddings are gathered in every micro-batch, also where a rank has none of that number."""
     goals = {"contrastive": Contrastive(all_ranks=True), "distance": PairDistance()}
     single = {**goals, "contrastive": Contrastive()}
     numbers = [
@@ -149,28 +148,51 @@ def all_negatives(rank: int, world_size: int) -> None:
         merge([dataclasses.replace(batch, weights=None) for batch in parts]) for parts in numbers if parts
     ]
     mine = [dataclasses.replace(batch, weights=None) for batch in window(rank)]
-    for fail_at in (None, 30, 400):
-        device = VirtualDevice(fail_at=fail_at) if fail_at is not None and rank == 1 else None
-        trainer = make_trainer(device, objectives=goals, dtype=torch.float64)
-        found, _ = gradient(trainer, mine)
-        expected, _ = gradient(alone(objectives=single, dtype=torch.float64), every)
-        difference = largest(relative(found, expected))
-        assert difference <= 1e-12, (fail_at, difference)
-        assert device is None or device.num_failures == 1
+    found, _ = gradient(make_trainer(objectives=goals, dtype=torch.float64), mine)
+    expected, _ = gradient(alone(objectives=single, dtype=torch.float64), every)
+    difference = largest(relative(found, expected))
+    assert difference <= 1e-12, difference
     if rank == 0:
         print(f"all negatives {world_size} ranks: {difference:.1e}")
 
 
-class Allocating(VirtualDevice):
-    """Fails only where memory is asked for: not in operations on memory that is there already."""
+def one_model_on_all_ranks(rank: int) -> None:
+    """Whatever the ranks were built with: under each strategy they train rank 0's weights, and differing models are
+    refused."""
+    for options in (ParallelOptions(strategy="reduce"), ParallelOptions(overlap="never"), ParallelOptions()):
+        torch.manual_seed(rank)
+        model = build_model("tiny", vocab_size=50, **TINY)
+        trainer = FusionTrainer(model, device="cpu", strategy=make_strategy(options))
+        every_rank_has_the_same_weights(trainer)
+        trainer.train_step(window(rank))
+        every_rank_has_the_same_weights(trainer)
+    with pytest.raises(OptionError, match=r"the ranks' models differ: rank 1 and rank 0"):
+        FusionTrainer(
+            build_model("tiny", vocab_size=50 + rank, **TINY), device="cpu", strategy=make_strategy("reduce")
+        )
+    with pytest.raises(OptionError, match="2 ranks train together, and nothing says how"):
+        FusionTrainer(build_model("tiny", vocab_size=50, **TINY), device="cpu")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[-1]
-        if self.num_operations == self.fail_at and (
-            name.endswith("_") or func._overloadname == "out" or func.is_view
-        ):
-            self.fail_at += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
+
+def evaluation_is_shared(rank: int) -> None:
+    """Each rank measures a part of the held-out batches, and all have the figures of the whole."""
+    batches = [micro_batch(number) for number in (0, 1, 2, 5, 3)]
+    for number, batch in enumerate(batches):
+        batch.record_ids = [f"{number}-{name}" for name in batch.record_ids]
+    goals = {"contrastive": Contrastive()}
+    trainer, single = make_trainer(objectives=goals), alone(objectives=goals)
+    num_calls = 0
+
+    def count(*_) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    trainer.model.register_forward_hook(count)
+    found, expected = trainer.evaluate(batches), single.evaluate(batches)
+    assert num_calls == (3, 2)[rank]
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert key == "eval_s" or math.isclose(found[key], value, rel_tol=1e-6), key
 
 
 def goes_on_whichever_operation_fails(rank: int) -> None:
@@ -187,7 +209,7 @@ def goes_on_whichever_operation_fails(rank: int) -> None:
         assert values["num_out_of_memory"] == device.num_failures
         every_rank_has_the_same_weights(trainer)
         trainer.train_step(mine)  # and the reduction is ready for the next step
-        assert trainer._engine._armed
+        assert trainer.strategy.is_armed
         return device, trainer
 
     updated(None)

@@ -58,7 +58,7 @@ def save(folder: Path) -> None:
         with LiveBytes().add(trainer.model, trainer.optimizer) as live:
             before_bytes = live.current_bytes
             assert before_bytes < 1.2 * limit_bytes
-            checkpoints.save(state, ranks=trainer.ranks)
+            checkpoints.save(state, ranks=trainer.strategy)
         assert live.peak_bytes - before_bytes < limit_bytes
 
 
@@ -89,7 +89,7 @@ def fail(folder: Path) -> None:
     rank = distributed.get_rank()
     trainer, checkpoints = sharded(), Checkpoints(folder)
     trainer.train_step(window(rank))
-    checkpoints.save(trainer.state_dict(), ranks=trainer.ranks)
+    checkpoints.save(trainer.state_dict(), ranks=trainer.strategy)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = sorted(folder.rglob("*"))
 
@@ -102,13 +102,13 @@ def fail(folder: Path) -> None:
         if rank == guilty:
             resource.setrlimit(resource.RLIMIT_FSIZE, (LITTLE_BYTES, limits[1]))
         with pytest.raises(RunError, match=rf"^rank {guilty} could not write its shares.*File too large"):
-            checkpoints.save(trainer.state_dict(), ranks=trainer.ranks)
+            checkpoints.save(trainer.state_dict(), ranks=trainer.strategy)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert nothing_is_left()
     state = trainer.state_dict()
     state["progress"]["epoch"] = object()  # which rank 0 alone writes
     with pytest.raises(RunError, match=r"^rank 0 could not save a checkpoint: TypeError.*serializable"):
-        checkpoints.save(state, ranks=trainer.ranks)
+        checkpoints.save(state, ranks=trainer.strategy)
     assert nothing_is_left()
-    checkpoints.save(trainer.state_dict(), ranks=trainer.ranks)
+    checkpoints.save(trainer.state_dict(), ranks=trainer.strategy)
     assert checkpoints.newest() == folder / "000002-step-1"

@@ -15,7 +15,7 @@ import torch
 
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from tests.comparison.killed_while_training import ended, free_port
 
 

@@ -12,6 +12,7 @@ from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train, train_on
 from mmlab.errors import OptionError
 from mmlab.parallel.branch import BranchRanks
+from mmlab.parallel.strategies import make_strategy
 from mmlab.parallel.timeline import Span, overlap
 from mmlab.runs.events import read_events
 from mmlab.training.checkpoint.files import read_checkpoint
@@ -83,7 +84,9 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_in_one(scenes: Pa
 
 def test_in_one_process_the_strategy_changes_nothing():
     batches = [make_batch(SIZES)]
-    branch, plain = (trainer_of(build(), **options) for options in ({"parallel": "branch"}, {}))
+    branch, plain = (
+        trainer_of(build(), **options) for options in ({"strategy": make_strategy("branch")}, {})
+    )
     assert branch.train_step(batches)["loss"] == plain.train_step(batches)["loss"]
 
 

@@ -22,7 +22,7 @@ from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.events import RunEvent, read_events
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import Batch
 from tests.training.test_out_of_memory import TINY

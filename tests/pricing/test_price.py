@@ -14,7 +14,7 @@ from mmlab.pricing.breakdown import price
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.trace import StepTracer
 from mmlab.runs.meters import LiveBytes
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import BatchShape
 from tests.batches import make_batch
 from tests.pricing.priced_models import MODELS, bert, tiny

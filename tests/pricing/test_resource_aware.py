@@ -33,7 +33,7 @@ from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.live import LivePlan
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import Aspect, Batch, SampleSizes
 from tests.batches import make_batch
 from tests.configs import TINY_MODEL

@@ -174,7 +174,7 @@ def test_all_that_a_training_run_emits_stands_in_the_table_under_its_kind(tmp_pa
 
     from mmlab.model.presets import build_model
     from mmlab.runs.monitor import DeviceMonitor
-    from mmlab.training.fusion_trainer import FusionTrainer
+    from mmlab.training.loop import FusionTrainer
     from mmlab.types import Batch
 
     batch = Batch(

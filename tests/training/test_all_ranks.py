@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmlab.errors import OptionError
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.names import parse_objectives
 from tests.batches import make_batch

@@ -23,7 +23,7 @@ from mmlab.model.presets import build_model
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import Aspect
 from tests.batches import make_batch
 from tests.training.test_trainer import tiny_model

@@ -14,7 +14,7 @@ from mmlab.errors import OptionError
 from mmlab.model.presets import build_model
 from mmlab.runs.events import RunEvent, RunLog, read_events
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.weighting import make_weighting
 from tests.batches import make_batch
 from tests.comparison.test_training import CONFIG, assert_equal, final_state

@@ -13,7 +13,7 @@ from mmlab.errors import OptionError
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.fusions import FUSIONS
 from mmlab.model.presets import build_model
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.losses.names import parse_objectives
 from mmlab.types import Batch

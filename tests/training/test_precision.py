@@ -20,11 +20,11 @@ def one_step(name: str, *, factor: float = 1.0, max_grad_norm: float = math.inf)
     layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     before = layer.weight.detach().clone()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    precision = Precision.parse(name, "cpu")
+    precision = Precision(name, "cpu")
     with precision.autocast():
         loss = layer(x).float().square().mean() * factor
     precision.backward(loss)
-    result = precision.step(optimizer, layer.parameters(), max_grad_norm)
+    result = precision.clip_and_step(optimizer, {"all": [*layer.parameters()]}, max_grad_norm)
     assert all(weight.grad is None for weight in layer.parameters())
     return result, not torch.equal(layer.weight, before), precision
 
@@ -54,7 +54,7 @@ def test_a_step_without_any_gradient_is_skipped():
     layer = nn.Linear(2, 2)
     for name in ON_A_CPU:
         precision = Precision(name)
-        result = precision.step(torch.optim.SGD(layer.parameters()), layer.parameters())
+        result = precision.clip_and_step(torch.optim.SGD(layer.parameters()), {"all": [*layer.parameters()]})
         assert result.skipped
 
 
@@ -82,7 +82,7 @@ def test_each_part_is_measured_and_clipped_by_itself():
     parts = {"image": [nn.Parameter(torch.zeros(4))], "text": [nn.Parameter(torch.zeros(2))]}
     parts["image"][0].grad, parts["text"][0].grad = torch.full((4,), 3.0), torch.tensor([0.3, 0.4])
     optimizer = torch.optim.SGD([*parts["image"], *parts["text"]], lr=1.0)
-    result = Precision("fp32").step(optimizer, parts, {"image": 1.5, "text": 1.0})
+    result = Precision("fp32").clip_and_step(optimizer, parts, {"image": 1.5, "text": 1.0})
     assert result.part_norms == pytest.approx({"image": 6.0, "text": 0.5})
     assert result.grad_norm == pytest.approx(36.25**0.5)
     torch.testing.assert_close(parts["image"][0].data, torch.full((4,), -0.75))
@@ -94,5 +94,5 @@ def test_a_norm_that_overflows_leaves_the_weights_alone():
     optimizer = torch.optim.SGD([weight], lr=1.0)
     precision.backward(weight.sum())
     weight.grad.fill_(1e30)  # each entry is finite, their squares are not
-    assert precision.step(optimizer, [weight], 1.0).skipped
+    assert precision.clip_and_step(optimizer, {"all": [weight]}, 1.0).skipped
     assert not weight.any()

@@ -18,7 +18,7 @@ from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import build_model
 from mmlab.runs.events import RunLog, read_events
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.fusion_trainer import FusionTrainer
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.weighting import make_weighting
@@ -260,7 +260,7 @@ def test_events_carry_the_keys_of_the_table_and_measured_times(tmp_path):
     assert (first["num_samples"], first["num_batches"]) == (4, 2)
     assert (first["num_tokens"], first["height"], first["width"]) == (9, 48, 48)
     wanted = "epoch loss lr grad_norm loss_scale skipped samples_per_s text_waste image_waste combined_waste"
-    assert {*wanted.split(), "predicted_cost", "peak_bytes", "memory_source"} <= first.keys()
+    assert {*wanted.split(), "padded_cost", "peak_bytes", "memory_source"} <= first.keys()
 
 
 def test_the_loss_scale_and_skipped_steps_are_in_the_events(tmp_path):
@@ -288,7 +288,7 @@ def test_waste_is_counted_in_the_batches_own_masks():
     assert values["text_waste"] == pytest.approx(4 / 20)
     assert values["image_waste"] == pytest.approx(5 / 14)
     assert values["combined_waste"] == pytest.approx(9 / 34)
-    assert values["predicted_cost"] == 34
+    assert values["padded_cost"] == 34
 
 
 def test_a_window_without_negatives_is_a_skipped_step():
@@ -629,7 +629,7 @@ def test_options_given_at_a_resume_are_not_those_of_the_checkpoint():
 
 def test_a_rank_that_does_not_write_counts_the_interval_too(tmp_path):
     trainer = FusionTrainer(tiny_model(), device="cpu", total_steps=4)
-    trainer.ranks.rank = 1
+    trainer.strategy.rank = 1
     checkpoints = Checkpoints(tmp_path, every_minutes=1e-9)
     started = checkpoints._saved_s
     trainer.fit([make_batch(SIZES)], checkpoints=checkpoints)

@@ -203,7 +203,7 @@ class Checkpoints:
         Raises:
             DataError: all are damaged, or the newest is of another model, other data or another scheduler.
         """
-        path = self.newest(trainer.ranks)
+        path = self.newest(trainer.strategy)
         if path is not None:
             restore(trainer, loader, path)
         return path

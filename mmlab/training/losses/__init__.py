@@ -7,7 +7,7 @@ the trainer an object.
 
 base             `Objective`, and `LossTerms`, which divides the sums of a step
 contrastive      pairs against the other pairs of the batch; what the batch size does to that
-all_ranks        the same against the pairs of all ranks' batches
+all_ranks        pairs against the pairs of all ranks' batches
 masked_language  hidden tokens
 names            `OBJECTIVES`, `parse_objectives`, and a model's own loss
 
@@ -16,32 +16,16 @@ more. Contrastive and matching need pairs; text-only samples are learnt from by 
 image-only samples by none.
 """
 
-from mmlab.training.losses.all_ranks import AllRanks, GlobalBatch, Interrupted
-from mmlab.training.losses.base import LossTerms, Objective, pairs
-from mmlab.training.losses.contrastive import (
-    Contrastive,
-    Matching,
-    contrastive_losses,
-    negatives,
-    one_way_losses,
-)
-from mmlab.training.losses.masked_language import MaskedLanguage
-from mmlab.training.losses.names import OBJECTIVES, OwnLoss, parse_objectives
+from __future__ import annotations
 
-__all__ = [
-    "OBJECTIVES",
-    "AllRanks",
-    "Contrastive",
-    "GlobalBatch",
-    "Interrupted",
-    "LossTerms",
-    "MaskedLanguage",
-    "Matching",
-    "Objective",
-    "OwnLoss",
-    "contrastive_losses",
-    "negatives",
-    "one_way_losses",
-    "pairs",
-    "parse_objectives",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "base": ["LossTerms", "Objective"],
+        "contrastive": ["Contrastive", "Matching"],
+        "masked_language": ["MaskedLanguage"],
+        "names": ["OBJECTIVES", "OwnLoss", "parse_objectives"],
+    },
+)

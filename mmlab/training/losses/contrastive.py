@@ -5,7 +5,7 @@ task harder. `Contrastive(num_negatives=K)` takes the batch *size* out of the lo
 exponentials is scaled to K of them, so batches of any size estimate the loss against K negatives. What it does not
 fix: the estimate inside the logarithm is biased at a finite size (too low by Jensen's inequality, less with more
 negatives), and if batches are made of similar samples (sorted by size, say) the negatives are not a fair draw. Nor
-can micro-batches see each other's negatives; those of several ranks can, see `mmlab.training.losses.all_ranks`.
+can micro-batches see each other's negatives; the ranks' micro-batches of one number can, see `mmlab.training.losses.all_ranks`.
 
 Costs B x B similarities; matching runs the fusion on up to 3 B pairs.
 """
@@ -58,16 +58,13 @@ class Contrastive:
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum over the samples of the mean of both directions, in nats."""
-        losses = self.losses(
-            output.image_embedding, output.text_embedding, output.logit_scale, negatives(batch)
-        )
+        logits = self.logits(output.image_embedding, output.text_embedding, output.logit_scale)
+        losses = contrastive_losses(logits, negatives(batch), num_negatives=self.num_negatives)
         return (losses * sample_weights(batch)).sum()
 
-    def losses(self, image: Tensor, text: Tensor, logit_scale: Tensor, allowed: Tensor) -> Tensor:
-        """Of each sample (B,), from embeddings (B, D) and the negatives that are `allowed` (B, B)."""
-        similarity = image @ text.T  # (B, B) image rows, text columns
-        logits = at_least_fp32(similarity) * logit_scale
-        return contrastive_losses(logits, allowed, num_negatives=self.num_negatives)
+    def logits(self, rows: Tensor, columns: Tensor, logit_scale: Tensor) -> Tensor:
+        """Scaled similarities (B, N) of embeddings (B, D) and (N, D)."""
+        return at_least_fp32(rows @ columns.T) * logit_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ class Matching:
 
     def count(self, batch: Batch) -> int:
         """Pairs, and two negatives for every pair that has any."""
-        return int(pairs(batch).sum()) + 2 * num_with_negatives(batch)
+        return int(batch.host.is_pair.sum()) + 2 * num_with_negatives(batch)
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum of the binary cross-entropies, in nats."""
@@ -102,26 +99,22 @@ def negatives(batch: Batch) -> Tensor:
 
     Without groups, or where a group is -1 (unknown), every sample is taken to show an image of its own.
     """
-    return negatives_among(pairs(batch), batch.groups)
-
-
-def num_with_negatives(batch: Batch) -> int:
-    """Rows of `negatives` with any: all pairs, or none where they all show one image."""
-    whole = pairs(batch).cpu().numpy()
-    num_pairs = int(whole.sum())
-    if batch.groups is None or not num_pairs:
-        return num_pairs if num_pairs > 1 else 0
-    groups = batch.groups.cpu().numpy()[whole]
-    show_one_image = groups[0] >= 0 and (groups == groups[0]).all()
-    return 0 if show_one_image or num_pairs == 1 else num_pairs
-
-
-def negatives_among(whole: Tensor, groups: Tensor | None) -> Tensor:
-    """The same from what a batch is made of: which samples are pairs, (B,) bool, and their groups (B,)."""
+    whole, groups = pairs(batch), batch.groups
     same = torch.eye(len(whole), dtype=torch.bool, device=whole.device)
     if groups is not None:
         same = same | (groups[:, None] == groups) & (groups >= 0)
     return whole[:, None] & whole & ~same
+
+
+def num_with_negatives(batch: Batch) -> int:
+    """Rows of `negatives` with any: all pairs, or none where they all show one image."""
+    host = batch.host
+    whole = host.is_pair
+    num_pairs = int(whole.sum())
+    if host.groups is None or num_pairs < 2:
+        return num_pairs if num_pairs > 1 else 0
+    groups = host.groups[whole]
+    return 0 if groups[0] >= 0 and (groups == groups[0]).all() else num_pairs
 
 
 def contrastive_losses(logits: Tensor, allowed: Tensor, *, num_negatives: int | None = None) -> Tensor:
@@ -139,9 +132,15 @@ def contrastive_losses(logits: Tensor, allowed: Tensor, *, num_negatives: int | 
     return 0.5 * (to_text + one_way_losses(logits.T, allowed, num_negatives=num_negatives))
 
 
-def one_way_losses(logits: Tensor, allowed: Tensor, *, num_negatives: int | None = None) -> Tensor:
-    """The same with each row choosing among the columns only, (B,)."""
-    positive = logits.diagonal()
+def one_way_losses(
+    logits: Tensor, allowed: Tensor, *, num_negatives: int | None = None, positives: Tensor | None = None
+) -> Tensor:
+    """The same with each row choosing among the columns only, (B,).
+
+    Args:
+        positives: (B,) column of each row's positive; None takes the diagonal.
+    """
+    positive = logits.diagonal() if positives is None else logits.gather(1, positives[:, None]).squeeze(1)
     available = allowed.sum(1)
     scale = 0.0 if num_negatives is None else math.log(num_negatives) - available.clamp(min=1).log()
     negative = logits.masked_fill(~allowed, _NEVER).logsumexp(1) + scale

@@ -1,4 +1,4 @@
-"""Masked language modelling: hidden tokens are told from the rest of their text and, through the fusion, the image."""
+"""Masked language modelling: predict hidden tokens from the rest of their text and, through the fusion, the image."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mmlab.types import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLanguage:
-    """Masked language modelling: tell hidden tokens from the rest of the text and, through the fusion, from the image.
+    """Masked language modelling: predict hidden tokens from the rest of the text and, through the fusion, the image.
 
     >>> MaskedLanguage(mask_id=4, special_ids=(0, 1, 2, 3, 4)).mask_ratio
     0.15
 
-    A text-only sample is told from its text alone; an image-only sample adds nothing and is not counted. Each text
-    hides the same share of its tokens, so the count is known beforehand; which ones is drawn. All are replaced by the
-    mask token: the text encoder meets whole texts in its other pass, so none needs to be left as it was.
+    In a text-only sample they are predicted from the text alone; an image-only sample adds nothing and is not counted.
+    Each text hides the same share of its tokens, so the count is known before they are drawn. All are replaced by the
+    mask token: the text encoder sees whole texts in its other pass, so none needs to stay as it was.
 
     Args:
         mask_id: the tokenizer's mask token.
@@ -62,7 +62,8 @@ class MaskedLanguage:
 
     def count(self, batch: Batch) -> int:
         """Tokens to hide."""
-        return int(num_hidden(can_hide(batch, self.special_ids), self.mask_ratio).sum())
+        hidden = num_hidden(can_hide(batch.host, self.special_ids), self.mask_ratio)
+        return int(hidden.numpy().sum())
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum of the hidden tokens' cross-entropies, in nats."""

@@ -24,7 +24,7 @@ class OwnLoss:
 
     def count(self, batch: Batch) -> int:
         """How many samples or label tokens the model's mean is over."""
-        return int(self.model.num_terms(batch))
+        return int(self.model.num_terms(batch.host))
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
         """Sum over them, in the model's own unit.
@@ -40,6 +40,7 @@ class OwnLoss:
         return at_least_fp32(output.loss) * self.model.num_terms(batch)
 
 
+OWN = "own"  # the one objective of a model that computes its own loss
 ALL_RANKS = "contrastive_all_ranks"  # the objective "contrastive", with its negatives from all ranks
 OBJECTIVES: dict[str, type] = {
     "contrastive": Contrastive,
@@ -70,7 +71,7 @@ def parse_objectives(
                 f"{type(model.module).__name__} computes its own loss, inside one rank's batch, so that negatives "
                 "cannot come from all ranks; leave all_ranks out, or train a FusionModel"
             )
-        return {"own": OwnLoss(model)}
+        return {OWN: OwnLoss(model)}
     if not asked:
         raise OptionError(f"no objective; known are {', '.join(OBJECTIVES)}")
     if isinstance(asked, Mapping):

@@ -1,0 +1,241 @@
+"""The training loop: windows, forward, losses, backward, clip, step, schedule and evaluation.
+
+`FusionTrainer.fit` reads windows of micro-batches and calls `train_step`, which leaves the window's gradient in the
+weights, clips it and updates them. Forward, losses and backward of a micro-batch are in `gradient`. What wraps them
+stands elsewhere: `split` runs a window again in parts where memory ran out, `strategy` shares it with other devices,
+`step_meter` measures, and `setup` makes the parts and saves them.
+
+The gradient of a step is that of the window's samples taken together: each objective's sum is divided by its count over
+the whole window, also in the last, shorter one. (A contrastive loss still finds its negatives inside each micro-batch,
+of one rank or of all.) Dropout and negatives are drawn from generators seeded from (seed, step), so a resumed run draws
+the same. Clocks are read after the device has finished.
+
+Costs beside the model: AdamW's two moments a weight, a window of batches in host memory, two reads from the device a
+step, of losses and gradient norms. It does not print: effects leave through `emit(event)` and `Checkpoints`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from mmlab.errors import DataError, OptionError
+from mmlab.training.randomness import RandomStream
+from mmlab.training.setup import TrainerSetup
+from mmlab.training.split import Window
+from mmlab.training.step_meter import StepValues, predicted_cost
+from mmlab.types import Batch
+
+if TYPE_CHECKING:
+    from mmlab.runs.control import Control
+    from mmlab.training.checkpoint.keeping import Checkpoints
+
+KEPT_STEPS = 10_000  # whose values `fit` returns
+
+
+class FusionTrainer(TrainerSetup):
+    """Trains a `FusionModel`, a module of your own that takes a `batch`, or any module whose forward returns `.loss`.
+
+    Example: `FusionTrainer(model, lr=1e-3).fit(loader, num_epochs=3)`.
+
+    Args:
+        model: a module whose forward takes one argument `batch` gets the `Batch`, and its output goes to the
+            objectives; any other is wrapped in `LossModel`.
+        options: see `TrainOptions`; options given by name replace those.
+        objectives: names, or objects by name, in place of the options'.
+        weighting: a name, or a `Weighting`, in place of the options'.
+        strategy: how devices share a step, see `mmlab.parallel.make_strategy`; None trains on one device.
+        emit: called with each `RunEvent`, for example `RunLog(folder).emit`.
+        memory: predicts a step's peak in bytes; the prediction is logged beside what was measured.
+        live: counts live tensors during each step, exactly but slowly; the way to a peak on a CPU.
+
+    Raises:
+        OptionError: an unknown name, a number out of range, a device that is not there, or options that do not go
+            together.
+    """
+
+    def fit(
+        self,
+        loader: Iterable[Batch],
+        *,
+        num_epochs: int = 1,
+        eval_loader: Iterable[Batch] | None = None,
+        checkpoints: Checkpoints | None = None,
+        control: Control | None = None,
+    ) -> list[StepValues]:
+        """Train for `num_epochs` epochs; after a resume within an epoch the first of them is the rest of that epoch.
+
+        At each epoch's start `loader.set_epoch(epoch)` is called where it exists. `stop()`, or an interrupt from the
+        keyboard, ends the loop after the step or evaluation in hand, with the trainer's state intact; the interrupt is
+        then raised again. A second one ends it at once.
+
+        Args:
+            loader: gives the batches of one epoch each time it is iterated; it needs a length where `total_steps` is
+                not given.
+            eval_loader: evaluated after every epoch, and in between where `eval_every` says so.
+            checkpoints: saves when due, after every epoch, and when `stop()`, an interrupt or SIGTERM ends the loop.
+            control: pauses and stops the loop between two steps, as somebody asks by a file; of several ranks that
+                of rank 0 counts. Time spent in a pause is in no step's values.
+
+        Returns:
+            The values of the last 10,000 steps at most, in order. Events have them all.
+
+        Raises:
+            OptionError: weights that follow held-out losses, and no `eval_loader`.
+        """
+        if self.options.weighting_on == "held_out" and eval_loader is None:
+            raise OptionError("weighting_on='held_out' follows held-out losses: give fit an eval_loader")
+        history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
+        with self._stoppable(checkpoints, control) as should_stop:
+            self._plan_schedule(loader, self.epoch + num_epochs)
+            while self.epoch < self.last_epoch and not should_stop():
+                for batches, data_wait_s, predicted in self._windows(loader):
+                    values = self.train_step(batches, data_wait_s=data_wait_s) | predicted
+                    self.epoch_batches += len(batches)
+                    history.append(values)
+                    self._emit_event("step", values)
+                    if eval_loader is not None and is_due(self.step, self.options.eval_every):
+                        self._evaluate_midway(eval_loader)
+                    if hasattr(loader, "observe"):
+                        loader.observe(values)
+                    stopping = should_stop()
+                    if stopping or self._is_save_due(checkpoints):
+                        self._save(checkpoints, loader)
+                    if stopping:
+                        return list(history)
+                self._emit_event("epoch", {"epoch": self.epoch, "num_steps": self.step})
+                self.epoch, self.epoch_batches = self.epoch + 1, 0
+                found = {} if eval_loader is None else self._evaluate_in_fit(eval_loader)
+                self._save(checkpoints, loader, found)
+        return list(history)
+
+    def train_step(self, batches: Sequence[Batch], *, data_wait_s: float = 0.0) -> StepValues:
+        """One optimizer step over a window of micro-batches, which may be on the CPU.
+
+        A micro-batch without anything to learn from (every count zero) is left out, and a window of such batches is a
+        skipped step. torch's generators are left as they were found.
+
+        Args:
+            data_wait_s: time spent waiting for the batches, to be reported and counted into `step_s`.
+
+        Returns:
+            The values of a `step` event.
+
+        Raises:
+            RunError: the loss, or under fp32 and bf16 the gradient, is not finite; the weights are as before the step.
+        """
+        self.meter.begin()
+        lr, num_failures = self._begin_step(), self.num_out_of_memory
+        weights, norms = self.weighting.weights(), None
+        with self._random, self.meter.live or nullcontext(), self.precision.arithmetic():
+            window = self._window(batches, weights)  # counts what there is to learn, before any forward pass
+            if self.weighting.wants_grad_norms(self.step + 1):
+                norms = self._norms_by_objective(window)
+            means = self._gradient(window)
+            loss = sum(weights[name] * mean for name, mean in means.items())
+            if not math.isfinite(loss):  # its gradient may look sound all the same
+                self.model.zero_grad(set_to_none=True)
+            result = self.precision.clip_and_step(
+                self.optimizer,
+                self._parts,
+                self.options.max_grad_norm,
+                norms_of=self.strategy.part_norms,
+                retry=self._retry,
+            )
+        if not math.isfinite(loss) or (result.skipped and means and not self.precision.scales):
+            self._not_finite(window, means, result)
+        self.step += 1
+        self.num_samples += sum(map(len, batches))
+        if self.options.weighting_on == "training":
+            self.weighting.update(self.step, means, norms)
+        return {
+            "epoch": self.epoch,
+            "lr": lr,
+            **self.meter.end(window, batches, means, result, data_wait_s=data_wait_s),
+            "num_out_of_memory": self.num_out_of_memory - num_failures,
+            **self.strategy.step_values(batches),
+        }
+
+    def _begin_step(self) -> float:
+        """Put the model into training mode and set the learning rate, which is returned."""
+        self.strategy.note(self.step, "computing")
+        self.strategy.begin_step()
+        if not self.model.training:
+            self.model.train()
+        lr = self.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_factor"]
+        return lr
+
+    def _gradient(self, window: Window) -> dict[str, float]:
+        """Leave the window's gradient in the weights; the objectives' means."""
+        try:
+            return self.strategy.gradient(window)
+        except BaseException:
+            window.reset()
+            raise
+
+    def _norms_by_objective(self, window: Window) -> dict[str, float]:
+        """L2 norm of the gradient of each objective's mean by itself."""
+        norms = {}
+        for name in self.objectives:
+            means = self._gradient(
+                window.weighted({other: float(other == name) for other in self.objectives})
+            )
+            if name in means:  # else it has no gradient, which is not a small one
+                total = math.hypot(*self.strategy.part_norms(self._parts).values())
+                norms[name] = total / self.precision.scaler.get_scale()
+            self.model.zero_grad(set_to_none=True)
+        return norms
+
+    def _windows(self, loader: Iterable[Batch]) -> Iterator[tuple[list[Batch], float, dict[str, float]]]:
+        """Windows of micro-batches, the last one shorter where need be; the time waited for each, and its cost in the
+        loader's plan."""
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self.epoch)
+        started = time.perf_counter()
+        goes_on = getattr(loader, "start_batch", 0) > 0  # by itself, behind the batches that are done
+        if self.epoch_batches and not goes_on and self._resumed_on_others:
+            raise DataError(
+                "the checkpoint was written by another number of ranks in mid-epoch, and this loader cannot tell which "
+                "samples are left; use PlannedLoader, or as many ranks as before"
+            )
+        with self._order:
+            self._order.seed(self._stream(-1 - self.epoch))
+            batches = islice(iter(loader), 0 if goes_on else self.epoch_batches, None)
+        while True:
+            self.strategy.note(self.step, "waiting for data")
+            with self._order:
+                window = list(islice(batches, self.options.accumulation_steps))
+            if not window:
+                return
+            waited_s = time.perf_counter() - started
+            yield window, waited_s, predicted_cost(loader, self.epoch_batches, len(window))
+            started = time.perf_counter()
+
+    def _evaluate_midway(self, loader: Iterable[Batch]) -> None:
+        """Evaluate between two steps, and leave the modules' modes as they are."""
+        training = [module for module in self.model.modules() if module.training]
+        with RandomStream([self.device]):
+            self._evaluate_in_fit(islice(iter(loader), self.options.eval_batches))
+        for module in training:
+            module.training = True
+
+    def _evaluate_in_fit(self, loader: Iterable[Batch]) -> StepValues:
+        """Evaluate, emit the event, and let the weights follow held-out losses."""
+        with RandomStream([self.device]):
+            measured = self._measure(loader, by_objective=self.options.weighting_on == "held_out")
+        if means := measured.pop("by_objective", {}):
+            self.weighting.update(self.step, means)
+        self._emit_event("eval", measured)
+        return measured
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether a step is one of every so many."""
+    return every is not None and step % every == 0

@@ -1,0 +1,420 @@
+"""`TrainerSetup`: makes the parts of a trainer, and what it does around its steps: schedule, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+
+from mmlab.errors import OptionError, RunError
+from mmlab.machine import require_device, signals_held
+from mmlab.model.checkpointing import enable_checkpointing
+from mmlab.model.compiling import Compiled
+from mmlab.model.huggingface import taking_batches
+from mmlab.model.parameters import freeze, learning, parameter_groups, parts_of
+from mmlab.runs.control import Control
+from mmlab.runs.events import RunEvent
+from mmlab.runs.meters import LiveBytes
+from mmlab.training.evaluation import evaluate, offending
+from mmlab.training.gradient import GradientAccumulator
+from mmlab.training.losses.all_ranks import AllRanksContrastive, over_all_ranks
+from mmlab.training.losses.base import Objective
+from mmlab.training.losses.names import parse_objectives
+from mmlab.training.options import TrainOptions, change_options, check_weighting
+from mmlab.training.out_of_memory import Result, retried
+from mmlab.training.precision import Precision, StepResult
+from mmlab.training.randomness import RandomStream
+from mmlab.training.schedule import warmup_cosine
+from mmlab.training.split import Window, WindowRunner
+from mmlab.training.step_meter import StepMeter, StepValues, key_of
+from mmlab.training.strategy import Strategy
+from mmlab.training.weighting import Weighting, make_weighting
+from mmlab.types import Batch, CostModel
+
+if TYPE_CHECKING:
+    from mmlab.training.checkpoint.keeping import Checkpoints
+
+
+class TrainerSetup:
+    """The parts of `mmlab.training.loop.FusionTrainer`, which documents the arguments.
+
+    Attributes:
+        step, epoch, epoch_batches: optimizer steps and epochs that are done, and the batches done in this epoch.
+        total_steps: length of the learning rate's schedule; None where it is not known yet.
+        schedule: what `total_steps` was stretched from, see `learning_rate`.
+        saved_on: ranks that shared the samples in the run that this one goes on from.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: TrainOptions | None = None,
+        *,
+        objectives: Sequence[str] | Mapping[str, Objective] | None = None,
+        weighting: str | Weighting | None = None,
+        strategy: Strategy | None = None,
+        emit: Callable[[RunEvent], object] | None = None,
+        memory: CostModel | None = None,
+        live: LiveBytes | None = None,
+        **changes: Any,
+    ) -> None:
+        if objectives is not None and not isinstance(objectives, Mapping):
+            changes["objectives"] = tuple(objectives)
+        if isinstance(weighting, str):
+            changes["weighting"] = weighting
+        self.options = change_options(options, changes)
+        self.strategy = strategy or _alone()
+        self._emit = emit or (lambda event: None)
+        self._make_model(model, objectives if isinstance(objectives, Mapping) else self.options.objectives)
+        self.weighting = self._make_weighting(weighting)
+        self._make_optimizer()
+        self._make_runner()
+        self.meter = StepMeter(
+            self.device, memory=memory, live=live, packed=getattr(self.model, "is_packed", False)
+        )
+        if live is not None:
+            if self.options.compile:
+                raise OptionError(
+                    "live counts tensors operation by operation; it cannot see into compile=True"
+                )
+            live.add(self.model, self.optimizer)
+        self.step = self.epoch = self.epoch_batches = self.num_samples = self.last_epoch = 0
+        self.num_out_of_memory = 0
+        self.total_steps, self.schedule = self.options.total_steps, None
+        self.saved_on = self.strategy.num_shares
+        self._resumed_on_others = False
+        self._stopping = threading.Event()
+
+    schedule: list[float] | None
+
+    def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
+        options = self.options
+        self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        require_device(str(self.device))
+        self.precision = Precision(options.precision, self.device)
+        model = taking_batches(model)
+        freeze(model, options.freeze)
+        if options.checkpointing:
+            enable_checkpointing(model)
+        if options.channels_last:
+            model.to(memory_format=torch.channels_last)
+        self.objectives = parse_objectives(model, asked)
+        shared = {name: over_all_ranks(goal, self.device) for name, goal in self.objectives.items()}
+        self._goals = shared if self.strategy.num_shares > 1 else self.objectives
+        self._gathers = any(isinstance(goal, AllRanksContrastive) for goal in self._goals.values())
+        splits = options.on_out_of_memory
+        if splits == "split" and self._gathers:
+            raise OptionError(
+                "negatives from all ranks: the ranks exchange embeddings in every micro-batch, so that one alone cannot "
+                "run it again in parts; use on_out_of_memory='auto', and plan smaller batches"
+            )
+        can_split = self.strategy.can_split and not self._gathers
+        self._splits = splits == "split" or (splits == "auto" and can_split)
+        self.strategy.check(scales=self.precision.scales, splits=self._splits, compiles=bool(options.compile))
+        self.model = self.strategy.prepare(
+            model, device=self.device, objectives=self.objectives, precision=self.precision
+        )
+
+    def _make_weighting(self, asked: str | Weighting | None) -> Weighting:
+        if isinstance(asked, Weighting):
+            weighting = asked
+        else:
+            bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
+            weighting = make_weighting(self.options.weighting, list(self.objectives), **bounds)
+        check_weighting(weighting, self.options.weighting_on)
+        return weighting
+
+    def _make_optimizer(self) -> None:
+        options = self.options
+        self.parameters, self._parts = learning(self.model), parts_of(self.model)
+        self.precision.check(self.parameters)
+        groups = parameter_groups(
+            self.model,
+            weight_decay=options.weight_decay,
+            lr_factors=options.lr_factors,
+            layer_decay=options.layer_decay,
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.strategy.optimizer_groups(groups), lr=options.lr, fused=self.device.type in ("cpu", "cuda")
+        )
+
+    def _make_runner(self) -> None:
+        self._random = RandomStream(getattr(self.model, "branch_devices", [self.device]))
+        self._order = RandomStream([self.device])  # of loaders that draw their order from torch's generator
+        accumulator = GradientAccumulator(
+            self._compiled() if self.options.compile else self.model,
+            self._goals,
+            self.precision,
+            self.device,
+            seed=lambda draw: self._random.seed(self._stream(self.step, draw)),
+            strategy=self.strategy,
+        )
+        self._runner = WindowRunner(
+            model=self.model,
+            accumulator=accumulator,
+            random=self._random,
+            splits=self._splits,
+            on_failure=self._ran_out,
+        )
+
+    def _compiled(self) -> Compiled:
+        def warn(message: str) -> None:
+            self._emit_event("warning", {"message": message, "source": "compile"})
+
+        name = "inductor" if self.options.compile is True else str(self.options.compile)
+        return Compiled(self.model, self.device, backend=name, on_limit=warn)
+
+    def _window(self, batches: Sequence[Batch], weights: Mapping[str, float]) -> Window:
+        """The window, with the counts of what there is to learn from."""
+        length, dummy = len(batches), None
+        if self._gathers:  # all ranks count and gather equally often
+            length = int(self.strategy.largest(length))
+        if self._gathers or self.strategy.requires_equal_steps:
+            dummy = _dummy_batch(batches[0])
+        places: list[Batch | None] = [*batches, *[None] * (length - len(batches))]
+        counted = [batch or dummy for batch in places]
+        counts = [
+            {name: goal.count(batch) for name, goal in self._goals.items()} for batch in counted if batch
+        ]
+        if not self._gathers:
+            places = [batch for batch, count in zip(batches, counts, strict=True) if any(count.values())]
+        if self.meter.live is not None:
+            self.meter.live.add(*(tensor for batch in places if batch for tensor in batch.tensors()))
+        return Window(
+            self._runner,
+            places,
+            {name: sum(count[name] for count in counts[: len(batches)]) for name in self._goals},
+            weights,
+            step=self.step,
+            predicted_bytes=self.meter.predicted_bytes(batches),
+            gathers=self._gathers,
+            dummy=dummy,
+        )
+
+    def _not_finite(self, window: Window, means: Mapping[str, float], result: StepResult) -> None:
+        """Name the samples at fault, and raise or go on, as asked."""
+        window.reset()
+        ids, culprit = [], "no sample by itself: the gradient overflowed"
+        if self.strategy.requires_equal_steps:
+            culprit = "some sample of this step: under fsdp they cannot be looked at one by one"
+        else:
+            self.strategy.gather_weights()
+            ids = offending(self.model, window.learnable, self.precision, self.device)
+        if ids:
+            culprit = f"samples {', '.join(ids)}"
+        message = f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {culprit}"
+        if self.options.on_nonfinite == "raise" or not result.skipped:
+            raise RunError(f"{message}; mend or remove them, lower lr, or use on_nonfinite='skip'")
+        self._emit_event("warning", {"message": message, "source": "trainer"})
+
+    def _retry(self, work: Callable[[], Result]) -> Result:
+        return retried(work, self.device, lambda failure: self._ran_out("step", failure, 1))
+
+    def _ran_out(self, phase: str, failure: str, num_parts: int) -> None:
+        self.num_out_of_memory += 1
+        self.strategy.ran_out_of_memory(self.step)
+        values = {"phase": phase, "operation": failure, "num_parts": num_parts}
+        self._emit_event("out_of_memory", values)
+
+    def _stream(self, moment: int, draw: int = 0) -> str:
+        """Name of the random stream of a draw in a step (from 0), or of an epoch's order (below 0)."""
+        rank = self.strategy.order_rank if moment < 0 else self.strategy.draw_rank
+        return f"{self.options.seed} {moment} {draw} {rank}"
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step: linear warm-up, then a cosine to zero at `total_steps`; `lr` throughout without a schedule.
+
+        After a resume on another number of ranks, which take another number of steps, what was left of the schedule is
+        stretched over those.
+        """
+        place, length = self._place(step)
+        return self.options.lr * warmup_cosine(place, length, self.options.warmup_ratio)
+
+    def _place(self, step: int) -> tuple[float, int | None]:
+        """Where the schedule is at a step, and its length, in steps of the ranks that began."""
+        if self.schedule is None or self.total_steps is None:
+            return step, self.total_steps
+        first, place, length = self.schedule
+        return place + (step - first) * (length - place) / max(1, self.total_steps - first), int(length)
+
+    def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
+        """Work out the schedule's length, unless it was given, or this is the rest of a run that has one."""
+        num_shares = self.strategy.num_shares
+        others, same_end = self.saved_on != num_shares and self.step > 0, last_epoch == self.last_epoch
+        if self.options.total_steps is None and (self.total_steps is None or not same_end or others):
+            if others and self.total_steps is not None and same_end:
+                place, length = self._place(self.step)
+                self.schedule = [self.step, place, length or 0]
+            self.total_steps = self.step + self.steps_left(loader, last_epoch)
+        self.last_epoch, self.saved_on = last_epoch, num_shares
+        self._resumed_on_others = others
+
+    def steps_left(self, loader: Iterable[Batch], last_epoch: int) -> int:
+        """Optimizer steps until so many epochs are done, if all are as long as this one."""
+        if last_epoch <= self.epoch:
+            return 0
+        num_batches, each = len(loader), self.options.accumulation_steps  # type: ignore[arg-type]
+        rest = math.ceil((num_batches - self.epoch_batches) / each)
+        return rest + (last_epoch - self.epoch - 1) * math.ceil(
+            getattr(loader, "whole_epoch", num_batches) / each
+        )
+
+    def evaluate(self, loader: Iterable[Batch], *, num_candidates: int = 32) -> StepValues:
+        """Measure on held-out samples, whose batches the ranks share; collective.
+
+        How samples are batched matters only to a `LossModel` whose loss compares them. The model stays in evaluation
+        mode.
+
+        Args:
+            num_candidates: size of the candidate sets behind `loss`.
+
+        Returns:
+            The values of an `eval` event: `loss`, the contrastive loss of each pair among a fixed number of
+            candidates, or a `LossModel`'s own loss; and recall at k both ways over all pairs, where the model gives
+            embeddings (CLIP does).
+
+        Raises:
+            DataError: retrieval without a single pair.
+        """
+        return self._measure(loader, num_candidates=num_candidates)
+
+    def _measure(
+        self, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
+    ) -> StepValues:
+        started = self.meter.clock()
+        self.strategy.note(self.step, "evaluating")
+        self.strategy.gather_weights()
+        measured = evaluate(
+            self.model,
+            loader,
+            self.precision,
+            self.device,
+            num_candidates=num_candidates,
+            objectives=self.objectives,
+            by_objective=by_objective,
+            on_failure=lambda failure: self._ran_out("evaluation", failure, 2),
+            strategy=self.strategy,
+        )
+        means = measured.get("by_objective", {})
+        measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
+        return {"epoch": self.epoch, "eval_s": self.meter.clock() - started, **measured}
+
+    @contextmanager
+    def _stoppable(
+        self, checkpoints: Checkpoints | None, control: Control | None
+    ) -> Iterator[Callable[[], bool]]:
+        """Hold back interrupts; what comes back says whether any rank wants to stop, and waits while paused."""
+        self._stopping.clear()
+        watched = control or Control(None)
+        held = (signal.SIGINT,) if checkpoints is None else (signal.SIGINT, signal.SIGTERM)
+        with signals_held(*held) as signals:
+            yield lambda: watched.wait_if_paused_or_stop(
+                lambda: signals or self._stopping.is_set(), agree=self.strategy.largest, emit=self._emit_event
+            )
+
+    def stop(self) -> None:
+        """End `fit` after the step in hand; safe to call from any thread."""
+        self._stopping.set()
+
+    def _is_save_due(self, checkpoints: Checkpoints | None) -> bool:
+        """Whether any rank's interval is over."""
+        return checkpoints is not None and self.strategy.largest(float(checkpoints.due(self.step))) > 0
+
+    def _save(self, checkpoints: Checkpoints | None, loader: Any, found: StepValues | None = None) -> None:
+        """Rank 0 writes a checkpoint and the others wait for it; what is sharded every rank writes."""
+        if checkpoints is None:
+            return
+        self.strategy.note(self.step, "saving a checkpoint")
+        state = self.state_dict()
+        if hasattr(loader, "start_batch"):  # it can go on by itself
+            state["loader"] = loader.state_dict()
+        checkpoints.start_interval()  # on every rank, or those that do not write ask for the next one at once
+        if self.strategy.saves_on_every_rank or self.strategy.rank == 0:
+            ranks = self.strategy if self.strategy.saves_on_every_rank else None
+            saved = checkpoints.save(state, values=found, ranks=ranks)
+        if self.strategy.rank == 0:
+            self._emit_event("checkpoint", saved)
+        self.strategy.largest(0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it.
+
+        Under `fsdp` weights and moments are this rank's shares (`DTensor`), for `Checkpoints` to write. Where ranks
+        train a branch each this is a collective, and all have the whole of it.
+        """
+        return {
+            **self.strategy.state_dict(self.model, self.optimizer),
+            "precision": self.precision.state_dict(),
+            "weighting": {**self.weighting.state_dict(), "on": self.options.weighting_on},
+            "progress": {
+                **{name: getattr(self, name) for name in _PROGRESS},
+                "world_size": self.strategy.num_shares,
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`.
+
+        Raises:
+            OptionError: its objectives' weights follow other losses than this trainer's.
+        """
+        followed = state["weighting"].get("on", "training")
+        if followed != self.options.weighting_on:
+            raise OptionError(
+                f"the checkpoint's weights follow {followed} losses; use weighting_on={followed!r} to go on from it"
+            )
+        self.strategy.load_state_dict(self.model, self.optimizer, state)
+        self.precision.load_state_dict(state["precision"])
+        self.weighting.load_state_dict(state["weighting"])
+        progress = state["progress"]
+        for name in _PROGRESS:
+            setattr(self, name, progress[name])
+        self.saved_on = progress["world_size"]
+
+    def description(self) -> StepValues:
+        """What a `start` event says of the trainer."""
+        return {
+            "objective": " + ".join(self.objectives),
+            "precision": self.precision.name,
+            "device": str(self.device),
+            "seed": self.options.seed,
+            "accumulation_steps": self.options.accumulation_steps,
+            "num_steps": self.total_steps,
+            "num_parameters": sum(weight.numel() for weight in self.parameters),
+        }
+
+    def _emit_event(self, kind: str, values: StepValues) -> None:
+        self._emit(RunEvent(kind, self.step, self.strategy.rank, time.time(), values))
+
+
+_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
+
+
+def _alone() -> Strategy:
+    """The strategy of a single process.
+
+    Raises:
+        OptionError: there are others, with which this one would not share anything.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise OptionError(
+            f"{distributed.get_world_size()} ranks train together, and nothing says how: give FusionTrainer "
+            "strategy=make_strategy('ddp') from mmlab.parallel"
+        )
+    return Strategy()
+
+
+def _dummy_batch(batch: Batch) -> Batch:
+    """One sample that no objective counts, for a rank with fewer micro-batches than the others."""
+    first = batch.part(slice(0, 1))
+    host = first.host
+    nothing = replace(host, height=0 * host.height, attention_mask=torch.zeros_like(host.attention_mask))
+    return replace(first, columns=nothing)

@@ -1,0 +1,277 @@
+"""A window of micro-batches that is run again in parts where memory runs out, with the same gradient.
+
+The micro-batch that did not fit is cut into twice as many parts, gradients, running statistics and random draws go back
+to where the window began, and the window runs again. Objectives that compare samples (contrastive, matching) need the
+whole micro-batch, so its parts go through the model twice: first without a graph, for the outputs; then the objectives
+run on all outputs together; then each part again, with a graph, to receive its share of the gradient (Gao et al. 2021,
+GradCache, arXiv:2101.06983). A part draws the same random numbers both times, and the objectives have draws of their own,
+so the negatives do not depend on the parts.
+
+Dropout masks, drawn part by part, and the statistics of batch normalisation do depend on the parts. Costs without parts:
+a copy of the running statistics, where there are any; with parts, a second forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from mmlab.errors import RunError
+from mmlab.training.gradient import GradientAccumulator
+from mmlab.training.losses.base import LossTerms
+from mmlab.training.losses.names import OwnLoss
+from mmlab.training.out_of_memory import out_of_memory_in, release_memory
+from mmlab.training.randomness import RandomStream
+from mmlab.types import Batch
+
+
+@dataclass(slots=True, kw_only=True)
+class WindowRunner:
+    """What the windows of a run have in common.
+
+    Args:
+        splits: run a window again in parts where memory runs out; else the error is raised.
+        on_failure: called with phase, the error's first line and the number of parts, each time memory ran out.
+    """
+
+    model: nn.Module
+    accumulator: GradientAccumulator
+    random: RandomStream
+    splits: bool
+    on_failure: Callable[[str, str, int], None]
+    statistics: list[Tensor] = field(init=False)  # the model's running statistics
+
+    def __post_init__(self) -> None:
+        self.statistics = [
+            buffer
+            for module in self.model.modules()
+            if getattr(module, "track_running_stats", False)
+            for buffer in module.buffers(recurse=False)
+        ]
+
+    def put_back(self, statistics: Sequence[Tensor]) -> None:
+        """Set the running statistics."""
+        for buffer, before in zip(self.statistics, statistics, strict=True):
+            buffer.copy_(before)
+
+
+class Window:
+    """The micro-batches of one optimizer step.
+
+    Args:
+        batches: on any device; those with nothing to learn from are left out already.
+        counts: by objective, what this rank's batches count.
+        weights: by objective, the factor of its mean.
+        step: number of the optimizer step.
+        predicted_bytes: peak memory of the largest micro-batch; None where nothing predicts it.
+        gathers: an objective exchanges embeddings with other ranks.
+        dummy: run in the place of a micro-batch that other ranks have and this one has not.
+
+    Attributes:
+        num_parts: into which each micro-batch is cut.
+    """
+
+    def __init__(
+        self,
+        runner: WindowRunner,
+        batches: Sequence[Batch | None],
+        counts: Mapping[str, int],
+        weights: Mapping[str, float] | None = None,
+        *,
+        step: int = 0,
+        predicted_bytes: float | None = None,
+        gathers: bool = False,
+        dummy: Batch | None = None,
+    ) -> None:
+        self.runner, self.batches, self.counts, self.weights = runner, [*batches], dict(counts), weights
+        self.step, self.predicted_bytes, self.gathers, self._dummy = step, predicted_bytes, gathers, dummy
+        self.num_parts = [1] * len(self.batches)
+        self._statistics = [buffer.clone() for buffer in runner.statistics]
+        self._number = 1  # of the micro-batch in hand
+        self._rows = slice(0, 0)  # of the part in hand
+
+    @property
+    def learnable(self) -> list[Batch]:
+        """The micro-batches that this rank has."""
+        return [batch for batch in self.batches if batch is not None]
+
+    def weighted(self, weights: Mapping[str, float]) -> Window:
+        """The same window with other factors."""
+        other = Window(
+            self.runner, self.batches, self.counts, weights, gathers=self.gathers, dummy=self._dummy
+        )
+        other.step, other.predicted_bytes = self.step, self.predicted_bytes
+        return other
+
+    def seed(self, draw: int) -> None:
+        """Seed the random draws of the window (0) or of a micro-batch's objectives (its number, from 1)."""
+        self.runner.accumulator.seed(draw)
+
+    def lengthen(self, num_batches: int) -> None:
+        """Add dummies until there are so many micro-batches."""
+        missing = max(0, num_batches - len(self.batches))
+        self.batches += [None] * missing
+        self.num_parts += [1] * missing
+
+    def run(self, counts: Mapping[str, float]) -> LossTerms:
+        """Add the gradient of the window's mean losses to that of the weights, in as many parts as need be.
+
+        Args:
+            counts: by objective, what the sums are divided by.
+
+        Raises:
+            RunError: a sample does not fit by itself, or a loss that cannot be computed in parts does not fit.
+        """
+        while (terms := self.attempt(counts)) is None:
+            self.reset()
+        return terms
+
+    def attempt(self, counts: Mapping[str, float], *, reduce: bool = False) -> LossTerms | None:
+        """Run the window once. None where memory ran out: call `reset`; the next attempt is in more parts."""
+        accumulator = self.runner.accumulator
+        terms = LossTerms(counts, self.weights, scale=accumulator.strategy.scale if reduce else 1.0)
+        run = partial(accumulator.run, self.batches, terms, reduce=reduce, micro_step=self._micro_step)
+        if not self.runner.splits:
+            run()
+            return terms
+        failure = out_of_memory_in(run)
+        if failure is None:
+            return terms
+        release_memory(accumulator.device)
+        self._cut(failure)
+        return None
+
+    def reset(self) -> None:
+        """Drop the gradients and set running statistics back to where the window began."""
+        self.runner.model.zero_grad(set_to_none=True)
+        self.runner.put_back(self._statistics)
+
+    def _micro_step(self, batch: Batch | None, number: int, terms: LossTerms) -> None:
+        accumulator, self._number = self.runner.accumulator, number
+        num_parts = self.num_parts[number - 1]
+        if batch is None:
+            if self._dummy is not None:
+                accumulator.micro_step(self._dummy, number, LossTerms(terms.counts, scale=0.0))
+                return
+            loss = accumulator.strategy.forward(lambda: torch.zeros((), device=accumulator.device))
+            if loss.requires_grad:  # it takes part in the reduction of gradients
+                accumulator.backward(loss)
+            return
+        parts = [
+            slice(n * len(batch) // num_parts, (n + 1) * len(batch) // num_parts) for n in range(num_parts)
+        ]
+        self._rows = parts[0]
+        if num_parts == 1:
+            accumulator.micro_step(batch, number, terms)
+        elif any(isinstance(goal, OwnLoss) for goal in accumulator.objectives.values()):
+            for self._rows in parts:
+                part = batch.part(self._rows)
+                if any(goal.count(part) for goal in accumulator.objectives.values()):
+                    accumulator.micro_step(part, number, terms)  # else its mean would be NaN
+        else:
+            self._cached_step(batch, parts, number, terms)
+
+    def _cached_step(self, batch: Batch, parts: Sequence[slice], number: int, terms: LossTerms) -> None:
+        """Run the model on each part and the objectives on all of them: GradCache, see the module."""
+        accumulator, random = self.runner.accumulator, self.runner.random
+        states, outputs = [], []
+        statistics = [buffer.clone() for buffer in self.runner.statistics]
+        for rows in self._each(parts):
+            states.append(random.state())
+            with torch.no_grad():
+                outputs.append(_Leaves.of(accumulator.forward(batch.part(rows).to(accumulator.device))))
+        self.runner.put_back(statistics)
+        whole, leaves = _join(outputs)
+        del outputs
+        self._rows = slice(0, len(batch))
+        accumulator.backward(accumulator.loss(whole, batch.to(accumulator.device), number, terms))
+        del whole
+        after = random.state()
+        for rows, state in zip(self._each(parts), states, strict=True):
+            random.restore(state)
+            output = _Leaves.of(accumulator.forward(batch.part(rows).to(accumulator.device)))
+            accumulator.phase = "backward"
+            graded = [
+                (tensor, leaf.grad[rows] if leaf.dim() else leaf.grad)
+                for tensor, leaf in zip(output.tensors, leaves, strict=True)
+                # a scalar's gradient is that of the whole batch: the first part alone takes it
+                if tensor.requires_grad and leaf.grad is not None and (leaf.dim() or not rows.start)
+            ]
+            torch.autograd.backward([tensor for tensor, _ in graded], [gradient for _, gradient in graded])
+        random.restore(after)
+
+    def _each(self, parts: Sequence[slice]) -> Iterator[slice]:
+        for self._rows in parts:
+            yield self._rows
+
+    def _cut(self, failure: str) -> None:
+        """Cut the micro-batch in hand into twice as many parts.
+
+        Raises:
+            RunError: that cannot help.
+        """
+        batch, tried = self.batches[self._number - 1], self.num_parts[self._number - 1]
+        if batch is None:
+            raise RunError(f"no memory for a dummy batch while other ranks compute ({failure})")
+        num_parts = self.num_parts[self._number - 1] = min(2 * tried, len(batch))
+        self.runner.on_failure(self.runner.accumulator.phase, failure, num_parts)
+        shape = batch.shape
+        if tried == len(batch) and self._rows.stop - self._rows.start == 1:
+            raise RunError(
+                f"sample {batch.record_ids[self._rows.start]!r} does not fit into memory by itself: {shape.num_tokens} "
+                f"tokens, {shape.height} x {shape.width} pixels ({failure}); cut its text or image, use "
+                "checkpointing=True or 16-bit precision, or a device with more memory"
+            )
+        if tried == len(batch):
+            raise RunError(
+                f"the batch of {len(batch)} samples from {batch.record_ids[0]!r} fits in parts, but not its losses "
+                f"together ({failure}); plan smaller batches"
+            )
+        if getattr(self.runner.model, "compares_samples", False):
+            raise RunError(
+                f"a batch of {len(batch)} samples ran out of memory ({failure}), and this model's own loss compares "
+                "the samples of a batch, so that it cannot be computed in parts; plan smaller batches"
+            )
+
+
+class _Leaves(NamedTuple):
+    """An output taken apart."""
+
+    tensors: list[Tensor]
+    leaves: list[Any]  # tensors and anything else, in order
+    rebuild: Callable[[list[Any]], Any]  # the output from other leaves
+
+    @classmethod
+    def of(cls, output: Any) -> _Leaves:
+        tree = output
+        if is_dataclass(output) and not isinstance(output, Mapping):
+            tree = {item.name: getattr(output, item.name) for item in fields(output)}
+        leaves, spec = _pytree.tree_flatten(tree)
+
+        def rebuild(leaves: list[Any]) -> Any:
+            rebuilt = _pytree.tree_unflatten(leaves, spec)
+            return rebuilt if tree is output else replace(output, **rebuilt)
+
+        return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], leaves, rebuild)
+
+
+def _join(parts: Sequence[_Leaves]) -> tuple[Any, list[Tensor]]:
+    """One output of all parts, and its tensors, which are leaves of a new graph. A scalar is the first part's."""
+    joined: list[Any] = []
+    for position, leaf in enumerate(parts[0].leaves):
+        if isinstance(leaf, Tensor):
+            leaf = (
+                torch.cat([part.leaves[position] for part in parts]) if leaf.dim() else leaf.detach().clone()
+            )
+            leaf.requires_grad_(leaf.is_floating_point())
+        joined.append(leaf)
+    whole = parts[0].rebuild(joined)
+    if hasattr(whole, "num_chunks"):
+        whole = replace(whole, num_chunks=len(parts))
+    return whole, [leaf for leaf in joined if isinstance(leaf, Tensor)]

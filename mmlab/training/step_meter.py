@@ -1,0 +1,147 @@
+"""`StepMeter`: clocks and counts around an optimizer step, for the values of its event."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mmlab.runs.meters import LiveBytes, step_memory
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.plan import BatchPlan
+from mmlab.training.losses.names import OBJECTIVES, OWN
+from mmlab.training.precision import StepResult
+from mmlab.types import PATCH, Batch, CostModel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.training.split import Window
+
+StepValues = dict[str, Any]  # keys of mmlab.runs.event_keys.EVENT_KEYS
+
+
+class StepMeter:
+    """Measures steps on one device.
+
+    Args:
+        memory: predicts the peak of a micro-batch in bytes.
+        live: counts live tensors during each step.
+        packed: the model removes the padding before it computes, see `mmlab.model.packing`.
+    """
+
+    def __init__(
+        self, device: torch.device, *, memory: CostModel | None, live: LiveBytes | None, packed: bool
+    ) -> None:
+        self.device, self.memory, self.live, self.packed = device, memory, live, packed
+        self._started_s = 0.0
+
+    def clock(self) -> float:
+        """Seconds, once the device has finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._started_s = self.clock()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.live is not None:
+            self.live.reset_peak()
+
+    def predicted_bytes(self, batches: Sequence[Batch]) -> float | None:
+        """Peak memory that the window is expected to take."""
+        return None if self.memory is None else max(self.memory(batch.shape) for batch in batches)
+
+    def end(
+        self,
+        window: Window,
+        batches: Sequence[Batch],
+        means: Mapping[str, float],
+        result: StepResult,
+        *,
+        data_wait_s: float,
+    ) -> StepValues:
+        """What a step's event says of time, losses, gradient, padding and memory."""
+        weights, predicted_bytes = window.weights or {}, window.predicted_bytes
+        step_s = self.clock() - self._started_s + data_wait_s
+        num_samples, shapes = sum(map(len, batches)), [batch.shape for batch in batches]
+        return {
+            "num_samples": num_samples,
+            "num_batches": len(batches),
+            "num_tokens": max(shape.num_tokens for shape in shapes),
+            "height": max(shape.height for shape in shapes),
+            "width": max(shape.width for shape in shapes),
+            "loss": sum(weights[name] * mean for name, mean in means.items()) if means else math.nan,
+            **{key_of(name, "loss"): mean for name, mean in means.items() if name != OWN},
+            **{key_of(name, "weight"): weights[name] for name in means if name != OWN},
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "loss_scale": result.loss_scale,
+            **{f"{part}_grad_norm": norm for part, norm in result.part_norms.items()},
+            "step_s": step_s,
+            "data_wait_s": data_wait_s,
+            "samples_per_s": num_samples / step_s,
+            **measure_padding(batches, packed=self.packed),
+            **({} if predicted_bytes is None else {"predicted_bytes": int(predicted_bytes)}),
+            **step_memory(self.device, self.live),
+            "num_parts": max(window.num_parts, default=1),
+        }
+
+
+def key_of(name: str, what: str) -> str:
+    """The event key of an objective's "loss" or "weight"; one of the user's own has a key of the user's."""
+    return f"{name}_{what}" if name in OBJECTIVES else f"user_{name}_{what}"
+
+
+def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[str, float]:
+    """How much of a window is padding; texts count in tokens, images in patches of 16 x 16 pixels, as planners count.
+
+    Returns:
+        `text_waste`, `image_waste` and `combined_waste`, the shares of tokens, of patches and of both together that
+        are padding, and `padded_cost`, the number of tokens and patches with padding.
+    """
+    tokens = padded_tokens = patches = padded_patches = 0
+    for batch in batches:
+        host, shape = batch.host, batch.shape
+        tokens += int(np.count_nonzero(host.attention_mask.numpy()))
+        padded_tokens += host.attention_mask.numel()
+        patches += int((-(-host.height // PATCH) * -(-host.width // PATCH)).sum())
+        padded_patches += len(batch) * -(-shape.height // PATCH) * -(-shape.width // PATCH)
+    if packed:
+        padded_tokens, padded_patches = max(1, tokens), max(1, patches)
+        tokens, patches = padded_tokens, padded_patches
+    return {
+        "text_waste": 1 - tokens / padded_tokens,
+        "image_waste": 1 - patches / padded_patches,
+        "combined_waste": 1 - (tokens + patches) / (padded_tokens + padded_patches),
+        "padded_cost": padded_tokens + padded_patches,
+    }
+
+
+def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float]:
+    """`predicted_cost` of a window: the tokens and patches that the loader's plan expects; empty without a plan.
+
+    Args:
+        start: batches of the epoch that are done.
+    """
+    plan = getattr(loader, "plan", None)
+    if not isinstance(plan, BatchPlan):
+        return {}
+    start -= len(loader) - len(plan)  # after a resume the plan is that of the rest
+    return {"predicted_cost": float(_plan_costs(plan)[start : start + num_batches].sum())}
+
+
+@lru_cache(maxsize=1)
+def _plan_costs(plan: BatchPlan) -> NDArray[np.float64]:
+    """Of each batch: with padding, or without where samples lie end to end."""
+    if plan.limits.streams is None:
+        return batch_costs(PaddedTokens(), plan.shape_columns)
+    alone = plan.sizes.take(plan.columns.order).alone
+    return np.add.reduceat(batch_costs(PaddedTokens(), alone), plan.columns.starts)

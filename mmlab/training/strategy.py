@@ -1,0 +1,150 @@
+"""`Strategy`: how devices share a training step. The one here is for a single process, and shares nothing.
+
+A strategy is handed to the trainer: `FusionTrainer(model, strategy=make_strategy("ddp"))`; those for several devices are
+in `mmlab.parallel`. Methods marked *collective* are called by every rank, in the same order.
+
+What the trainer calls, in order: `check` and `prepare` once; then, in every step, `begin_step`, `gradient` with the
+window of micro-batches, `part_norms`, and `step_values` for the event. `gradient` runs the window through
+`mmlab.training.split.Window`, which calls `sync` around each micro-batch and `forward` for its forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mmlab.errors import RunError
+from mmlab.training.precision import Precision, part_norms
+
+if TYPE_CHECKING:
+    from mmlab.training.losses.base import Objective
+    from mmlab.training.split import Window
+    from mmlab.types import Batch
+
+Result = TypeVar("Result")
+
+
+class CollectiveFailed(RunError):
+    """A rank failed inside an exchange that the other ranks wait in; the run cannot go on and must be resumed."""
+
+
+class Strategy:
+    """Trains on one device.
+
+    Attributes:
+        rank, world_size: this process among those of the run.
+        num_shares: ranks that share the samples out among themselves; 1 where every rank takes all samples.
+        draw_rank, order_rank: tell ranks apart that must draw different random numbers in a step, and that read
+            different samples.
+        requires_equal_steps: every rank must run equally many micro-batches, if need be on a dummy batch.
+        can_split: a rank can run a micro-batch again in parts, without the others.
+        saves_on_every_rank: `state_dict` holds this rank's share only.
+        scale: factor on the losses of a window whose gradient is averaged, not summed, over the ranks.
+    """
+
+    rank = 0
+    world_size = 1
+    num_shares = 1
+    draw_rank = order_rank = 0
+    requires_equal_steps = False
+    can_split = True
+    saves_on_every_rank = False
+    scale = 1.0
+    device: torch.device
+
+    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
+        """Refuse options that cannot work: a loss scale, splitting on out-of-memory, compiling.
+
+        Raises:
+            OptionError: one of them is asked for and cannot work.
+        """
+
+    def prepare(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        objectives: Mapping[str, Objective],
+        precision: Precision,
+    ) -> nn.Module:
+        """Put the model on the device, before the optimizer is made; collective. Returns the module to train."""
+        self.device = device
+        return model.to(device)
+
+    def optimizer_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The parameter groups that the optimizer gets."""
+        return list(groups)
+
+    def note(self, step: int, doing: str) -> None:
+        """Say what this rank does from now on, for other ranks that wait for it."""
+
+    def begin_step(self) -> None:
+        """A step begins; collective."""
+
+    def gradient(self, window: Window) -> dict[str, float]:
+        """Leave the window's gradient in the weights; collective. Returns the objectives' means over all ranks."""
+        return window.run(window.counts).means()
+
+    def sync(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around one micro-batch: `last` is True where its backward pass reduces the window's gradient."""
+        return nullcontext()
+
+    def forward(self, work: Callable[[], Tensor]) -> Tensor:
+        """Call `work`, which runs the model and the objectives on a micro-batch and returns the loss."""
+        return work()
+
+    def part_norms(self, parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, float]:
+        """L2 norm of the gradient of each part of the model that has one; collective."""
+        return part_norms(parts)
+
+    def step_values(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """What a `step` event says of the other ranks."""
+        return {}
+
+    def ran_out_of_memory(self, step: int) -> None:
+        """A step ran out of memory on this rank."""
+
+    def gather_weights(self) -> None:
+        """Make this rank's model whole, where ranks train parts of it; collective."""
+
+    def evaluate(self, work: Callable[[], Result]) -> Result:
+        """Call `work`, which runs a forward pass without a backward pass."""
+        return work()
+
+    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """`model` and `optimizer`, as one process has them or this rank's share; collective."""
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load_state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load what `state_dict` of any strategy returned. The optimizer keeps its own options; collective."""
+        model.load_state_dict(state["model"])
+        own = [(group["weight_decay"], group["lr_factor"]) for group in optimizer.param_groups]
+        optimizer.load_state_dict(state["optimizer"])
+        for group, (weight_decay, lr_factor) in zip(optimizer.param_groups, own, strict=True):
+            group["weight_decay"], group["lr_factor"] = weight_decay, lr_factor
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over the ranks, in double precision; collective."""
+        return list(numbers)
+
+    def largest(self, number: float) -> float:
+        """The largest of the ranks' numbers; collective."""
+        return number
+
+    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
+        """What `work` returns on each rank, by rank; collective.
+
+        Args:
+            doing: what `work` does, for an error: "save a checkpoint".
+        """
+        return [work()]
+
+    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
+        """Call `work` on rank 0 alone and return its result on every rank; collective."""
+        return work()
