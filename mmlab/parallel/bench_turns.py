@@ -31,6 +31,7 @@ from mmlab.parallel.strategies import ParallelOptions, make_strategy
 from mmlab.parallel.timeline import Timeline
 from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.training.loop import FusionTrainer
+from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
 
 VOCAB_SIZE = 30_522  # of bert-base-uncased: its embedding is reduced like any other weight
@@ -138,7 +139,9 @@ def _trained(setting: Setting, rank: int, cut: int | None, *, strategy: str = "d
     """`FusionTrainer` on this rank's share of the samples."""
     parallel = ParallelOptions(strategy=strategy, image_layers=cut if strategy == "branch" else None)
     trainer = make_trainer(setting, rank, strategy=make_strategy(parallel))
-    batch = make_batch(setting, rank % trainer.strategy.num_shares, trainer.num_sharing).to(trainer.device)
+    batch = make_batch(setting, rank % trainer.strategy.num_shares, trainer.strategy.num_shares).to(
+        trainer.device
+    )
     size = len(batch) // setting.num_micro_batches
     window = [batch.part(slice(start, start + size)) for start in range(0, len(batch), size)]
     timeline = None
@@ -205,7 +208,9 @@ def measure_on_rank(setting: Setting) -> dict[str, Any]:
 
 def _probed(setting: Setting, groups: Groups) -> tuple[dict[str, Any], list[dict[str, Any]], int | None]:
     """What this rank measured of parts and links; and the best cut of the image branch by what all measured."""
-    trainer = make_trainer(setting, groups.rank)  # without a process group it reduces nothing
+    trainer = make_trainer(
+        setting, groups.rank, strategy=Strategy()
+    )  # without a process group it reduces nothing
     batches = [
         make_batch(setting, 0, number).to(trainer.device)
         for number in dict.fromkeys((max(2, setting.num_ranks), 1))

@@ -185,7 +185,8 @@ class ReduceStrategy(Strategy):
             stats = [] if terms is None else self.extra_stats()
         if terms is None:
             terms = self._reduced_afterwards(window, counts, problem)
-        sums = self.total([*(terms.means().get(name, 0.0) for name in counts), *stats])
+        means = terms.means()
+        sums = self.total([*(means.get(name, 0.0) for name in counts), *stats])
         self.apply_extra_stats(sums[len(counts) :])
         return {name: total for name, total in zip(counts, sums, strict=False) if counts[name]}
 

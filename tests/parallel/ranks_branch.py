@@ -100,7 +100,7 @@ def same_gradient(rank: int) -> None:
         (expected, values), _ = one_process(objectives, changes=changes, **alike)
         ranks = branch_trainer(objectives, changes=changes, **options)
         found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
-        assert found.keys() == {name for name in expected if ranks.branches.owns(name)}
+        assert found.keys() == {name for name in expected if ranks.strategy.branches.owns(name)}
         if "image_layers" in options:
             assert ("image_encoder.blocks.2.out.weight" in found) == (rank == 1)
         largest = max(float((found[name] - expected[name]).abs().max()) for name in found)
@@ -118,14 +118,14 @@ def weights_follow_one_process_with_clipping(rank: int) -> None:
         build(), ["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3, strategy=Strategy()
     )
     ranks = branch_trainer(["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
-    timeline = ranks.branches.timeline = Timeline()
+    timeline = ranks.strategy.branches.timeline = Timeline()
     for number in range(3):
         values = trainer.train_step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
         told = ranks.train_step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
         assert told["loss"] == values["loss"]
         assert told["grad_norm"] == values["grad_norm"] > 0.05
         assert 0 < told["rank_wait_s"] < told["step_s"]
-    ranks.branches.share_weights()
+    ranks.strategy.branches.share_weights()
     assert_equal(ranks.model.state_dict(), trainer.model.state_dict())
     spans = [None, None]
     distributed.all_gather_object(spans, timeline.spans)
@@ -167,7 +167,7 @@ def a_checkpoint_is_that_of_one_process(rank: int, *, image_layers: int | None, 
         assert_equal(moments[place], values)
     owned = {name for name, weight in ranks.model.named_parameters() if weight in ranks.optimizer.state}
     assert owned
-    assert all(map(ranks.branches.owns, owned))
+    assert all(map(ranks.strategy.branches.owns, owned))
     found, values = ranks.evaluate([make_batch(SIZES)]), trainer.evaluate([make_batch(SIZES)])
     assert {key: found[key] for key in found if key != "eval_s"} == {
         key: values[key] for key in values if key != "eval_s"
@@ -176,7 +176,7 @@ def a_checkpoint_is_that_of_one_process(rank: int, *, image_layers: int | None, 
     again.load_state_dict(state)
     for step in (again.train_step, trainer.train_step):
         step(window())
-    again.branches.share_weights()
+    again.strategy.branches.share_weights()
     assert_equal(again.model.state_dict(), trainer.model.state_dict())
 
 
@@ -196,9 +196,7 @@ def weights_of_objectives_follow_gradients_of_both_branches(rank: int) -> None:
         strategy=Strategy(),
         **options,
     )
-    ranks = branch_trainer(
-        names, weighting=make_weighting("gradnorm", names, interval=1), strategy=Strategy(), **options
-    )
+    ranks = branch_trainer(names, weighting=make_weighting("gradnorm", names, interval=1), **options)
     for number in range(3):
         expected = trainer.train_step([make_batch(SIZES, seed=number)])
         found = ranks.train_step([make_batch(SIZES, seed=number)])
@@ -279,7 +277,7 @@ def what_cannot_work_is_refused() -> None:
         trainer_on_ranks(build(), ["contrastive_all_ranks"])
     with pytest.raises(OptionError, match="LossModel has no image branch and text branch"):
         trainer_on_ranks(Classifier(), ["contrastive"])
-    with pytest.raises(OptionError, match="one alone cannot go through a micro-batch again in parts"):
+    with pytest.raises(OptionError, match="one alone cannot run a micro-batch again in parts"):
         branch_trainer(["contrastive"], on_out_of_memory="split")
     with pytest.raises(OptionError, match="no rank calls the whole model; use compile=False"):
         branch_trainer(["contrastive"], compile=True)
