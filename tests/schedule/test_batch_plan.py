@@ -11,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import mmlab
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
+from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.types import BatchShape, Record, SampleSizes
@@ -26,6 +27,14 @@ def test_the_shapes_are_the_largest_of_each_batch():
         assert shape == (len(batch), *(column[batch].max() for column in columns))
     assert plan.shapes[-1] == plan.shapes[len(plan) - 1] == plan.shapes[-1:][0]
     assert isinstance(plan.shapes[0], BatchShape)
+
+
+def test_a_padded_batch_costs_its_shape_and_a_pack_the_sum_of_its_samples():
+    alone = BatchPlan.from_batches([[row] for row in range(500)], SIZES).costs()
+    padded, packed = (any_scheduler(name, SIZES).plan(SIZES) for name in ("budget", "packed"))
+    assert padded.costs().tolist() == [PaddedTokens()(shape) for shape in padded.shapes]
+    assert packed.costs().tolist() == [alone[batch].sum() for batch in packed]
+    assert packed.costs(PaddedTokens(32)).sum() < packed.costs().sum()
 
 
 def test_records_sizes_and_a_list_of_records_plan_alike():
