@@ -11,10 +11,10 @@ saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -36,32 +36,23 @@ _COLOURS: dict[str, Change] = {
 }
 
 
-def _affine(image: torch.Tensor, *, shift: tuple[int, int] = (0, 0), shear: tuple[float, float] = (0.0, 0.0)):
-    return F.affine(
-        image,
-        angle=0.0,
-        translate=list(shift),
-        scale=1.0,
-        shear=list(shear),
-        center=[0.0, 0.0] if any(shear) else None,
-    )
+def _shear(image: torch.Tensor, *slopes: float) -> torch.Tensor:
+    degrees = np.degrees(np.arctan(slopes)).tolist()
+    return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=degrees, center=[0.0, 0.0])
 
 
-def _degrees(slope: float) -> float:
-    return float(np.degrees(np.arctan(slope)))
+def _shift(image: torch.Tensor, across: float, down: float) -> torch.Tensor:
+    pixels = [int(across * image.shape[-1]), int(down * image.shape[-2])]
+    return F.affine(image, angle=0.0, translate=pixels, scale=1.0, shear=[0.0, 0.0])
 
 
 # RandAugment's operations: the change, the amount at full strength, whether its sign is drawn
 _OPERATIONS: dict[str, tuple[Change, float, bool]] = {
     "identity": (lambda image, amount: image, 0.0, False),
-    "shear_x": (lambda image, amount: _affine(image, shear=(_degrees(amount), 0.0)), 0.3, True),
-    "shear_y": (lambda image, amount: _affine(image, shear=(0.0, _degrees(amount))), 0.3, True),
-    "translate_x": (
-        lambda image, amount: _affine(image, shift=(int(amount * image.shape[-1]), 0)), 150 / 331, True
-    ),
-    "translate_y": (
-        lambda image, amount: _affine(image, shift=(0, int(amount * image.shape[-2]))), 150 / 331, True
-    ),
+    "shear_x": (lambda image, amount: _shear(image, amount, 0.0), 0.3, True),
+    "shear_y": (lambda image, amount: _shear(image, 0.0, amount), 0.3, True),
+    "translate_x": (lambda image, amount: _shift(image, amount, 0.0), 150 / 331, True),
+    "translate_y": (lambda image, amount: _shift(image, 0.0, amount), 150 / 331, True),
     "rotate": (F.rotate, 30.0, True),
     "brighter": (lambda image, amount: F.adjust_brightness(image, 1 + amount), 0.9, True),
     "more_colour": (lambda image, amount: F.adjust_saturation(image, 1 + amount), 0.9, True),
@@ -82,7 +73,7 @@ class Drawn:
 
     crops: tuple[
         tuple[float, float], ...
-    ]  # (share of the area, factor of the proportions) in order of trial; or none
+    ]  # share of the area and factor of the proportions, in order of trial
     place: tuple[float, float]  # of the crop: 0 is top and left, 1 is bottom and right
     flip: bool
     changes: tuple[tuple[str, float], ...]  # name and amount, in order
@@ -141,26 +132,15 @@ class Augment:
     magnitude: int = 9
 
     def __post_init__(self) -> None:
-        ascending = {
-            "crop_scale": (0.0, *(self.crop_scale or (1.0, 1.0)), 1.0),
-            "crop_ratio": (0.0, *self.crop_ratio),
-        }
-        for name, values in ascending.items():
-            if values[1] <= 0 or any(low > high for low, high in pairwise(values)):
+        for name, highest, words in (("crop_scale", 1.0, " and at most 1"), ("crop_ratio", math.inf, "")):
+            low, high = getattr(self, name) or (1.0, 1.0)
+            if not 0 < low <= high <= highest:
                 raise OptionError(
-                    f"{name} must be (least, largest), above 0{' and at most 1' if name == 'crop_scale' else ''}, "
-                    f"found {getattr(self, name)}"
+                    f"{name} must be (least, largest), above 0{words}, found {getattr(self, name)}"
                 )
-        limits = {
-            "flip_probability": 1.0,
-            "brightness": float("inf"),
-            "contrast": float("inf"),
-            "saturation": float("inf"),
-            "hue": 0.5,
-            "num_operations": float("inf"),
-            "magnitude": _LARGEST_MAGNITUDE,
-        }
-        for name, limit in limits.items():
+        limits = {"flip_probability": 1.0, "hue": 0.5, "magnitude": _LARGEST_MAGNITUDE}
+        for name in ("brightness", "contrast", "saturation", "num_operations", *limits):
+            limit = limits.get(name, math.inf)
             if not 0 <= getattr(self, name) <= limit:
                 raise OptionError(f"{name} must be from 0 to {limit}, found {getattr(self, name)}")
 
