@@ -27,7 +27,7 @@ TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and 
 
 def columns_of(run: RunState, track: str, rank: int, start: int, stop: int) -> NDArray[np.float32]:
     """(C, N) rows of a track; seconds count from the run's first event, or float32 could not tell steps apart."""
-    columns = np.array([run.column_or_nan(key, track, rank, start, stop) for key in TRACKS[track]])
+    columns = run.rows(TRACKS[track], track, rank, start, stop)
     columns[TRACKS[track].index("time_s")] -= run.first_s
     return columns.astype(np.float32)
 

@@ -17,7 +17,7 @@ import traceback
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import inf, nan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,12 @@ class RunState:
         column = self.column(key if key in known else "step", kind, rank, start, stop)
         return column if key in known else np.full_like(column, nan)
 
+    def rows(self, keys: Sequence[str], kind: str, rank: int, start: int, stop: int) -> NDArray[np.float64]:
+        """(K, N) columns of several keys; NaN where no event has a key."""
+        columns = self._columns.get((kind, rank), {})
+        blank = [nan] * (min(stop, self.count(kind, rank)) - start)
+        return np.array([columns[key][start:stop] if key in columns else blank for key in keys])
+
     def _read(self) -> int:
         num_events = 0
         for path, (inode, offset) in self._files.items():
@@ -218,6 +224,9 @@ class Runs:
     def __init__(self, source: Source, *, scan_s: float = 0.0) -> None:
         self.errors: list[dict[str, str]] = []  # what could not be read: where, text, traceback
         self._states: dict[Path, RunState] = {}
+        self._ordered: dict[str, RunState] | None = (
+            None  # the same, named and in order; None: to be worked out
+        )
         self._broken: set[str] = set()  # ids of runs with a file that cannot be read; left alone
         self._scan_s = scan_s
         self._num_runs = 0
@@ -226,11 +235,16 @@ class Runs:
     def follow(self, source: Source) -> None:
         """Follow something else from now on; what is no longer followed is dropped at the next poll."""
         self.source = source
-        self._next_scan_s = -inf
+        self._ordered, self._next_scan_s = None, -inf
 
     @property
     def states(self) -> dict[str, RunState]:
         """The runs in the order in which they began, by folder relative to the one that was given."""
+        if self._ordered is None:
+            self._ordered = self._in_order()
+        return self._ordered
+
+    def _in_order(self) -> dict[str, RunState]:
         root = Path(self.source) if isinstance(self.source, str | Path) else Path()
         found = sorted(self._states.items(), key=lambda item: item[1].first_s if item[1].ranks() else inf)
         return {
@@ -256,13 +270,16 @@ class Runs:
             if state.id in self._broken:
                 continue
             try:
+                was_empty = isnan(state.first_s)
                 changed |= state._read() > 0
+                if was_empty:
+                    self._ordered = None
             except _WrittenAnewError:
                 self._take(folder, list(state._files))
                 changed = True
             except FileNotFoundError:  # moved aside: a new one may come in its place
                 del self._states[folder]
-                self._next_scan_s = -inf
+                self._ordered, self._next_scan_s = None, -inf
                 changed = True
             except (DataError, OSError) as error:
                 self._broken.add(state.id)
@@ -288,11 +305,13 @@ class Runs:
             else:
                 self._take(folder, paths)
         if changed := before != list(self._states):
+            self._ordered = None
             self._name()
         return changed
 
     def _take(self, folder: Path, paths: Iterable[str]) -> None:
         self._num_runs += 1
+        self._ordered = None
         state = self._states[folder] = RunState(folder, id=f"r{self._num_runs}")
         state._files = dict.fromkeys(paths, (0, 0))
 
