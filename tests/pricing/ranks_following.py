@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed
@@ -17,6 +19,8 @@ from mmlab.comparison.train import train
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
 from mmlab.parallel.process_group import ProcessGroup
+from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.events import RunEvent, read_events
@@ -93,10 +97,19 @@ def follow(data: str) -> None:
 
 def resume(config: Path, runs: Path) -> None:
     """`train` follows on several ranks too, and goes on from what rank 0 has saved."""
-    for num_epochs in (1, 2):
-        changes = [f"trainer.num_epochs={num_epochs}", "checkpoint.every_steps=2"]
-        result = train(load_config(config, changes), runs=runs, resume="auto", progress=False)
-        assert result.num_epochs == num_epochs
+    fitted: list[MemoryModel] = []
+
+    def fit_once(*arguments: Any, **options: Any) -> MemoryModel:
+        """Both runs have one model, which takes this rank seconds to fit."""
+        if not fitted:
+            fitted.append(fit_memory(*arguments, num_probes=12, **options))
+        return fitted[0]
+
+    with patch("mmlab.pricing.planner.fit_memory", fit_once):
+        for num_epochs in (1, 2):
+            changes = [f"trainer.num_epochs={num_epochs}", "checkpoint.every_steps=2"]
+            result = train(load_config(config, changes), runs=runs, resume="auto", progress=False)
+            assert result.num_epochs == num_epochs
     steps = [event for event in read_events(runs / "small" / "events-rank0.jsonl")[0] if event.kind == "step"]
     assert len(steps) == result.num_steps
     assert {"rank_wait_s", "predicted_wait_ratio", "predicted_bytes"} <= steps[-1].values.keys()

@@ -79,7 +79,7 @@ def step(*, predicted: float = 0, peak: float = 0, failed: int = 0, num_samples:
 # what is left of an epoch, planned again
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     num_samples=st.integers(0, 120),
