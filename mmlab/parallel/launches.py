@@ -38,32 +38,19 @@ def join(backend: str, *, timeout_s: float) -> None:
     Raises:
         RunError: a rank did not come.
     """
-    store, rank, world_size = connect(timeout_s=timeout_s)
-    timeout = timedelta(seconds=timeout_s)
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def connect(*, timeout_s: float) -> tuple[distributed.Store, int, int]:
-    """A store in which all keys are free, for the ranks that were started now; this one's rank, and their number.
-
-    Raises:
-        RunError: a rank did not come.
-    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=timeout_s)
     store = distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world_size,
         is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return (
-        distributed.PrefixStore(meet(store, rank, world_size, timeout_s=timeout_s), store),
-        rank,
-        world_size,
-    )
+    fresh = distributed.PrefixStore(meet(store, rank, world_size, timeout_s=timeout_s), store)
+    distributed.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def meet(store: distributed.Store, rank: int, world_size: int, *, timeout_s: float) -> str:

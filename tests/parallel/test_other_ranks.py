@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.comparison.test_training import environment
+from tests.parallel.resumed_on_other_ranks import train_and_note
+from tests.ranks import run_ranks
 
 NUM_TRAINED = 54  # samples of `scenes` that are not held out
 CONFIG = """
@@ -55,13 +54,12 @@ every_minutes = 60.0
 def test_every_sample_comes_once_an_epoch_on_whatever_ranks(stages, scenes: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.format(scenes=scenes))
-    script = Path(__file__).with_name("resumed_on_other_ranks.py")
-    command = [sys.executable, str(script), str(config), str(tmp_path / "runs"), json.dumps(stages)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment(), timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = json.loads(done.stdout)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    for stage, (num_ranks, strategy, stop_after) in enumerate(stages):
+        run_ranks(train_and_note, num_ranks, config, runs, stage, strategy, stop_after, joins=False)
+    files = sorted(runs.glob("seen-*.jsonl"))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert {line[0] for line in lines if line[1] == 0} == {0, 1, 2}  # the first epoch is shared by all stages
     for epoch in (0, 1):
         seen = Counter(record for line in lines if line[1] == epoch for record in line[4])
