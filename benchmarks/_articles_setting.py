@@ -50,7 +50,11 @@ class ArticleDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         record = self.records[row]
-        image = Image.open(io.BytesIO(self.records.read_image(row))).convert("RGB").resize((SIDE, SIDE))
+        image = (
+            Image.open(io.BytesIO(self.records.read_image(row)))
+            .convert("RGB")
+            .resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+        )
         tokens = self.tokenizer(record.text, padding="max_length", truncation=True, max_length=MAX_TOKENS)
         return {
             "id": record.id,
