@@ -150,14 +150,10 @@ class AdaptiveReport:
     mean_num_tokens: float  # over the data
     counted_num_tokens: float  # as the epoch counts the samples
 
-    def as_dict(self) -> dict[str, Any]:
-        """Name -> figure."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return "\n".join(
             f"{name:19} {value:.4g}" if isinstance(value, float) else f"{name:19} {value}"
-            for name, value in self.as_dict().items()
+            for name, value in asdict(self).items()
         )
 
 

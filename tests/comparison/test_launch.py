@@ -48,7 +48,7 @@ device = "cpu"
 # What a kernel is to its cell: a process that has no file of its own, and raises on an interrupt.
 CALLER = """
 import signal, sys
-from mmlab.config import load_config
+from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train_on
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored

@@ -39,11 +39,6 @@ class CacheStats:
     num_left_out: int = 0  # images that were not written, for want of room or after the disk failed
     cache_bytes: int = 0  # of all files, on the disk
 
-    @property
-    def hit_ratio(self) -> float:
-        """Share of reads that the cache answered."""
-        return self.num_hits / max(1, self.num_hits + self.num_misses)
-
 
 class SampleCache:
     """Decoded images of a data set, on disk. Thread-safe, fork-safe; picklable: a copy opens the folder.
