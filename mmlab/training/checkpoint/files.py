@@ -15,54 +15,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmlab.errors import DataError, RunError
+from mmlab.training.strategy import Strategy
 
 SHARDS, MANIFEST = "shards", "manifest.json"
 SAVING = "save a checkpoint"
 _WEIGHTS, _MOMENTS, _STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 _MODEL, _OPTIMIZER = "model.", "optimizer.state."
 _Files = dict[str, dict[str, Any]]  # size and digest by path, as in the manifest
-Result = TypeVar("Result")
 
 
-class Ranks(Protocol):
-    """The ranks that write or read a checkpoint together, such as a `mmlab.training.strategy.Strategy`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
-        """What `work` returns on each rank; RunError on all if it fails on one."""
-        ...
-
-    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
-        """Call `work` on rank 0 and return its result on every rank."""
-        ...
-
-
-class Alone:
-    """One process that writes or reads by itself."""
-
-    rank, world_size = 0, 1
-
-    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
-        return [work()]
-
-    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
-        return work()
-
-
-def check(path: Path, ranks: Ranks) -> None:
+def check(path: Path, ranks: Strategy) -> None:
     """Raise DataError if a file of a checkpoint is missing, truncated or altered; each rank reads some of them."""
 
     def damage() -> str | None:
@@ -87,7 +57,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         DataError: a file is missing, truncated or altered.
     """
     path = Path(path)
-    check(path, Alone())
+    check(path, Strategy())
     return read_state(path)
 
 
@@ -123,7 +93,7 @@ def is_shared_out(state: Mapping[str, Any]) -> bool:
     return any(hasattr(tensor, "to_local") for tensor in state["model"].values())
 
 
-def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: Ranks) -> int:
+def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: Strategy) -> int:
     """Write a checkpoint's files and flush them to the disk; called by all of `ranks`. Returns the bytes of all files.
 
     Args:
@@ -171,7 +141,7 @@ def _write_rest(
 
 
 def _write_shards(
-    folder: Path, model: Mapping[str, Tensor], moments: Mapping[str, Tensor], ranks: Ranks
+    folder: Path, model: Mapping[str, Tensor], moments: Mapping[str, Tensor], ranks: Strategy
 ) -> _Files:
     """Let every rank write its shares and flush them to the disk; collective."""
     from mmlab.training.checkpoint.shards import save_shards

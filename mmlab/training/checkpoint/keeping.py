@@ -15,14 +15,13 @@ from mmlab.errors import DataError, OptionError
 from mmlab.runs.events import RunEvent
 from mmlab.training.checkpoint.files import (
     SAVING,
-    Alone,
-    Ranks,
     check,
     read_manifest,
     read_state,
     sync,
     write_state,
 )
+from mmlab.training.strategy import Strategy
 
 _NAMES = "[0-9]*-step-*"
 
@@ -104,7 +103,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         values: Mapping[str, Any] | None = None,
-        ranks: Ranks | None = None,
+        ranks: Strategy | None = None,
     ) -> dict[str, Any]:
         """Write a checkpoint, then remove those that need not be kept any more.
 
@@ -124,7 +123,7 @@ class Checkpoints:
         """
         started = time.perf_counter()
         progress = state["progress"]
-        ranks = ranks or Alone()
+        ranks = ranks or Strategy()
         path = ranks.run_on_main(lambda: self._begin(progress["step"]), SAVING)
         unfinished = self._aside(path)
         try:
@@ -163,7 +162,7 @@ class Checkpoints:
             old.rename(self._aside(old))
         self._clear_away()
 
-    def newest(self, ranks: Ranks | None = None) -> Path | None:
+    def newest(self, ranks: Strategy | None = None) -> Path | None:
         """The newest checkpoint that is whole; None if there is none at all.
 
         Args:
@@ -172,7 +171,7 @@ class Checkpoints:
         Raises:
             DataError: all are damaged.
         """
-        ranks = ranks or Alone()
+        ranks = ranks or Strategy()
         paths = ranks.run_on_main(lambda: self.paths, f"look for checkpoints in {self.folder}")
         for path in reversed(paths):
             try:
