@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,14 +85,20 @@ def all_steered(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     runs = tmp_path_factory.mktemp("steered")
     config = runs / "steered.toml"
     config.write_text(CONFIG.format(name="steered", scenes=scenes))
-    found = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "steered_while_training.py"), str(config), str(runs)],
-        check=True,
+    script = Path(__file__).parent / "steered_while_training.py"
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(config), str(runs)],
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        timeout=240,
+        start_new_session=True,
     )
-    return runs, json.loads(found.stdout)
+    try:
+        found, _ = process.communicate(timeout=240)
+    finally:  # its ranks as well, also when the test is broken off
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0
+    return runs, json.loads(found)
 
 
 @pytest.fixture(params=["1", "2"], ids=["one process", "two ranks"])
