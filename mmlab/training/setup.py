@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from mmlab.errors import OptionError, RunError
 from mmlab.machine import require_device, signals_held
@@ -33,9 +32,9 @@ from mmlab.training.out_of_memory import Result, retried
 from mmlab.training.precision import Precision, StepResult
 from mmlab.training.randomness import RandomStream
 from mmlab.training.schedule import warmup_cosine
-from mmlab.training.split import Window, WindowRunner
+from mmlab.training.split import Window, WindowRunner, dummy_batch
 from mmlab.training.step_meter import StepMeter, StepValues, key_of
-from mmlab.training.strategy import Strategy
+from mmlab.training.strategy import Strategy, alone
 from mmlab.training.weighting import Weighting, make_weighting
 from mmlab.types import Batch, CostModel
 
@@ -71,7 +70,7 @@ class TrainerSetup:
         if isinstance(weighting, str):
             changes["weighting"] = weighting
         self.options = change_options(options, changes)
-        self.strategy = strategy or _alone()
+        self.strategy = strategy or alone()
         self._emit = emit or (lambda event: None)
         self._make_model(model, objectives if isinstance(objectives, Mapping) else self.options.objectives)
         self.weighting = self._make_weighting(weighting)
@@ -178,7 +177,7 @@ class TrainerSetup:
         if self._gathers:  # all ranks count and gather equally often
             length = int(self.strategy.largest(length))
         if self._gathers or self.strategy.requires_equal_steps:
-            dummy = _dummy_batch(batches[0])
+            dummy = dummy_batch(batches[0])
         places: list[Batch | None] = [*batches, *[None] * (length - len(batches))]
         counted = [batch or dummy for batch in places]
         counts = [
@@ -396,25 +395,3 @@ class TrainerSetup:
 
 
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
-
-
-def _alone() -> Strategy:
-    """The strategy of a single process.
-
-    Raises:
-        OptionError: there are others, with which this one would not share anything.
-    """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise OptionError(
-            f"{distributed.get_world_size()} ranks train together, and nothing says how: give FusionTrainer "
-            "strategy=make_strategy('ddp') from mmlab.parallel"
-        )
-    return Strategy()
-
-
-def _dummy_batch(batch: Batch) -> Batch:
-    """One sample that no objective counts, for a rank with fewer micro-batches than the others."""
-    first = batch.part(slice(0, 1))
-    host = first.host
-    nothing = replace(host, height=0 * host.height, attention_mask=torch.zeros_like(host.attention_mask))
-    return replace(first, columns=nothing)

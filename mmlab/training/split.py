@@ -275,3 +275,11 @@ def _join(parts: Sequence[_Leaves]) -> tuple[Any, list[Tensor]]:
     if hasattr(whole, "num_chunks"):
         whole = replace(whole, num_chunks=len(parts))
     return whole, [leaf for leaf in joined if isinstance(leaf, Tensor)]
+
+
+def dummy_batch(batch: Batch) -> Batch:
+    """One sample that no objective counts, for a rank with fewer micro-batches than the others."""
+    first = batch.part(slice(0, 1))
+    host = first.host
+    nothing = replace(host, height=0 * host.height, attention_mask=torch.zeros_like(host.attention_mask))
+    return replace(first, columns=nothing)

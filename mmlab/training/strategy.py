@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from mmlab.errors import RunError
+from mmlab.errors import OptionError, RunError
 from mmlab.training.precision import Precision, part_norms
 
 if TYPE_CHECKING:
@@ -148,3 +148,17 @@ class Strategy:
     def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
         """Call `work` on rank 0 alone and return its result on every rank; collective."""
         return work()
+
+
+def alone() -> Strategy:
+    """The strategy of a single process.
+
+    Raises:
+        OptionError: there are others, with which this one would not share anything.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise OptionError(
+            f"{distributed.get_world_size()} ranks train together, and nothing says how: give FusionTrainer "
+            "strategy=make_strategy('ddp') from mmlab.parallel"
+        )
+    return Strategy()
