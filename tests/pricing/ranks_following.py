@@ -18,6 +18,7 @@ from mmlab.comparison.preparation import make_datasets
 from mmlab.comparison.train import train
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
+from mmlab.parallel import make_strategy
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
@@ -56,6 +57,7 @@ def follow(data: str) -> None:
     trainer = FusionTrainer(
         build_model("tiny", vocab_size=len(dataset.tokenizer), **TINY),
         device="cpu",
+        strategy=make_strategy("ddp"),
         objectives={"contrastive": Contrastive()},
         live=device,
         emit=events.append,
@@ -74,7 +76,9 @@ def follow(data: str) -> None:
         free_ram=lambda: 0.5,
     )
     trainer.memory = cost
-    loader = Recording(dataset, scheduler, num_workers=1 + ranks.rank)  # one prefetches more than the other
+    loader = Recording(
+        dataset, scheduler, num_workers=1 + ranks.rank, prefetch=1
+    )  # one prefetches more than the other
     loader.seen = []
     if ranks.rank == 1:
         device.fail_at = device.num_operations + 2000
