@@ -17,7 +17,8 @@ from mmlab.model.parameters import learning, parameter_groups
 from mmlab.model.presets import build_model
 from mmlab.parallel.predict import predict
 from mmlab.parallel.probe import costs_from, network_from, probe_network, probe_parts
-from mmlab.parallel.strategies import ParallelOptions, make_strategy
+from mmlab.parallel.reduce import ParallelOptions
+from mmlab.parallel.strategies import make_strategy
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import Batch, BatchShape

@@ -36,7 +36,7 @@ from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, unknown_name
 from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.faults import TIMEOUT_S
-from mmlab.parallel.strategies import ParallelOptions
+from mmlab.parallel.reduce import ParallelOptions
 from mmlab.schedule.schedulers import SCHEDULERS
 from mmlab.training.options import TrainOptions
 

@@ -12,7 +12,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "bench": ["bench_parallel"],
         "branch": ["BranchRanks"],
         "launch": ["run_on_ranks"],
-        "strategies": ["ParallelOptions", "make_strategy"],
+        "reduce": ["ParallelOptions"],
+        "strategies": ["make_strategy"],
         "process_group": ["ProcessGroup"],
     },
 )

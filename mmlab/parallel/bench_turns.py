@@ -27,7 +27,8 @@ from mmlab.model.presets import build_model
 from mmlab.parallel.branch_strategy import BranchStrategy
 from mmlab.parallel.predict import predict
 from mmlab.parallel.probe import clock, costs_from, network_from, probe_network, probe_parts
-from mmlab.parallel.strategies import ParallelOptions, make_strategy
+from mmlab.parallel.reduce import ParallelOptions
+from mmlab.parallel.strategies import make_strategy
 from mmlab.parallel.timeline import Timeline
 from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
 from mmlab.training.loop import FusionTrainer

@@ -11,7 +11,7 @@ from torch import nn
 from mmlab.errors import OptionError
 from mmlab.parallel.branch import BranchRanks
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.parallel.strategies import ParallelOptions, Result
+from mmlab.parallel.reduce import ParallelOptions, Result
 from mmlab.training.losses.base import Objective
 from mmlab.training.precision import Parts, Precision
 from mmlab.training.strategy import Strategy

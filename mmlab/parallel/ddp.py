@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmlab.errors import OptionError
 from mmlab.machine import device_limit
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.parallel.strategies import ParallelOptions, ReduceStrategy
+from mmlab.parallel.reduce import ParallelOptions, ReduceStrategy
 from mmlab.parallel.torch_internals import finish_reduction
 from mmlab.training.strategy import CollectiveFailed
 

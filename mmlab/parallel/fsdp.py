@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmlab.errors import OptionError
-from mmlab.parallel.strategies import ReduceStrategy, Result
+from mmlab.parallel.reduce import ReduceStrategy, Result
 from mmlab.training.precision import Parts, gradients_of, tensor_norms
 from mmlab.training.strategy import CollectiveFailed
 

@@ -12,7 +12,8 @@ from torch import distributed
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
-from mmlab.parallel.strategies import ParallelOptions, make_strategy
+from mmlab.parallel.reduce import ParallelOptions
+from mmlab.parallel.strategies import make_strategy
 from mmlab.parallel.timeline import Timeline, overlap
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching

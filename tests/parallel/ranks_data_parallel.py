@@ -11,7 +11,8 @@ from torch import distributed
 
 from mmlab.errors import OptionError, RunError
 from mmlab.model.presets import build_model
-from mmlab.parallel.strategies import ParallelOptions, make_strategy
+from mmlab.parallel.reduce import ParallelOptions
+from mmlab.parallel.strategies import make_strategy
 from mmlab.pricing.breakdown import price
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer

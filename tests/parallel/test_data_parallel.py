@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmlab.errors import OptionError
-from mmlab.parallel.strategies import ParallelOptions
+from mmlab.parallel.reduce import ParallelOptions
 from tests.parallel import ranks_compiled, ranks_data_parallel, ranks_sharded
 from tests.ranks import run_ranks
 from tests.training.test_out_of_memory import make_trainer, weights, window

@@ -11,7 +11,8 @@ from torch import nn
 
 from mmlab.errors import RunError
 from mmlab.model.presets import build_model
-from mmlab.parallel.strategies import ParallelOptions, make_strategy
+from mmlab.parallel.reduce import ParallelOptions
+from mmlab.parallel.strategies import make_strategy
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.events import RunEvent
 from mmlab.training.loop import FusionTrainer
