@@ -4,9 +4,10 @@ JPEG goes through libjpeg-turbo (`simplejpeg`), everything else, and CMYK, throu
 costs about 1.2 ms to decode and 0.3 ms to resize to 224 x 224 on one core, half of what Pillow takes. Both steps
 release the interpreter's lock, so threads decode side by side.
 
-An image is resized with antialiasing, to within one level of Pillow's bilinear resize. Only a JPEG of 2 megapixels or
-more, and of at least 8 times the target's size per side, is first decoded at a quarter or an eighth of its size. This
-saves a quarter to a half of the time and, on photographs, moves pixels by at most half a level on average (20 at most).
+An image is resized with antialiasing, to within one level of Pillow's bilinear resize (a few values in 100,000: two).
+Only a JPEG of 2 megapixels or more, and of at least 8 times the target's size per side, is first decoded at a quarter
+or an eighth of its size. This saves a quarter to a half of the time and, on photographs, moves pixels by at most half a
+level on average (20 at most).
 Decoding at half the size, and libjpeg-turbo's partial decoding of crops, were measured to save little or nothing.
 
 Importing this module does not load torch; the first resize does.

@@ -32,6 +32,8 @@ from mmlab.runs.folders import ASIDE
 ACTIVE = ("waiting", "running", "paused")  # what a run's status is until it has ended
 NOTED = ("warning", "out_of_memory", "decision", "bad_sample")  # kinds of event that a person should see
 MAX_NOTES = 30  # kept of each run
+HEAD_BYTES = 128  # of an event file, by which a new file in its place is recognised
+UNREAD = (0, b"", 0)
 
 Source = str | Path | Sequence[str | Path] | None  # folders of runs, or folders above them
 
@@ -60,7 +62,8 @@ class RunState:
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
         self.done_cost = 0.0  # of the first rank's steps, as the plan counts it
         self._written_status = "waiting"
-        self._files: dict[str, tuple[int, int]] = {}  # path -> inode, and the offset that was reached
+        # path -> inode, first bytes, and the offset that was reached; a new file may be given an old one's inode
+        self._files: dict[str, tuple[int, bytes, int]] = {}
         self._latest: dict[tuple[str, int], RunEvent] = {}
         self._columns: dict[tuple[str, int], dict[str, array[float]]] = {}
         self._checked_s, self._process_runs = -inf, True
@@ -90,7 +93,7 @@ class RunState:
         if self.folder is None:
             return 0
         for path in sorted(map(str, self.folder.glob(EVENT_FILES))):
-            self._files.setdefault(path, (0, 0))
+            self._files.setdefault(path, UNREAD)
         return self._read()
 
     def apply(self, events: Iterable[RunEvent]) -> None:
@@ -171,16 +174,18 @@ class RunState:
 
     def _read(self) -> int:
         num_events = 0
-        for path, (inode, offset) in self._files.items():
+        for path, (inode, head, offset) in self._files.items():
             found = os.stat(path)
             if inode and (found.st_ino != inode or found.st_size < offset):
                 raise _WrittenAnewError(f"{path} was written anew")
-            self._files[path] = (found.st_ino, offset)
             if found.st_size > offset:
+                if _head(path)[: len(head)] != head:
+                    raise _WrittenAnewError(f"{path} was written anew")
                 events, offset = read_events(path, offset)
-                self._files[path] = (found.st_ino, offset)
+                head = _head(path)[: min(offset, HEAD_BYTES)]
                 self.apply(events)
                 num_events += len(events)
+            self._files[path] = (found.st_ino, head, offset)
         return num_events
 
     def _follow_status(self, event: RunEvent) -> None:
@@ -301,7 +306,7 @@ class Runs:
         for folder, paths in found.items():
             if folder in self._states:
                 for path in paths:
-                    self._states[folder]._files.setdefault(path, (0, 0))
+                    self._states[folder]._files.setdefault(path, UNREAD)
             else:
                 self._take(folder, paths)
         if changed := before != list(self._states):
@@ -313,7 +318,7 @@ class Runs:
         self._num_runs += 1
         self._ordered = None
         state = self._states[folder] = RunState(folder, id=f"r{self._num_runs}")
-        state._files = dict.fromkeys(paths, (0, 0))
+        state._files = dict.fromkeys(paths, UNREAD)
 
     def _name(self) -> None:
         """Name every run after its folder; runs of one name after their comparisons as well."""
@@ -329,6 +334,12 @@ def _relative(folder: Path, root: Path) -> Path:
 
 class _WrittenAnewError(DataError):
     """A file is another one than before."""
+
+
+def _head(path: str) -> bytes:
+    """The first bytes of a file: its first event, with the time it was written."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read(HEAD_BYTES)
 
 
 def run_files(source: Source) -> dict[Path, list[str]]:

@@ -28,5 +28,7 @@ def test_only_code_changes_a_rooms_digest(tmp_path: Path, monkeypatch: pytest.Mo
     digests = []
     for text in ("def f(): return 1", '"""Says."""\n\n\ndef f():\n    return 1  # one', "def f(): return 2"):
         module.write_text(text)
+        _common.room_digest.cache_clear()
         digests.append(_common.room_digest("schedule"))
+    _common.room_digest.cache_clear()
     assert digests[0] == digests[1] != digests[2]

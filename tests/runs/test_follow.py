@@ -94,6 +94,21 @@ def test_a_run_that_is_written_anew_is_another_run(tmp_path: Path) -> None:
     assert (the_run(runs).id, the_run(runs).count()) == ("r2", 3)
 
 
+def test_a_new_file_that_was_given_the_old_ones_inode_is_another_run(tmp_path: Path) -> None:
+    write(tmp_path / "run", 3)
+    runs = Runs(tmp_path / "run")
+    runs.poll()
+    file = tmp_path / "run" / "events-rank0.jsonl"
+    write(tmp_path / "other", 9, time_s=1.9e9)
+    inode = file.stat().st_ino
+    file.write_bytes(
+        (tmp_path / "other" / "events-rank0.jsonl").read_bytes()
+    )  # in place, as a reused inode looks
+    assert file.stat().st_ino == inode
+    runs.poll()
+    assert the_run(runs).count("step") == 9
+
+
 def test_a_run_that_is_moved_aside_is_dropped(tmp_path: Path) -> None:
     write(tmp_path / "a", 2)
     write(tmp_path / "b", 2)
