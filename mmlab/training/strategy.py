@@ -22,7 +22,6 @@ from mmlab.training.precision import Precision, part_norms
 
 if TYPE_CHECKING:
     from mmlab.training.losses.base import Objective
-    from mmlab.training.split import Window
     from mmlab.types import Batch
 
 Result = TypeVar("Result")
@@ -85,8 +84,8 @@ class Strategy:
     def begin_step(self) -> None:
         """A step begins; collective."""
 
-    def gradient(self, window: Window) -> dict[str, float]:
-        """Leave the window's gradient in the weights; collective. Returns the objectives' means over all ranks."""
+    def gradient(self, window: Any) -> dict[str, float]:
+        """Leave the gradient of a `Window` in the weights; collective. Returns the objectives' means over all ranks."""
         return window.run(window.counts).means()
 
     def sync(self, *, last: bool) -> AbstractContextManager[Any]:
