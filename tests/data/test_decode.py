@@ -233,6 +233,7 @@ def test_decompression_bombs_are_refused_from_the_header(kind: str) -> None:
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("policy", [WHOLE, Aspect(3000 * 3500)], ids=["decode", "decode and resize"])
 def test_other_threads_run_while_one_decodes_or_resizes(policy: Aspect) -> None:
     encoded = encode(Image.fromarray(np.tile(np.asarray(photo(500, 500)), (8, 10, 1))), quality=90)

@@ -109,6 +109,7 @@ def test_importing_loads_neither_torch_nor_datasets():
     assert found.stdout.strip() == "set()"
 
 
+@pytest.mark.serial
 def test_a_known_data_set_of_many_images_is_read_quickly(folder):
     """Generous for a busy machine; 25,000 images take a third of a second alone."""
     content = encoded(8, 8)

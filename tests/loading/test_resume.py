@@ -72,6 +72,7 @@ def test_a_resumed_epoch_can_be_resumed_and_is_followed_by_the_next(dataset) -> 
     assert_same(list(loader), list(reference))
 
 
+@pytest.mark.serial
 def test_no_image_is_read_again_for_a_resume(dataset) -> None:
     first = make_loader(dataset)
     num_batches = len(first) - 1

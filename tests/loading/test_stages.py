@@ -15,6 +15,7 @@ from mmlab.runs.events import RunLog, read_events
 from tests.loading.loaders import BACKENDS, Slow, make_loader
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path, backend: str) -> None:
     with RunLog(tmp_path) as log:
