@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 # Tiny models run faster on one thread, on a machine that does other things much faster; read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where the tests were started in the background, SIGINT is ignored, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Processes that tests start import the tests' helpers as `tests.<module>`, as the tests themselves do.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])

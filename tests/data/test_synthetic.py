@@ -121,11 +121,14 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, num_workers: int) -> 
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "set"), str(num_workers)], stderr=subprocess.PIPE
     )
-    give_up_s = time.monotonic() + 60
-    while not list(tmp_path.rglob("*.jpg")) and time.monotonic() < give_up_s:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        give_up_s = time.monotonic() + 60
+        while not list(tmp_path.rglob("*.jpg")) and time.monotonic() < give_up_s:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert b"KeyboardInterrupt" in errors
     assert process.returncode != 0
     assert not list(tmp_path.iterdir())
