@@ -101,7 +101,7 @@ def needed_libraries() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         return {}
     found = [
-        re.fullmatch(r"([\w-]+)(?:\[.*\])?>=([\w.]+)(?:,.*)?", line)
+        re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:[^>]*,)?>=([\w.]+)(?:,.*)?", line)
         for line in lines
         if "extra ==" not in line
     ]

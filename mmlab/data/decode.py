@@ -166,7 +166,9 @@ def _resized_from(
 
 def _resized(part: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """Resize with antialiasing."""
-    part = np.require(part, requirements=["C", "W"])  # torch takes neither flipped nor read-only arrays
+    # torch takes neither flipped nor read-only arrays; numpy calls a flipped row of one pixel contiguous
+    flipped = min(part.strides) < 0
+    part = part.copy() if flipped else np.require(part, requirements=["C", "W"])
     if part.shape[:2] == (height, width):
         return part
     import torch
