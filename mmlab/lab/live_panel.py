@@ -75,6 +75,14 @@ class LivePanel(anywidget.AnyWidget):
         )
         self._pump = Pump(source, controller, self.send, interval_s=1 / hz)
         self.on_msg(self._receive)
+        # ipykernel would hand the page's messages to the thread that last sent one: the main one, behind the cells.
+        # The page asks for a subshell of the kernel where there are any.
+        if hasattr(self.comm, "_reply_subshell_for"):
+            self.comm._reply_subshell_for = lambda _data, asked: asked
+
+    def begin(self) -> None:
+        """Send from now on, as displaying does: a page's first word may have to wait behind cells that are queued."""
+        self._pump.begin()
 
     def summary(self) -> str:
         """One line on the state of the runs, for places where no page can show the panel."""
@@ -100,6 +108,10 @@ class LivePanel(anywidget.AnyWidget):
             return self.summary()
         except Exception as error:  # consoles and tracebacks call repr: it must not fail
             return f"LivePanel: {error!r}"
+
+    def _repr_mimebundle_(self, **arguments: Any) -> Any:
+        self.begin()
+        return super()._repr_mimebundle_(**arguments)
 
     def _receive(self, _widget: object, content: Mapping[str, Any], _buffers: object) -> None:
         """What the page sends; called on the kernel's main thread or on another one."""

@@ -13,6 +13,8 @@ from typing import Any
 import anywidget
 import ipywidgets as widgets
 
+from mmlab.lab.live_panel import LivePanel
+
 WIDE = {"description_width": "9rem"}  # labels of one column, as wide as each other
 
 
@@ -29,6 +31,12 @@ class Panel(widgets.VBox):
         self.message.add_class("mmlab-message")
         super().__init__([*above, self.message, *below, _KeptKeys()])
         self.add_class("mmlab-panel")
+
+    def _repr_mimebundle_(self, **arguments: Any) -> Any:
+        for child in self.children:
+            if isinstance(child, LivePanel):
+                child.begin()
+        return super()._repr_mimebundle_(**arguments)
 
     def showing(self, act: Callable[[], object]) -> Callable[[Any], None]:
         """A callback that calls `act` and shows any error it raises, which Jupyter would hide."""

@@ -1,7 +1,9 @@
 """The thread between runs' files and a live panel's page: reads, paces, sends.
 
 Each message has the rows that the page does not have yet, at most `hz` messages a second. The page answers once it has
-drawn; without an answer the thread sends once a second, so neither a slow page nor a closed one holds anything up.
+drawn; without an answer the thread sends once a second, so neither a slow page nor a closed one holds anything up. Until
+a page is heard at all, each message begins anew: the first ones may come before the page listens, and what it says may
+stand behind queued cells.
 """
 
 from __future__ import annotations
@@ -86,10 +88,10 @@ class Pump:
         self._runs = Runs(source, scan_s=SCAN_S)
         self._follows_controller = source is None
         self._controller, self._send, self._interval_s = controller, send, interval_s
-        self._wake = threading.Condition()
+        self._wake = threading.Condition()  # may be taken again by whoever has it
         self._thread: threading.Thread | None = None
         # under the lock
-        self._shown = self._closed = self._urgent = False
+        self._shown = self._heard = self._closed = self._urgent = False
         self._seen_s = 0.0  # when the page was last heard from
         self._acked = 0
         self._rewind: list[dict[str, int]] = []  # what pages say they have
@@ -122,6 +124,14 @@ class Pump:
             self._handler_cpu_s += time.thread_time() - started_s
             self._wake.notify()
 
+    def begin(self) -> None:
+        """Send, whether a page asks or not."""
+        with self._wake:
+            self._shown = True
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="mmlab-live-panel", daemon=True)
+                self._thread.start()
+
     def clear(self, run_id: str | None = None) -> None:
         """Show a run (or all there are) no more. One that is written anew has another id."""
         with self._wake:
@@ -147,11 +157,9 @@ class Pump:
             self._urgent = True
             if kind == "ready":
                 self._rewind.append({str(key): int(rows) for key, rows in content["have"].items()})
-                self._shown = True
+                self._heard = True
                 self._acked = self._seq  # an earlier page will not answer any more
-                if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._run, name="mmlab-live-panel", daemon=True)
-                    self._thread.start()
+                self.begin()
                 return
             if kind == "hidden":
                 self._shown = False
@@ -216,7 +224,7 @@ class Pump:
                 self._stepped_s, self._stepped_at_s = stepped_s, now_s
         with self._wake:
             silent = self._acked < self._seq and now_s - max(self._sent_s, self._seen_s) > SILENCE_S
-            may_send = silent or self._seq - self._acked < WINDOW
+            may_send = silent or self._seq - self._acked < (WINDOW if self._heard else 1)
         due = self._more or (self._fresh and now_s >= self._due_s) or now_s - self._looked_s >= FACTS_S
         if urgent or (may_send and due):
             self._update(now_s, urgent)
@@ -232,6 +240,8 @@ class Pump:
     def _update(self, now_s: float, urgent: bool) -> None:
         """Send what is new, if it is time to."""
         self._looked_s = now_s
+        if not self._heard and not self._more:
+            self._said, self._sent = {}, {}
         message = self._news()
         rows: dict[str, NDArray[np.float32]] = {}
         if urgent or self._more or now_s >= self._due_s:

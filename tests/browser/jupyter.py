@@ -16,9 +16,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,11 +145,15 @@ class Notebook:
         if "'removeChild' on 'Node'" not in error or "blob:" in error:
             self.errors.append(error)
 
-    def create(self) -> Notebook:
-        """An empty notebook."""
-        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        empty = {"cells": [], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-        (self.server.files / self.name).write_text(json.dumps(empty))
+    def create(self, cells: Sequence[str] = ()) -> Notebook:
+        """A new notebook with cells of code that nobody has run."""
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells])
+        notebook.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
+        nbformat.write(notebook, self.server.files / self.name)
         return self.open()
 
     def open(self) -> Notebook:

@@ -9,7 +9,7 @@ const RUN_DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [4, 2], [1, 3], [12, 3],
 const MEASURE_DASHES = [[], [6, 3], [1.5, 2.5], [9, 3, 2, 3], [3, 5], [12, 4]];
 const AXES = { step: "step", second: "second", sample: "sample", token: "padded token" };
 const ACK_EVERY = 10, ACK_MS = 1100; // messages, or time, between answers to the kernel; each costs it about a millisecond
-const SILENT_MS = 5000; // without word from the kernel for so long, the panel greys
+const SILENT_MS = 5000; // without word from the kernel for so long, it is called busy
 const NUDGE_MS = 2500; // before that, ask whether it is there
 const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, CSS pixels
 const patches = (h, w) => Math.ceil(h / 16) * Math.ceil(w / 16);
@@ -165,12 +165,15 @@ class Store {
     Object.assign(this, { state: "waiting", progress: [null, null], cost: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0 });
     this.tracks = model.get("tracks");
     this.listen = (message, buffers) => this.take(message, buffers);
+    this.part = () => { this.lost = true; this.schedule(); };
     model.on("msg:custom", this.listen);
+    model.on("comm_live_update", this.part); // the kernel was restarted; a word from it would say otherwise
     this.timer = setInterval(() => this.watch(), 500);
     this.born = Date.now();
-    this.lost = false;
+    this.lost = this.busy = false;
   }
-  close() { clearInterval(this.timer); this.model.off("msg:custom", this.listen); }
+  get shownState() { return this.lost ? "lost" : this.busy ? "busy" : this.state; }
+  close() { clearInterval(this.timer); this.model.off("msg:custom", this.listen); this.model.off("comm_live_update", this.part); }
   send(message) { try { this.model.send(message); } catch (error) { console.debug("mmlab panel: no kernel", error); } }
   ready() {
     const have = {};
@@ -183,7 +186,7 @@ class Store {
   take(message, buffers) {
     if (message.kind !== "update") return;
     this.heard = Date.now();
-    this.lost = false;
+    this.lost = this.busy = false;
     this.seq = Math.max(this.seq, message.seq);
     this.more = message.more;
     for (const key of ["state", "progress", "cost", "last_s", "notes", "errors"]) if (key in message) this[key] = message[key];
@@ -221,7 +224,7 @@ class Store {
     for (const view of this.views) if (view.drawnWith !== view.colours()) this.schedule(); // a theme's sheet may come late
     const quiet = Date.now() - (this.heard || this.born);
     if (quiet > NUDGE_MS && Date.now() - this.nudged > NUDGE_MS) this.ready(); // another page's leaving may have hushed it
-    if (quiet > SILENT_MS && !this.lost) { this.lost = true; this.schedule(); }
+    if (quiet > SILENT_MS && !this.busy) { this.busy = true; this.schedule(); }
   }
   schedule() {
     if (this.frame) return;
@@ -449,7 +452,7 @@ class View {
     this.drawWords(colours);
     for (const made of this.plots) this.drawKeys(made, colours);
     this.drawCursor(colours);
-    const root = this.root.dataset, state = this.store.lost ? "lost" : this.store.state;
+    const root = this.root.dataset, state = this.store.shownState;
     if (root.state !== state) { root.state = state; setText(this.live, `state: ${state}`); }
     root.points = this.store.points;
     root.lines = this.visible().length;
@@ -573,9 +576,9 @@ class View {
   }
 
   drawWords(colours) {
-    const store = this.store, state = store.lost ? "lost" : store.state;
+    const store = this.store, state = store.shownState;
     setText(this.state, state);
-    const main = { running: ["pause", "❚❚ Pause"], paused: ["resume", "▶ Resume"], stopping: ["pause", "❚❚ Pause"] }[state] ?? ["start", "▶ Start"];
+    const main = { running: ["pause", "❚❚ Pause"], paused: ["resume", "▶ Resume"], stopping: ["pause", "❚❚ Pause"] }[store.state] ?? ["start", "▶ Start"];
     if (this.main.dataset.action !== main[0] || this.main.textContent !== main[1]) { this.main.dataset.action = main[0]; setText(this.main, main[1]); }
     setAttribute(this.main, "aria-disabled", store.lost || !this.can(main[0])); // not `disabled`, which would lose the focus
     setAttribute(this.stop, "aria-disabled", store.lost || !this.can("stop"));
@@ -587,10 +590,11 @@ class View {
     const [ms, core] = store.cost;
     setText(this.foot, ms === null ? "monitor: not measured yet" : `monitor: ${ms.toFixed(2)} ms CPU per update, ${(100 * core).toFixed(1)} % of a core`);
     setText(this.lastData, store.last_s ? `last data ${clock(1000 * store.last_s)}` : "");
-    this.lost.hidden = !store.lost;
-    if (store.lost) setText(this.lostText, store.heard
-      ? `No word from the kernel since ${clock(store.heard)}${store.last_s ? `; last data ${clock(1000 * store.last_s)}` : ""}. If it was restarted, run the cell again: runs on disk open where they are.`
-      : "No kernel behind this panel. Run the cell again.");
+    this.lost.hidden = !store.lost && !store.busy;
+    if (!this.lost.hidden) {
+      const since = store.heard ? `No word from the kernel since ${clock(store.heard)}${store.last_s ? `; last data ${clock(1000 * store.last_s)}` : ""}. ` : "";
+      setText(this.lostText, since + (store.lost ? "It was restarted: run the cell again; runs on disk open where they are." : "It is busy. If no cell runs, it is gone: run the cell again."));
+    }
     this.drawLegend(colours);
     this.drawErrors();
     this.drawNotes();

@@ -1,0 +1,78 @@
+"""Run All on a fresh kernel: the panel is live while later cells run and queue, and its buttons are obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.jupyter import Notebook, Server
+from tests.browser.writing_runs import write_run
+
+
+@pytest.fixture
+def new_notebook(server: Server, page: Page) -> Iterator[Callable[[list[str]], Notebook]]:
+    """Makes a notebook in a tab of its own, with a kernel that has run nothing."""
+    own = page.context.new_page()
+    yield lambda cells: Notebook(server, own, "run_all.ipynb").create(cells)
+    own.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    own.close()
+
+
+def test_the_panel_steers_while_cells_run_and_queue(
+    new_notebook: Callable[[list[str]], Notebook], scenes: Path
+) -> None:
+    options = "epochs=500, image='aspect:48', batch_size=4, num_workers=0, out='run_all'"
+    cells = [
+        "from mmlab import Lab",
+        f"lab = Lab({str(scenes)!r}, schedulers=('random', 'budget'), {options})\nlab.panel()",
+        "lab.start()",
+        "try:\n    lab.wait()\nexcept Exception as error:\n    print(error)",
+        "print('the end')",
+    ]
+    notebook = new_notebook(cells)
+    notebook.do("notebook:run-all-cells")
+    panel = notebook.panel(notebook.cell(1))
+    waiting = notebook.cell(3).locator(".jp-InputPrompt")
+    panel.wait_state("running")
+    panel.wait_points(8)
+    expect(waiting).to_have_text("[*]:")
+    panel.button("pause").click()
+    panel.wait_state("paused")
+    held = int(panel.data("points"))
+    expect(waiting).to_have_text("[*]:")
+    panel.button("resume").click()
+    panel.wait_state("running")
+    panel.wait_points(held + 4)
+    panel.button("stop").click()
+    panel.wait_state("stopped")
+    expect(notebook.cell(4)).to_contain_text("the end")
+
+
+def test_rows_come_without_a_word_from_the_page_and_a_busy_kernel_is_called_busy(
+    new_notebook: Callable[[list[str]], Notebook], server: Server
+) -> None:
+    write_run(server.files / "written", 40)
+    cells = [
+        "from mmlab.lab.live_panel import LivePanel",
+        "LivePanel('written')",
+        "import ctypes\nctypes.PyDLL(None).sleep(7)  # no thread of the kernel can do anything meanwhile",
+        "import os, time\nwhile not os.path.exists('seen'): time.sleep(0.05)",
+    ]
+    notebook = new_notebook(cells)
+    notebook.page.evaluate(_NO_SUBSHELLS)
+    notebook.do("notebook:run-all-cells")
+    panel = notebook.panel(notebook.cell(1))
+    panel.wait_state("busy")
+    panel.wait_state("done")
+    panel.wait_points(40)
+    expect(notebook.cell(3).locator(".jp-InputPrompt")).to_have_text("[*]:")
+    (server.files / "seen").touch()
+    notebook.ready()
+
+
+# as in front ends whose messages all go to the thread that runs the cells
+_NO_SUBSHELLS = """() => {
+  jupyterapp.shell.currentWidget.sessionContext.session.kernel.commsOverSubshells = 'disabled'; }"""
