@@ -57,8 +57,10 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "MemoryModel",
             "MemoryReport",
             "ResourceAwareScheduler",
+            "TimeModel",
             "VirtualDevice",
             "fit_memory",
+            "fit_time",
             "price",
         ],
         "runs": [

@@ -1,5 +1,5 @@
 """What a padded shape costs before it is spent: a training step traced on fake tensors, a closed form fitted to a few of
-them (`MemoryModel`), and budgets that follow it.
+them (`MemoryModel`), budgets that follow it, and seconds fitted to a few measured steps (`TimeModel`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "memory": ["MemoryModel"],
         "memory_report": ["MemoryReport"],
         "resource_aware": ["ResourceAwareScheduler"],
+        "time_model": ["TimeModel"],
+        "timing": ["fit_time"],
         "virtual_device": ["VirtualDevice"],
     },
 )

@@ -11,7 +11,8 @@ A fit of some thousand operations takes about a second.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def fit_rows(
     return MaxPolynomial(rows[needed], exponents, "bytes", patch)
 
 
-def held_out_errors(predicted: NDArray[np.floating], found: NDArray[np.integer]) -> dict[str, float]:
+def held_out_errors(predicted: NDArray[np.floating], found: NDArray[Any]) -> dict[str, float]:
     """Relative errors of predictions: `p50_ratio`, `p95_ratio`, `max_ratio` of the absolute ones, and
     `worst_under_ratio`, the largest that a prediction fell short by; with `num_shapes`."""
     error = np.asarray(predicted) / np.asarray(found) - 1
@@ -87,14 +88,14 @@ def held_out_errors(predicted: NDArray[np.floating], found: NDArray[np.integer])
 
 
 def step_terms(
-    shapes: NDArray[np.integer], patch: int = PATCH
+    shapes: NDArray[np.integer], patch: int = PATCH, exponents: Sequence[tuple[int, int, int]] = EXPONENTS
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The terms that a fit to these shapes can tell apart: (n, M) values and (M, 3) powers of B, T and P."""
     count, text, height, width = np.asarray(shapes, dtype=np.int64).T
     at = np.stack([count, text, -(-height // patch) * -(-width // patch)], axis=1)
     varies = at.min(axis=0) < at.max(axis=0)
-    exponents = np.array([term for term in EXPONENTS if not np.array(term)[~varies].any()], dtype=np.int64)
-    return _values(at, exponents), exponents
+    kept = np.array([term for term in exponents if not np.array(term)[~varies].any()], dtype=np.int64)
+    return _values(at, kept), kept
 
 
 def _values(at: NDArray[np.integer], exponents: NDArray[np.integer]) -> NDArray[np.float64]:

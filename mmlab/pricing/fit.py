@@ -62,7 +62,7 @@ def fit_memory(
         raise OptionError(f"at least 1 probe and 0 held-out shapes, found {num_probes} and {num_held_out}")
     tracer = StepTracer(model, **setting)
     vision = _vision_config(model)
-    patch = patch or getattr(vision, "patch_size", None) or PATCH
+    patch = patch or patch_of(model)
     most_tokens = _most_tokens(model)
     side = _only_side(tracer, vision, patch)
     probes = _probes(num_probes, patch, most_tokens, side)
@@ -149,6 +149,11 @@ def _most_tokens(model: nn.Module) -> int:
         if isinstance(limit := getattr(config, name, None), int) and limit > 0
     ]
     return min([_LONGEST_TEXT, *limits])
+
+
+def patch_of(model: nn.Module) -> int:
+    """Side in pixels of the patches that a model's image encoder makes, 16 where it does not say."""
+    return getattr(_vision_config(model), "patch_size", None) or PATCH
 
 
 def _vision_config(model: nn.Module) -> Any:

@@ -8,26 +8,22 @@ step adds them (`calibrated`).
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from mmlab.errors import DataError, OptionError
-from mmlab.machine import versions
-from mmlab.schedule.cost import MaxPolynomial, max_batch_size
+from mmlab.pricing.fitted import FittedModel
+from mmlab.schedule.cost import max_batch_size
 from mmlab.types import BatchShape
 
 _NOTABLE_RATIO = 0.03  # between prediction and measurement: more is not fragmentation but another step
-_LIBRARIES = ("torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryModel:
+class MemoryModel(FittedModel):
     """Bytes that a training step needs, by padded shape; a cost model in bytes for the scheduler `memory`.
 
+    >>> from mmlab.schedule.cost import MaxPolynomial
     >>> rows = MaxPolynomial([[2e6, 5e4], [8e6, 0.0]], [(0, 0, 0), (1, 1, 0)], unit="bytes")
     >>> model = MemoryModel(rows=rows, fingerprint="none", conditions={"precision": "fp32"})
     >>> model(BatchShape(8, 25, 224, 224))
@@ -37,36 +33,14 @@ class MemoryModel:
 
     Args:
         rows: one polynomial for each operation at which the peak can be, in bytes.
-        fingerprint: of the model, see `mmlab.pricing.fingerprint`.
         conditions: what the step was, see `mmlab.pricing.trace.StepSetting`.
-        held_out: errors on shapes that were not fitted, see `mmlab.pricing.closed_form.held_out_errors`.
-        versions: of the libraries that decide which tensors a step has.
         offset_bytes: what `calibrated` has added to every row.
     """
 
-    rows: MaxPolynomial
-    fingerprint: str
-    conditions: Mapping[str, Any]
-    held_out: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, str | None] = field(default_factory=lambda: _versions())
+    unit: ClassVar[str] = "bytes"
+    kind: ClassVar[str] = "memory model"
+
     offset_bytes: int = 0
-
-    @property
-    def unit(self) -> str:
-        """What the number counts."""
-        return "bytes"
-
-    @property
-    def patch(self) -> int:
-        """Side of a patch in pixels."""
-        return self.rows.patch
-
-    def __call__(self, shape: BatchShape) -> float:
-        return self.rows(shape)
-
-    def as_polynomial(self) -> MaxPolynomial:
-        """The rows, for planners that evaluate them in compiled code."""
-        return self.rows
 
     def max_batch_size(self, num_tokens: int, height: int, width: int, limit_bytes: float) -> int:
         """The most samples of one shape whose step needs at most `limit_bytes`; 0 if one is too many."""
@@ -90,51 +64,3 @@ class MemoryModel:
         constant = ~self.rows.exponents.any(axis=1)
         rows = replace(self.rows, coefficients=self.rows.coefficients + offset * constant)
         return replace(self, rows=rows, offset_bytes=self.offset_bytes + offset)
-
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        document = {name: getattr(self, name) for name in self.__slots__ if name != "rows"}
-        rows = {"exponents": self.rows.exponents.tolist(), "coefficients": self.rows.coefficients.tolist()}
-        document["rows"] = {**rows, "patch": self.rows.patch}
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        fingerprint: str | None = None,
-        conditions: Mapping[str, Any] | None = None,
-    ) -> MemoryModel:
-        """Read what `save` wrote.
-
-        Args:
-            fingerprint: of the model that will be trained.
-            conditions: of the training; those not named are not compared.
-
-        Raises:
-            DataError: the file is no memory model.
-            OptionError: it was fitted for another model, under other conditions or with other versions.
-        """
-        try:
-            document = json.loads(Path(path).read_text())
-            rows = MaxPolynomial(**document.pop("rows"), unit="bytes")
-            model = cls(rows=rows, **document)
-            found = {**model.versions, **model.conditions}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path} is not a memory model that mmlab saved: {error}") from error
-        asked = {**_versions(), **(conditions or {})}
-        if fingerprint is not None:
-            asked["model"], found["model"] = fingerprint, model.fingerprint
-        differ = [name for name, value in asked.items() if found.get(name) != value]
-        if differ:
-            pairs = "; ".join(
-                f"{name}: fitted for {found.get(name)}, asked for {asked[name]}" for name in differ
-            )
-            raise OptionError(f"{path} does not describe this training ({pairs}); fit the memory model again")
-        return model
-
-
-def _versions() -> dict[str, str | None]:
-    found = versions(_LIBRARIES)
-    return {name: found[name] for name in (*_LIBRARIES, "mmlab")}

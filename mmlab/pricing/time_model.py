@@ -1,0 +1,123 @@
+"""How many seconds one training step takes for a batch of a given padded shape: a closed form, fitted beforehand.
+
+A step has a constant (launching kernels, Python, the optimizer), and terms that grow with batch size B, text tokens T
+and image patches P. So the least padding is not the least time: a batch that is half as large takes more than half as
+long. `fit_time` (`mmlab.pricing.timing`) measures it on the device at hand; `predict_time` (`mmlab.pricing.roofline`)
+predicts it for a device that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mmlab.pricing.closed_form import nonnegative_least_squares, step_terms
+from mmlab.pricing.fitted import FittedModel
+from mmlab.schedule.cost import MaxPolynomial, batch_costs
+from mmlab.types import PATCH, BatchShape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.schedule.plan import BatchPlan
+
+# Powers of B, T and P: the constant, heads and losses of a sample, layers, attention, cross-attention, similarities of
+# every pair in the batch.
+TIME_EXPONENTS = (
+    *((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)),
+    *((1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeModel(FittedModel):
+    """Seconds that a training step takes, by padded shape; a cost model in seconds for planners.
+
+    >>> rows = MaxPolynomial([[0.03, 0.001]], [(0, 0, 0), (1, 0, 0)], unit="seconds")
+    >>> model = TimeModel(rows=rows, fingerprint="none", conditions={"device": "CPU"})
+    >>> round(model(BatchShape(20, 25, 224, 224)), 3)
+    0.05
+
+    Args:
+        rows: one polynomial, in seconds.
+        conditions: what the step was, and on which device; `method` is "measured" or "predicted, not measured".
+        spread_ratio: how far repeats of the same step lay apart when they were measured: the upper quartile over the
+            lower one, less 1, the median over the shapes. A prediction is hardly better than that.
+        data_s_per_sample: seconds a sample that the loader takes by itself, with the workers that it will have; 0 where
+            it never is the slower stage.
+    """
+
+    unit: ClassVar[str] = "seconds"
+    kind: ClassVar[str] = "time model"
+
+    spread_ratio: float = 0.0
+    data_s_per_sample: float = 0.0
+
+    @property
+    def polynomial(self) -> MaxPolynomial:
+        """Seconds of a step, data aside."""
+        return self.rows
+
+    def batch_s(self, plan: BatchPlan) -> NDArray[np.float64]:
+        """(M,) seconds of each batch of a plan: of its step, or of loading its samples where that takes longer.
+
+        A loader works ahead while the device computes, so the longer of the two stages counts. In a packed plan each
+        sample counts without padding.
+        """
+        steps = batch_costs(self, plan.shape_columns) if plan.limits.streams is None else self._packed_s(plan)
+        return np.maximum(steps, plan.columns.counts * self.data_s_per_sample)
+
+    def epoch_s(self, plan: BatchPlan, *, num_ranks: int = 1) -> float:
+        """Seconds of an epoch: the sum over its steps; evaluation, checkpoints and communication are not in it.
+
+        Args:
+            num_ranks: ranks that share consecutive batches of the plan; a step then takes as long as its slowest.
+        """
+        seconds = self.batch_s(plan)
+        padded = np.pad(seconds, (0, -len(seconds) % num_ranks))
+        return float(padded.reshape(-1, num_ranks).max(axis=1, initial=0.0).sum())
+
+    def calibrated(self, shapes: Sequence[BatchShape], measured_s: Sequence[float]) -> TimeModel:
+        """The same model times one factor, so that it is right for measured steps (in the median, where several)."""
+        ratios = [seconds / self(shape) for shape, seconds in zip(shapes, measured_s, strict=True)]
+        factor = float(np.median(ratios))
+        rows = replace(self.rows, coefficients=self.rows.coefficients * factor)
+        method = f"{self.conditions.get('method', '')}, calibrated by {len(ratios)} measured steps"
+        return replace(self, rows=rows, conditions={**self.conditions, "method": method.removeprefix(", ")})
+
+    def _packed_s(self, plan: BatchPlan) -> NDArray[np.float64]:
+        """(M,) seconds of batches that are computed without padding: B * T**t is then the sum of the samples' T**t."""
+        samples = plan.sizes.take(plan.columns.order)
+        tokens = samples.num_tokens.astype(np.float64)
+        patches = (-(-samples.height // self.patch) * -(-samples.width // self.patch)).astype(np.float64)
+        counts = plan.columns.counts.astype(np.float64)
+        seconds = np.zeros(len(counts))
+        for factor, (size, text, image) in zip(self.rows.coefficients[0], self.rows.exponents, strict=True):
+            of_samples = plan.columns.totals(tokens**text * patches**image)
+            seconds += factor * (of_samples * counts ** (size - 1) if size else 1.0)
+        return seconds
+
+
+def fit_seconds(
+    shapes: NDArray[np.integer], seconds: NDArray[np.floating], *, patch: int = PATCH
+) -> MaxPolynomial:
+    """The polynomial with coefficients that are not negative that is nearest to measured steps, by relative error.
+
+    A dimension that does not vary in `shapes` has no part in the fit: the polynomial holds for that value of it only.
+
+    Args:
+        shapes: (n, 4) batch size, tokens, height and width.
+        seconds: (n,) of each shape's step.
+        patch: side of a patch in pixels.
+
+    Returns:
+        One row, in seconds.
+    """
+    terms, exponents = step_terms(shapes, patch, TIME_EXPONENTS)
+    terms /= np.asarray(seconds)[:, None]
+    scale = terms.max(axis=0)
+    coefficients = nonnegative_least_squares(terms / scale, np.ones(len(terms))) / scale
+    return MaxPolynomial(coefficients[None], exponents, "seconds", patch)

@@ -1,0 +1,213 @@
+"""Measure a few short training steps on the device at hand, and fit the seconds that any batch takes.
+
+Shapes are spread evenly on a logarithmic scale over what the data can give: cost of the batch, length of the texts and
+size of the images apart. Every round measures all shapes once, in another order, so that what else the machine does
+meets all of them; the first round warms up and does not count. Other work only ever adds time, so a low quantile of a
+shape's repeats is kept. Shapes that are not fitted are measured in the same rounds: `TimeModel.held_out` has the errors
+on them, and `TimeModel.spread_ratio` says how far repeats of one shape lay apart.
+
+Costs `seconds` at most (and three rounds at least), a copy of the model and AdamW's state.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.quasirandom import SobolEngine
+from tqdm.auto import tqdm
+
+from mmlab.data.dataset import Sample
+from mmlab.errors import OptionError
+from mmlab.loading.collate import collate
+from mmlab.machine import cpu_name
+from mmlab.pricing.closed_form import held_out_errors
+from mmlab.pricing.fingerprint import fingerprint
+from mmlab.pricing.fit import patch_of
+from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
+from mmlab.schedule.cost import PaddedTokens, batch_costs, max_batch_size
+from mmlab.training.loop import FusionTrainer
+from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
+
+_LOW_QUANTILE = 0.25
+_MIN_ROUNDS = 3  # the first of which does not count
+_NOISY_RATIO = 0.15
+_NUM_PADDED = 512  # padded image sizes that shapes are chosen from
+_MIN_ROWS = 16  # of an embedding table; those of token types are smaller
+
+
+def fit_time(
+    model: nn.Module,
+    sizes: SampleSizes,
+    *,
+    cost: CostModel | None = None,
+    budget: float = 4096,
+    num_probes: int = 16,
+    num_held_out: int = 8,
+    repeats: int = 8,
+    seconds: float = 40.0,
+    data_s_per_sample: float = 0.0,
+    progress: bool = True,
+    **options: Any,
+) -> TimeModel:
+    """Fit the seconds that a training step of a model takes here, for batches of any shape.
+
+    The steps are those of `FusionTrainer`, on a copy: the model's weights and torch's generators stay as they are.
+
+    Args:
+        sizes: of the data, after the image policy: shapes are drawn from what batches of them can be.
+        cost: what bounds the measured batches, for example a `MemoryModel`; None counts padded tokens.
+        budget: the most that a measured batch costs. Larger batches are extrapolated.
+        num_probes: shapes that the closed form is fitted to.
+        num_held_out: further shapes that its errors are reported on.
+        repeats: rounds that count, after one that does not.
+        seconds: after which no further round begins, once three are done.
+        data_s_per_sample: see `TimeModel`; `mmlab bench io` measures it.
+        options: fields of `TrainOptions`: `device`, `precision`, `checkpointing`, `objectives`, ...
+
+    Raises:
+        OptionError: too few probes, a model without weights, or a budget that does not hold two of the largest samples.
+    """
+    if num_probes < len(TIME_EXPONENTS) or num_held_out < 0 or repeats < 1:
+        raise OptionError(
+            f"a fit needs at least {len(TIME_EXPONENTS)} probes, 0 held-out shapes and 1 repeat, found {num_probes}, "
+            f"{num_held_out} and {repeats}"
+        )
+    if any(weight.is_meta for weight in model.parameters()):
+        raise OptionError(
+            "the model has no weights to measure a step with: build it on a device, or predict the time (predict_time)"
+        )
+    patch = patch_of(model)
+    shapes = probe_shapes(sizes, num_probes + num_held_out, cost or PaddedTokens(patch), budget)
+    trainer = FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
+    times = _measure(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
+    low_s, spread_ratio = low_seconds(times)
+    rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
+    held_out = {}
+    if num_held_out:
+        held_out = held_out_errors(batch_costs(rows, shapes[num_probes:]), low_s[num_probes:])
+    return TimeModel(
+        rows=rows,
+        fingerprint=fingerprint(model),
+        conditions=time_conditions(trainer),
+        held_out=held_out,
+        spread_ratio=spread_ratio,
+        data_s_per_sample=data_s_per_sample,
+    )
+
+
+def time_conditions(trainer: FusionTrainer) -> dict[str, Any]:
+    """What a trainer's step time depends on beside model and shape, to be compared by `TimeModel.load`."""
+    on_gpu, options = trainer.device.type == "cuda", trainer.options
+    return {
+        "method": "measured",
+        "device": torch.cuda.get_device_name(trainer.device) if on_gpu else cpu_name(),
+        "num_threads": None if on_gpu else torch.get_num_threads(),
+        "precision": trainer.precision.name,
+        "objectives": " + ".join(trainer.objectives),
+        "checkpointing": options.checkpointing,
+        "compile": options.compile,
+        "channels_last": options.channels_last,
+    }
+
+
+def probe_shapes(sizes: SampleSizes, num: int, cost: CostModel, budget: float) -> NDArray[np.int64]:
+    """(num, 4) shapes of batches of two samples or more that cost at most `budget`; the same for the same data.
+
+    Batch size, tokens and patches are spread apart from each other, each evenly on a logarithmic scale. An image size is
+    that of a batch of two of the data's images.
+    """
+    if not len(sizes):
+        raise OptionError("no samples: their sizes decide which batches are measured")
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(len(sizes), size=(2, _NUM_PADDED))
+    images = np.stack([np.maximum(*side[pairs]) for side in (sizes.height, sizes.width)], axis=1)
+    images = np.unique(np.maximum(images, PATCH), axis=0).astype(np.int64)
+    areas = np.log(images.prod(axis=1))
+    lengths = np.log(np.maximum([sizes.num_tokens.min(), sizes.num_tokens.max()], 1))
+    sequence = SobolEngine(3, scramble=True, seed=0)
+    shapes: list[tuple[int, ...]] = []
+    for _ in range(64 * num):
+        of_size, of_text, of_image = sequence.draw(1)[0].double().tolist()
+        num_tokens = round(float(np.exp(lengths[0] + of_text * (lengths[1] - lengths[0]))))
+        area = areas.min() + of_image * (areas.max() - areas.min())
+        height, width = images[np.abs(areas - area).argmin()].tolist()
+        most = max_batch_size(cost, num_tokens, height, width, budget)
+        if most >= 2:
+            shapes.append((round(2 * (most / 2) ** of_size), num_tokens, height, width))
+        if len(shapes) == num:
+            return np.array(shapes)
+    height, width = images.max(axis=0).tolist()
+    needed = cost(BatchShape(2, int(sizes.num_tokens.max()), height, width))
+    raise OptionError(
+        f"two samples can cost {needed:.0f} {cost.unit}, and the budget is {budget:.0f}; "
+        "give a budget that holds two of the largest"
+    )
+
+
+def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """The low quantile of each shape's repeats, and `TimeModel.spread_ratio`; warns where that is large.
+
+    Args:
+        times: (n, r) seconds of r repeats of n shapes.
+    """
+    low_s, high_s = np.quantile(times, [_LOW_QUANTILE, 1 - _LOW_QUANTILE], axis=1)
+    spread_ratio = float(np.median(high_s / low_s)) - 1
+    if spread_ratio > _NOISY_RATIO:
+        warnings.warn(
+            f"repeats of one step lie {spread_ratio:.0%} apart, so predicted seconds are no more exact than that; "
+            "fit again while nothing else runs on this machine",
+            stacklevel=3,
+        )
+    return low_s, spread_ratio
+
+
+def make_batch(shape: BatchShape, *, num_ids: int = _MIN_ROWS) -> Batch:
+    """A batch of noise as the loader collates it; its last sample is a token and a row of patches short, if it can be."""
+    generator = torch.Generator().manual_seed(0)
+    size, tokens, height, width = shape
+    samples: list[Sample] = []
+    for row in range(size):
+        short = row == size - 1 and size > 1
+        length = tokens - 1 if short and tokens > 1 else tokens
+        high = height - PATCH if short and height > PATCH else height
+        samples.append(
+            {
+                "id": str(row),
+                "image": torch.randint(256, (3, high, width), dtype=torch.uint8, generator=generator),
+                "text": None,
+                "input_ids": torch.randint(1, num_ids, (length,), generator=generator),
+                "label": 0,
+                "group": row,
+            }
+        )
+    return collate(samples)
+
+
+def _measure(
+    trainer: FusionTrainer, shapes: NDArray[np.int64], *, repeats: int, seconds: float, progress: bool
+) -> NDArray[np.float64]:
+    """(n, r) seconds of steps of each shape, round after round."""
+    tables = (module.num_embeddings for module in trainer.model.modules() if isinstance(module, nn.Embedding))
+    num_ids = min((rows for rows in tables if rows >= _MIN_ROWS), default=_MIN_ROWS)
+    batches = [make_batch(BatchShape(*shape), num_ids=num_ids) for shape in shapes.tolist()]
+    rng, started = np.random.default_rng(0), time.perf_counter()
+    rounds: list[NDArray[np.float64]] = []
+    with tqdm(total=(1 + repeats) * len(shapes), desc="timing", unit="step", disable=not progress) as bar:
+        while len(rounds) < max(_MIN_ROUNDS, 1 + repeats):
+            used_s = time.perf_counter() - started
+            if len(rounds) >= _MIN_ROUNDS and used_s * (1 + 1 / len(rounds)) > seconds:
+                break
+            times = np.empty(len(batches))
+            for place in rng.permutation(len(batches)):
+                batch = batches[place].to(trainer.device)  # as the loader, ahead of the step
+                times[place] = trainer.train_step([batch])["step_s"]
+                bar.update()
+            rounds.append(times)
+    return np.stack(rounds[1:], axis=1)

@@ -1,0 +1,189 @@
+"""Seconds of a step: recovered from timings, robust to noise, summed over a plan, and refused where they do not hold."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from mmlab.errors import DataError, OptionError
+from mmlab.lab.notebook import draw_sizes
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
+from mmlab.pricing.timing import fit_time, low_seconds, make_batch, probe_shapes
+from mmlab.schedule.cost import FREE, MaxPolynomial, PaddedTokens, batch_costs
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.types import BatchShape, SampleSizes, aspect, square
+from tests.pricing.priced_models import MODELS
+
+SIZES = draw_sizes(2000).resized(aspect(96 * 96))
+TRUE = MaxPolynomial([[0.03, 9e-4, 2e-5, 5e-5, 1e-8, 7e-8, 1e-6, 6e-6]], list(TIME_EXPONENTS), unit="seconds")
+SHAPES = probe_shapes(SIZES, 24, PaddedTokens(), 4096)
+PROBES, UNSEEN = SHAPES[:16], SHAPES[16:]
+MODEL = TimeModel(
+    rows=TRUE, fingerprint="0123", conditions={"device": "some CPU", "precision": "fp32"}, spread_ratio=0.02
+)
+
+
+def test_exact_timings_are_recovered():
+    fitted = fit_seconds(PROBES, batch_costs(TRUE, PROBES))
+    assert fitted.coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+    assert fitted.unit == "seconds"
+
+
+@pytest.mark.filterwarnings("ignore:repeats of one step")
+@pytest.mark.parametrize("seed", range(5))
+def test_other_work_on_the_machine_does_not_spoil_the_fit(seed):
+    """Other work adds up to half of a step to some repeats; a low quantile leaves most of it out."""
+    rng = np.random.default_rng(seed)
+    busy = rng.random((24, 8)) < 0.4
+    times = batch_costs(TRUE, SHAPES)[:, None] * (
+        1 + 0.01 * rng.random((24, 8)) + 0.5 * busy * rng.random((24, 8))
+    )
+    low_s, spread_ratio = low_seconds(times)
+    fitted = fit_seconds(PROBES, low_s[:16])
+    errors = np.abs(batch_costs(fitted, UNSEEN) / batch_costs(TRUE, UNSEEN) - 1)
+    assert fitted.coefficients.min() >= 0
+    assert np.median(errors) <= 0.05
+    assert spread_ratio > 0.01
+
+
+def test_a_noisy_machine_is_not_passed_over():
+    times = np.full((24, 8), 0.1)
+    times[:, :4] = 0.13
+    with pytest.warns(UserWarning, match=r"repeats of one step lie 30% apart.*nothing else runs"):
+        low_seconds(times)
+
+
+def test_a_dimension_that_never_varied_has_no_part():
+    shapes = SHAPES.copy()
+    shapes[:, 2:] = 96
+    fitted = fit_seconds(shapes, batch_costs(TRUE, shapes))
+    assert not fitted.exponents[:, 2].any()
+    assert batch_costs(fitted, shapes) == pytest.approx(batch_costs(TRUE, shapes), rel=1e-6)
+
+
+def test_probes_span_the_data_within_the_budget():
+    assert (probe_shapes(SIZES, 24, PaddedTokens(), 4096) == SHAPES).all()
+    assert batch_costs(PaddedTokens(), SHAPES).max() <= 4096
+    size, tokens, *_ = PROBES.T
+    assert size.min() >= 2
+    assert size.max() >= 10 * size.min()
+    assert tokens.max() >= 2 * tokens.min()
+    logs = np.log([size, tokens, PROBES[:, 2] * PROBES[:, 3]])
+    assert np.abs(np.corrcoef(logs) - np.eye(3)).max() < 0.7
+
+
+def test_a_budget_below_two_of_the_largest_samples_is_refused():
+    with pytest.raises(
+        OptionError, match=r"two samples can cost \d+ padded tokens, and the budget is 20; give a"
+    ):
+        probe_shapes(SIZES, 8, PaddedTokens(), 20)
+
+
+def test_data_of_one_size_can_be_timed():
+    same = SampleSizes(num_tokens=[7] * 4, height=[64] * 4, width=[64] * 4, group=range(4))
+    shapes = probe_shapes(same, 8, PaddedTokens(), 1000)
+    assert (shapes[:, 1:] == (7, 64, 64)).all()
+    assert len(np.unique(shapes[:, 0])) > 4
+
+
+def test_a_batch_has_the_shape_asked_for_and_padding():
+    batch = make_batch(BatchShape(5, 9, 48, 64))
+    assert batch.shape == (5, 9, 48, 64)
+    assert not batch.attention_mask.all()
+    assert not batch.pixel_mask.all()
+    assert make_batch(BatchShape(2, 1, 16, 16)).shape == (2, 1, 16, 16)
+
+
+def test_an_epoch_is_the_sum_of_its_steps():
+    plan = make_scheduler("random", batch_size=16).plan(SIZES)
+    seconds = [MODEL(shape) for shape in plan.shapes]
+    assert MODEL.epoch_s(plan) == pytest.approx(sum(seconds))
+    pairs = [seconds[start : start + 3] for start in range(0, len(seconds), 3)]
+    assert MODEL.epoch_s(plan, num_ranks=3) == pytest.approx(sum(map(max, pairs)))
+
+
+def test_slow_data_count_where_they_take_longer_than_the_step():
+    plan = BatchPlan.from_batches([range(40), [40]], SIZES)
+    slow = TimeModel(rows=TRUE, fingerprint="0123", conditions={}, data_s_per_sample=0.01)
+    assert slow.batch_s(plan) == pytest.approx([0.4, MODEL(plan.shapes[1])])
+
+
+def test_a_packed_plan_counts_samples_without_padding():
+    same = SampleSizes(num_tokens=[9] * 300, height=[64] * 300, width=[48] * 300, group=range(300))
+    packed = make_scheduler("packed", budget=512).plan(same)
+    assert packed.limits.streams is not None
+    assert MODEL.batch_s(packed) == pytest.approx(batch_costs(MODEL, packed.shape_columns))
+    mixed = make_scheduler("packed", budget=512).plan(SIZES)
+    assert (MODEL.batch_s(mixed) <= batch_costs(MODEL, mixed.shape_columns) + 1e-12).all()
+
+
+def test_calibration_scales_to_the_median_of_measured_steps():
+    shapes = [BatchShape(*shape) for shape in UNSEEN.tolist()[:3]]
+    measured = [factor * MODEL(shape) for factor, shape in zip((1.9, 2.0, 5.0), shapes, strict=True)]
+    scaled = MODEL.calibrated(shapes, measured)
+    assert scaled(shapes[0]) == pytest.approx(2 * MODEL(shapes[0]))
+    assert "3 measured steps" in scaled.conditions["method"]
+
+
+def test_a_saved_model_predicts_the_same(tmp_path):
+    MODEL.save(tmp_path / "time.json")
+    loaded = TimeModel.load(tmp_path / "time.json", fingerprint="0123", conditions={"precision": "fp32"})
+    assert batch_costs(loaded, UNSEEN).tolist() == batch_costs(MODEL, UNSEEN).tolist()
+    assert (loaded.conditions, loaded.spread_ratio, loaded.unit) == (MODEL.conditions, 0.02, "seconds")
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"fingerprint": "4567"}, "model: fitted for 0123, asked for 4567"),
+        ({"conditions": {"device": "H100"}}, "device: fitted for some CPU, asked for H100"),
+    ],
+)
+def test_a_time_model_of_another_model_or_machine_is_refused(tmp_path, asked, named):
+    MODEL.save(tmp_path / "time.json")
+    with pytest.raises(OptionError, match=f"{named}.*fit the time model again"):
+        TimeModel.load(tmp_path / "time.json", **asked)
+
+
+def test_a_memory_model_is_no_time_model(tmp_path):
+    MemoryModel(rows=FREE, fingerprint="0123", conditions={}).save(tmp_path / "memory.json")
+    with pytest.raises(DataError, match=r"memory\.json is not a time model"):
+        TimeModel.load(tmp_path / "memory.json")
+    document = json.loads((tmp_path / "memory.json").read_text())
+    assert document["offset_bytes"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:repeats of one step")
+@pytest.mark.parametrize("name", ["tiny", "clip"])
+def test_real_steps_are_measured_on_a_copy(name):
+    model = MODELS[name]()
+    sizes = SIZES if name == "tiny" else draw_sizes(200).resized(square(64))  # CLIP takes one image size
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    fitted = fit_time(
+        model, sizes, device="cpu", budget=600, num_probes=8, num_held_out=2, repeats=2, progress=False
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert fitted.conditions["method"] == "measured"
+    assert fitted.conditions["precision"] == "fp32"
+    assert fitted.held_out["num_shapes"] == 2
+    small, large = (BatchShape(size, 20, 64, 64) for size in (2, 24))
+    assert 0 < fitted(small) <= fitted(large) < 5
+
+
+def test_a_model_without_weights_cannot_be_measured():
+    with torch.device("meta"):
+        model = MODELS["tiny"]()
+    with pytest.raises(OptionError, match=r"no weights to measure a step with.*predict"):
+        fit_time(model, SIZES, device="cpu")
+
+
+def test_too_few_probes_are_refused():
+    with pytest.raises(OptionError, match=r"at least 8 probes.*found 4"):
+        fit_time(MODELS["tiny"](), SIZES, num_probes=4)
