@@ -18,6 +18,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,16 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from mmlab.comparison.options import ComparisonOptions, read_options, scheduler_names
-from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
+from mmlab.comparison.plan import named_scheduler
+from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets, make_model
 from mmlab.comparison.result import Comparison
-from mmlab.comparison.turns import NUM_NEGATIVES, WARMUP_STEPS, ComparisonRun, ComparisonSetup, take_turns
+from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
 from mmlab.data.records import Records
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
-from mmlab.model.presets import build_model
-from mmlab.pricing.planner import memory_scheduler
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
+from mmlab.runs.summaries import WARMUP_STEPS
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.dense import Memory
@@ -138,18 +139,16 @@ def _scheduler(
     name: str, options: ComparisonOptions, device: str, vocab_size: int, progress: bool
 ) -> Scheduler:
     """A scheduler by its name, with those of the comparison's options that it has."""
-    if name == "memory":
-        return memory_scheduler(
-            build_model(options.model, vocab_size=vocab_size),
-            device=device,
-            memory_gb=options.memory_gb,
-            precision=options.precision,
-            progress=progress,
-            seed=options.seed,
-        )
-    kind = scheduler_type(name)
     shared = {"batch_size": options.batch_size, "budget": options.budget, "seed": options.seed}
-    return kind(**kind.options_among(shared))
+    own = {"memory_gb": options.memory_gb, "seed": options.seed}  # of `memory`, whose budget is in bytes
+    return named_scheduler(
+        name,
+        own if name == "memory" else scheduler_type(name).options_among(shared),
+        partial(make_model, {"preset": options.model}, vocab_size=vocab_size, seed=options.seed),
+        device=device,
+        progress=progress,
+        precision=options.precision,
+    )
 
 
 def _warm_page_cache(records: Records, progress: bool) -> None:

@@ -1,9 +1,9 @@
-"""How the batches of a run are planned: by the scheduler of its configuration, for each rank its share."""
+"""How the batches of a run are planned: by a scheduler of a name, and for each rank its share."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,43 @@ from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.losses.base import Objective
-from mmlab.types import CostModel
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What a loader and a trainer need of a plan."""
+def named_scheduler(
+    name: str,
+    options: Mapping[str, Any],
+    model: Callable[[], torch.nn.Module],
+    *,
+    device: str,
+    world_size: int = 1,
+    saved: Path | None = None,
+    progress: bool = False,
+    **setting: Any,
+) -> Scheduler:
+    """The scheduler of a name; for `memory` the model is priced first, by rank 0 for all.
 
-    planner: Any  # gives this rank's share of each epoch's plan
-    weights: NDArray[np.float64] | None  # (N,) of each sample's loss
-    memory: CostModel | None  # predicts a batch's bytes
+    Args:
+        options: of the scheduler; of `memory` also `memory_gb`.
+        model: makes, or returns, what `memory` is to price.
+        saved: for `memory`, a file that keeps the prices.
+        setting: for `memory`, fields of `mmlab.pricing.trace.StepSetting`.
+    """
+    if name != "memory":
+        return dataclasses.replace(make_scheduler(name, **options), world_size=world_size)
+    group = ProcessGroup()
+    scheduler: Any = memory_scheduler(
+        model(),
+        device=device,
+        saved=saved,
+        progress=progress,
+        once=partial(group.run_on_main, doing="price the model"),
+        world_size=world_size,
+        **setting,
+        **options,
+    )
+    # what is free differs between ranks and moments; plans must not: the least counts
+    least = -group.largest(-scheduler.budget, torch.device(device))
+    return dataclasses.replace(scheduler, budget=int(least))
 
 
 def plan_run(
@@ -46,24 +73,40 @@ def plan_run(
     prices: Path,
     *,
     world_size: int,
-) -> Planned:
+) -> tuple[Any, NDArray[np.float64] | None, Any]:
     """The planner that a configuration asks for.
 
     Args:
         prices: for `memory`, where rank 0 keeps what the model's fit found.
+
+    Returns:
+        What gives this rank's share of each epoch's plan; (N,) weights in the loss, or None; what predicts a batch's
+        bytes, or None.
     """
     # each rank of the strategy `branch` needs all samples
     rank, num_shares = (0, 1) if config.parallel.strategy == "branch" else (run.rank, world_size)
-    saved = prices if run.rank == 0 else None
-    scheduler = _scheduler(config, model, objectives, device, num_shares, saved)
+    training, options = config.trainer, {"seed": config.trainer.seed, **config.scheduler}
+    name, follow = options.pop("name", "budget"), options.pop("follow", True)
+    scheduler = named_scheduler(
+        name,
+        options,
+        lambda: model,
+        device=device,
+        world_size=num_shares,
+        saved=prices,
+        precision=training.precision,
+        checkpointing=training.checkpointing,
+        objectives=objectives,
+        accumulating=training.accumulation_steps > 1,
+        gradient_buckets=num_shares > 1 and config.parallel.strategy == "ddp",
+    )
     memory = scheduler.cost if isinstance(scheduler, Memory) else None
     whole, weights = sampled(scheduler, dataset, config.sampling, progress=run.rank == 0)
-    if whole is scheduler and memory is not None and config.scheduler.get("follow", True):
+    if whole is scheduler and memory is not None and follow:
         agree = partial(ProcessGroup().largest, device=torch.device(device))
         following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)
-        return Planned(planner=following, weights=weights, memory=memory)
-    planner = _Share(whole=whole, rank=rank, seed=whole.seed, world_size=num_shares)
-    return Planned(planner=planner, weights=weights, memory=memory)
+        return following, weights, memory
+    return _Share(whole=whole, rank=rank, seed=whole.seed, world_size=num_shares), weights, memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,36 +121,3 @@ class _Share(Scheduler):
 
     def resume(self, samples: Any, state: Mapping[str, Any], *, world_size: int | None = None) -> BatchPlan:
         return self.whole.resume(samples, state).shard(self.rank, self.world_size)
-
-
-def _scheduler(
-    config: RunConfig,
-    model: torch.nn.Module,
-    objectives: Mapping[str, Objective],
-    device: str,
-    world_size: int,
-    saved: Path | None,
-) -> Scheduler:
-    """The scheduler that is asked for; for `memory` the model is priced first, unless `saved` has its prices."""
-    training = config.trainer
-    options = {"seed": training.seed, **config.scheduler}
-    name = options.pop("name", "budget")
-    if name != "memory":
-        return dataclasses.replace(make_scheduler(name, **options), world_size=world_size)
-    options.pop("follow", None)
-    scheduler: Any = memory_scheduler(
-        model,
-        device=device,
-        precision=training.precision,
-        checkpointing=training.checkpointing,
-        objectives=objectives,
-        accumulating=training.accumulation_steps > 1,
-        gradient_buckets=world_size > 1 and config.parallel.strategy == "ddp",
-        saved=saved,
-        progress=False,
-        world_size=world_size,
-        **options,
-    )
-    # what is free differs between ranks and moments; plans must not: the least counts
-    least = -ProcessGroup().largest(-scheduler.budget, torch.device(device))
-    return dataclasses.replace(scheduler, budget=int(least))

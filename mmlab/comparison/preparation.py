@@ -1,11 +1,12 @@
-"""What every run needs before it starts: two data sets, a loader, a device, and facts about the machine.
+"""The parts of a run: two data sets, a model, what chooses samples, and facts about the machine.
 
 Shared by comparisons and single runs, so that both hold out the same pairs and describe themselves alike.
+`mmlab.comparison.plan` has the schedulers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ from mmlab.loading.adaptive import difficulty
 from mmlab.loading.cache.build import build_cache
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
+from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import GIB, describe_host
 from mmlab.model.packing import enable_packing
+from mmlab.model.presets import build_model
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.live import LivePlan
 from mmlab.schedule.mixing import Mixed
 from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.schedule.weighted import Weighted
 from mmlab.types import parse_image_policy
 
@@ -116,6 +121,22 @@ def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
     return sides[0], sides[1]
 
 
+def held_out_loader(dataset: MultimodalDataset, scheduler: str = "sorted") -> PlannedLoader:
+    """Held-out batches, decoded in the caller's thread."""
+    return PlannedLoader(dataset, make_scheduler(scheduler, batch_size=EVAL_BATCH_SIZE), num_workers=0)
+
+
+def make_model(options: Mapping[str, Any], *, vocab_size: int, seed: int) -> nn.Module:
+    """A model with the same first weights for the same seed, whatever was drawn before.
+
+    Args:
+        options: of `build_model`.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build_model(**options, vocab_size=vocab_size)
+
+
 def fill_cache(
     datasets: Sequence[MultimodalDataset],
     folder: str | Path,
@@ -159,17 +180,23 @@ def sampled(
     return scheduler, weights if options.adaptive == "loss" else None
 
 
-def suit(model: nn.Module, plan: BatchPlan) -> nn.Module:
+def suit(model: nn.Module, plan: BatchPlan | LivePlan) -> nn.Module:
     """Turn packed execution on where the plan lays samples end to end; changes no weight.
 
     Raises:
         OptionError: a model that cannot be packed.
     """
-    return model if plan.limits.streams is None else enable_packing(model)
+    packed = isinstance(plan, BatchPlan) and plan.limits.streams is not None
+    return enable_packing(model) if packed else model
 
 
-def costs_of(plan: BatchPlan) -> NDArray[np.float64]:
-    """(n,) tokens and patches of each batch of a plan: with padding, or without where samples lie end to end."""
+def costs_of(plan: BatchPlan | LivePlan) -> NDArray[np.float64]:
+    """(n,) tokens and patches of each batch of a plan: with padding, or without where samples lie end to end.
+
+    Ones for a plan that is still to change.
+    """
+    if not isinstance(plan, BatchPlan):
+        return np.ones(len(plan))
     if plan.limits.streams is None:
         return batch_costs(COST, plan.shape_columns)
     alone = plan.sizes.take(plan.columns.order).alone

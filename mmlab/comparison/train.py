@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import distributed
 from tqdm.auto import tqdm
@@ -25,18 +24,18 @@ from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
 from mmlab.comparison.options import names_of
 from mmlab.comparison.plan import plan_run
 from mmlab.comparison.preparation import (
-    EVAL_BATCH_SIZE,
     costs_of,
     describe_machine,
     fill_cache,
+    held_out_loader,
     make_datasets,
+    make_model,
+    suit,
 )
 from mmlab.comparison.run import Run
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import resolve_device
-from mmlab.model.packing import enable_packing
-from mmlab.model.presets import build_model
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
@@ -44,14 +43,13 @@ from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent
 from mmlab.runs.folders import fresh_folder
-from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.checkpoint.files import MANIFEST, check
 from mmlab.training.checkpoint.keeping import Checkpoints, restore
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.names import parse_objectives
-from mmlab.training.strategy import CollectiveFailed, Strategy
+from mmlab.training.strategy import CollectiveFailed
 
+_BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
 _WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY, LAUNCH, EVENT_FILES)
 
@@ -123,10 +121,12 @@ def train(
         run = stack.enter_context(Run(folder, rank=rank, control=control, interval_s=interval_s))
         if world_size > 1:
             stack.enter_context(RankWatch(run.write, timeout_s=config.parallel.timeout_s))
-        bar = _Bar(stack, config.trainer.num_epochs, shown=progress and rank == 0)
+        shown = progress and rank == 0
+        bar = stack.enter_context(
+            tqdm(total=config.trainer.num_epochs, bar_format=_BAR, disable=None if shown else True)
+        )
         training = _Training(config, folder, run, bar, world_size=world_size)
-        start = training.checkpoint_of("auto" if restarted else resume, own_first=restarted)
-        return training.train(start)
+        return training.train(training.checkpoint_of(resume, restarted=restarted))
 
 
 def train_on(
@@ -164,36 +164,17 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     note_launch(folder / LAUNCH)
 
 
-class _Bar:
-    """The progress bar of a run, in epochs; it also prints what should stay on the terminal."""
-
-    def __init__(self, stack: ExitStack, num_epochs: int, *, shown: bool) -> None:
-        self.bar = tqdm(
-            total=num_epochs,
-            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
-            disable=None if shown else True,
-        )
-        stack.callback(self.bar.close)
-        self.shown = not self.bar.disable
-
-    def show(self, num_epochs_done: float, text: str) -> None:
-        self.bar.set_postfix_str(text, refresh=False)
-        if self.shown:
-            self.bar.update(num_epochs_done - self.bar.n)
-
-    def say(self, message: str) -> None:
-        if self.shown:
-            self.bar.write(message, file=sys.stderr)
-
-
 class _Training:
-    """The parts of a run, joined: data, loaders, model, scheduler, trainer and checkpoints."""
+    """The parts of a run, joined: data, loaders, model, scheduler, trainer and checkpoints.
 
-    def __init__(self, config: RunConfig, folder: Path, run: Run, bar: _Bar, *, world_size: int) -> None:
+    Args:
+        bar: counts epochs.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, run: Run, bar: tqdm, *, world_size: int) -> None:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
         options, data = config.trainer, config.data
-        rank = run.rank
         device = resolve_device(_device(options.device or "auto"))
         train_set, held_out_set = make_datasets(
             data.path,
@@ -202,42 +183,35 @@ class _Training:
             limit=data.limit,
             max_tokens=data.max_tokens,
             seed=options.seed,
-            progress=bar.shown,
-            save_tokenizer_to=folder / _TOKENIZER if rank == 0 else None,
+            progress=not bar.disable,
+            save_tokenizer_to=folder / _TOKENIZER if run.rank == 0 else None,
         )
         if data.cache is not None:
-            fill_cache(
-                (train_set, held_out_set), data.cache, limit_gib=data.cache_limit_gib, progress=bar.shown
-            )
-        model = _model(config, len(train_set.tokenizer))
+            sets = (train_set, held_out_set)
+            fill_cache(sets, data.cache, limit_gib=data.cache_limit_gib, progress=not bar.disable)
+        model = make_model(config.model, vocab_size=len(train_set.tokenizer), seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
-        planned = plan_run(
+        planner, weights, memory = plan_run(
             config, run, train_set, model, objectives, device, folder / _MEMORY, world_size=world_size
         )
         self._loader = PlannedLoader(
             train_set,
-            planned.planner,
+            planner,
             device=None if device == "cpu" else device,
             augment=config.augment,
             emit=run.emit,
             **{name: getattr(data, name) for name in names_of(LoaderOptions)},
         )
-        self._loader.weights = planned.weights
-        self._held_out = PlannedLoader(
-            held_out_set,
-            # the first batches are measured by themselves in mid-epoch: a fair sample, where sorted ones are not
-            make_scheduler("random" if options.eval_batches else "sorted", batch_size=EVAL_BATCH_SIZE),
-            num_workers=0,
-        )
-        if config.scheduler.get("name") == "packed":
-            enable_packing(model)
+        self._loader.weights = weights
+        # the first batches are measured by themselves in mid-epoch: a fair sample, where sorted ones are not
+        self._held_out = held_out_loader(held_out_set, "random" if options.eval_batches else "sorted")
         self.trainer = FusionTrainer(
-            model,
+            suit(model, self._loader.plan),
             options,
             objectives=objectives,
             strategy=make_strategy(config.parallel),
             emit=self._take,
-            memory=planned.memory,
+            memory=memory,
             device=device,
         )
         self._checkpoints = Checkpoints(
@@ -246,18 +220,26 @@ class _Training:
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
 
-    def checkpoint_of(self, resume: str, *, own_first: bool) -> Path | None:
+    def checkpoint_of(self, resume: str, *, restarted: bool) -> Path | None:
         """The checkpoint to go on from; None where the run starts anew.
 
         Args:
-            own_first: the run's own newest one, if there is one, rather than that of `resume`.
+            restarted: the run's own newest one, if there is one, rather than that of `resume`.
         """
-        if resume == "never":
-            return None
         ranks = self.trainer.strategy
-        own = self._checkpoints.newest(ranks) if own_first else None
-        path = None if resume == "auto" else Path(resume)
-        return own or _saved_in(path, self._checkpoints, ranks)
+        own = self._checkpoints.newest(ranks) if restarted or resume == "auto" else None
+        if own is not None or resume in ("auto", "never"):
+            return own
+        path = Path(resume)
+        if (path / MANIFEST).exists():
+            check(path, ranks)
+            return path
+        inside = path / _CHECKPOINTS
+        if found := Checkpoints(inside if inside.is_dir() else path).newest(ranks):
+            return found
+        raise DataError(
+            f"{path}: no checkpoint there; give a checkpoint's folder, or a folder of checkpoints"
+        )
 
     def train(self, start: Path | None) -> TrainingResult:
         """The epochs that are left after a checkpoint."""
@@ -293,7 +275,7 @@ class _Training:
             if trainer.step and path.exists() and (changes := load_config(path).changes(config)):
                 message = f"resumed with other options than before: {'; '.join(changes)}"
                 self._run.write("warning", message=message, source="training")
-                self._bar.say(message)
+                self._say(message)
             config.save(path)
         machine = describe_machine(str(trainer.device))
         values = {
@@ -308,7 +290,7 @@ class _Training:
             "config": {**config.as_dict(), "machine": machine},
         }
         self._run.start(trainer.step, **values)
-        self._bar.bar.initial = self._bar.bar.n = self._epochs_done()
+        self._bar.initial = self._bar.n = self._epochs_done()
 
     def _num_steps(self) -> int:
         """Of the whole run, as far as this epoch's plan tells."""
@@ -320,9 +302,9 @@ class _Training:
 
     def _epochs_done(self) -> float:
         """The one in hand by what its batches cost: they differ, so steps are no measure of time."""
-        plan, num_done = self._loader.plan, self.trainer.epoch_batches
-        costs = costs_of(plan) if isinstance(plan, BatchPlan) else np.ones(len(plan))
-        return self.trainer.epoch + float(costs[:num_done].sum() / max(1.0, costs.sum()))
+        costs = costs_of(self._loader.plan)
+        done = costs[: self.trainer.epoch_batches].sum() / max(1.0, costs.sum())
+        return self.trainer.epoch + float(done)
 
     def _take(self, event: RunEvent) -> None:
         """Write an event and show it."""
@@ -330,14 +312,21 @@ class _Training:
         values = event.values
         if event.kind == "step":
             self._loss = values["loss"] if math.isfinite(values["loss"]) else None
-            text = f"step {event.step}/{self.trainer.total_steps}, epoch {values['epoch']}, "
-            text += f"loss {values['loss']:.3f}, {values['samples_per_s']:.0f} samples/s"
-            self._bar.show(self._epochs_done() if self._bar.shown else 0.0, text)
+            if not self._bar.disable:
+                text = f"step {event.step}/{self.trainer.total_steps}, epoch {values['epoch']}, "
+                text += f"loss {values['loss']:.3f}, {values['samples_per_s']:.0f} samples/s"
+                self._bar.set_postfix_str(text, refresh=False)
+                self._bar.update(self._epochs_done() - self._bar.n)
         elif event.kind == "eval":
             self._evaluation = {
                 key: value for key, value in values.items() if isinstance(value, int) or math.isfinite(value)
             }
-            self._bar.say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
+            self._say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
+
+    def _say(self, message: str) -> None:
+        """Print what should stay on the terminal."""
+        if not self._bar.disable:
+            self._bar.write(message, file=sys.stderr)
 
 
 @contextmanager
@@ -375,24 +364,3 @@ def _device(name: str) -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         return f"cuda:{os.environ['LOCAL_RANK']}"
     return name
-
-
-def _model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
-    """The same first weights for the same seed, whatever was drawn before."""
-    build: Callable[..., torch.nn.Module] = build_model
-    with torch.random.fork_rng():
-        torch.manual_seed(config.trainer.seed)
-        return build(**config.model, vocab_size=vocab_size)
-
-
-def _saved_in(path: Path | None, own: Checkpoints, ranks: Strategy) -> Path | None:
-    """The checkpoint to go on from: the newest of this run's own, or of what was asked for."""
-    if path is None:
-        return own.newest(ranks)
-    if (path / MANIFEST).exists():
-        check(path, ranks)
-        return path
-    inside = path / _CHECKPOINTS
-    if found := Checkpoints(inside if inside.is_dir() else path).newest(ranks):
-        return found
-    raise DataError(f"{path}: no checkpoint there; give a checkpoint's folder, or a folder of checkpoints")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import io
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,37 +24,29 @@ import torch
 from tqdm.auto import tqdm
 
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.comparison.preparation import EVAL_BATCH_SIZE, augmentation, costs_of, sampled, suit
+from mmlab.comparison.preparation import augmentation, costs_of, held_out_loader, make_model, sampled, suit
 from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
 from mmlab.loading.collate import collate
 from mmlab.loading.loader import PlannedLoader
-from mmlab.model.presets import build_model
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
+from mmlab.runs.follow import RunState
 from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
-from mmlab.runs.summaries import WASTE_KEYS, waste_of
+from mmlab.runs.summaries import WARMUP_STEPS, summarize
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import BatchShape
 
-WARMUP_STEPS = 2  # steps at the start of every turn that are not timed
 NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
-_MEDIAN_KEYS = (
-    "samples_per_s",
-    "step_s",
-    "data_wait_ratio",
-    "text_waste",
-    "image_waste",
-    "combined_waste",
-    "planned_combined_waste",
-)
+_RUN_KEYS = ("samples_per_s", "data_wait_ratio", "text_waste", "image_waste", "combined_waste")
+_MEDIAN_KEYS = (*_RUN_KEYS, "step_s", "planned_combined_waste")
+_RETRIEVAL_KEYS = ("image_to_text_r1", "text_to_image_r1", "chance_r1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +60,15 @@ class ComparisonSetup:
     held_out_set: MultimodalDataset
     folder: Path | None
     control: Control
-    memory: Memory | None = (
-        None  # a scheduler that predicts bytes: its predictions stand beside every run's steps
-    )
+    memory: Memory | None  # a scheduler that predicts bytes: its predictions stand beside every run's steps
 
     def make_trainer(self, plan: BatchPlan, *, total_steps: int, emit: Any = None) -> FusionTrainer:
         """A model with the comparison's initial weights, packed where the plan is, and its trainer."""
-        options = self.options
-        with torch.random.fork_rng():
-            torch.manual_seed(options.seed)
-            model = suit(build_model(options.model, vocab_size=len(self.train_set.tokenizer)), plan)
+        gc.collect()  # frees the trainer before this one: trainers hold themselves by cycles
+        options, vocab_size = self.options, len(self.train_set.tokenizer)
+        model = make_model({"preset": options.model}, vocab_size=vocab_size, seed=options.seed)
         return FusionTrainer(
-            model,
+            suit(model, plan),
             precision=options.precision,
             device=self.device,
             lr=options.lr,
@@ -98,20 +86,17 @@ class ComparisonSetup:
         """
         batch = collate([self.train_set[row] for row in rows])
         on_gpu = self.device.startswith("cuda")
+        gc.collect()
         before_bytes = torch.cuda.memory_allocated(self.device) if on_gpu else 0  # of the caller's own
         trainer = self.make_trainer(plan, total_steps=2)
         trainer.train_step([batch])
         if on_gpu:
             reset_peak_bytes(trainer.device)
             trainer.train_step([batch])
-            found = peak_bytes(trainer.device) - before_bytes, "torch allocator, costliest batch"
-        else:
-            with LiveBytes().add(trainer.model, trainer.optimizer) as live:
-                trainer.train_step([batch])
-            found = live.peak_bytes, "live tensors, costliest batch"
-        del trainer
-        gc.collect()
-        return found
+            return peak_bytes(trainer.device) - before_bytes, "torch allocator, costliest batch"
+        with LiveBytes().add(trainer.model, trainer.optimizer) as live:
+            trainer.train_step([batch])
+        return live.peak_bytes, "live tensors, costliest batch"
 
 
 class ComparisonRun:
@@ -132,7 +117,7 @@ class ComparisonRun:
         self._total_steps = options.epochs * len(self._loader)
         self._saved = _saved(self._make_trainer())  # state of model, optimizer and schedule
         self._run = Run(None if setup.folder is None else setup.folder / "runs" / name, control=setup.control)
-        self._steps: list[dict[str, Any]] = []  # values of this epoch's step events
+        self._epoch = RunState()  # this epoch's step events
         self._planned: list[tuple[BatchShape, float]] = []  # shapes and costs that this epoch's plan promises
         self._costs: list[float] = []
         self._shape_mismatches = 0
@@ -165,7 +150,7 @@ class ComparisonRun:
         self._loader.set_epoch(epoch)
         plan = self._loader.plan
         costs = costs_of(plan)
-        self._steps, self._planned = [], list(zip(plan.shapes, costs.tolist(), strict=True))
+        self._epoch, self._planned = RunState(), list(zip(plan.shapes, costs.tolist(), strict=True))
         trainer = self._make_trainer()
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
         self._run.fit(trainer, self._loader, num_epochs=1)
@@ -179,8 +164,6 @@ class ComparisonRun:
         self.epochs.append(self._measure(plan, held_out_values))
         self._run.write("eval", **held_out_values)
         self._saved = _saved(trainer)
-        del trainer
-        gc.collect()  # trainers hold themselves by cycles
 
     def result(self, num_epochs: int) -> ArmResult:
         """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
@@ -200,10 +183,8 @@ class ComparisonRun:
             peak_source=peak_source,
             num_unlearnt_samples=int(sum(epoch["num_unlearnt_samples"] for epoch in epochs)),
             final_loss=last["held_out_loss"],
-            image_to_text_r1=last["image_to_text_r1"],
-            text_to_image_r1=last["text_to_image_r1"],
-            chance_r1=last["chance_r1"],
             epochs=epochs,
+            **{key: last[key] for key in _RETRIEVAL_KEYS},
             **medians,
         )
 
@@ -212,51 +193,44 @@ class ComparisonRun:
 
     def _measure(self, plan: BatchPlan, held_out: Mapping[str, float]) -> dict[str, float]:
         """Figures of the epoch that was trained last."""
-        timed = self._steps[WARMUP_STEPS:] or self._steps
-        total_s = sum(step["step_s"] for step in timed)
-        wait_s = sum(step["data_wait_s"] for step in timed)
-        learnt = [step for step in self._steps if not math.isnan(step["loss"])]  # the rest had no negatives
-        if not learnt:
+        found, steps = summarize(self._epoch), self._epoch
+        step_s = steps.column("step_s") - steps.column("data_wait_s")
+        losses, samples = steps.column("loss"), steps.column("num_samples")
+        learnt = ~np.isnan(losses)  # the rest had no negatives
+        if not learnt.any():
             raise DataError(
                 f"no batch of {self.name!r} holds two different images, so there is nothing to tell apart; "
                 "give a larger batch size or budget, or more images"
             )
-        losses, weights = [step["loss"] for step in learnt], [step["num_samples"] for step in learnt]
         return {
-            "num_batches": len(self._steps),
-            "samples_per_s": sum(step["num_samples"] for step in timed) / total_s,
-            "step_s": float(np.median([step["step_s"] - step["data_wait_s"] for step in timed])),
-            "data_wait_ratio": wait_s / total_s,
-            **waste_of({key: [step[key] for step in self._steps] for key in WASTE_KEYS}),
+            "num_batches": found["steps"],
+            "step_s": float(np.median(step_s[WARMUP_STEPS:] if len(step_s) > WARMUP_STEPS else step_s)),
+            **{key: found[key] for key in _RUN_KEYS},
             "planned_combined_waste": plan.report().combined_waste,
-            "train_loss": float(np.average(losses, weights=weights)),
-            "num_unlearnt_samples": sum(step["num_samples"] for step in self._steps) - sum(weights),
+            "train_loss": float(np.average(losses[learnt], weights=samples[learnt])),
+            "num_unlearnt_samples": int(samples[~learnt].sum()),
             "held_out_loss": held_out["loss"],
-            "image_to_text_r1": held_out["image_to_text_r1"],
-            "text_to_image_r1": held_out["text_to_image_r1"],
-            "chance_r1": held_out["chance_r1"],
+            **{key: held_out[key] for key in _RETRIEVAL_KEYS},
         }
 
     def _take(self, event: RunEvent) -> None:
         """What the trainer emits: steps get the plan's prediction beside the measurement."""
         if event.kind == "step":
-            planned, cost = self._planned[len(self._steps)]
+            planned, cost = self._planned[self._epoch.count()]
             values = {**event.values, "predicted_cost": cost}
             if self._setup.memory is not None:
                 values["limit_bytes"] = self._setup.memory.budget
             measured = (values["num_samples"], values["num_tokens"], values["height"], values["width"])
             self._shape_mismatches += measured != tuple(planned)
             event = dataclasses.replace(event, values=values)
-            self._steps.append(values)
+            self._epoch.apply([event])
         self._run.emit(event)
 
 
 def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool) -> bool:
     """Every run trains epoch after epoch, in an order that rotates; True when the user interrupted."""
     num_epochs = setup.options.epochs
-    held_out = PlannedLoader(
-        setup.held_out_set, make_scheduler("sorted", batch_size=EVAL_BATCH_SIZE), num_workers=0
-    )
+    held_out = held_out_loader(setup.held_out_set)
     try:
         with ExitStack() as stack:
             bar = stack.enter_context(

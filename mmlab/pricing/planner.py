@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def memory_scheduler(
     memory_gb: float | None = None,
     saved: Path | None = None,
     progress: bool = True,
+    once: Callable[[Callable[[], MemoryModel]], MemoryModel] = lambda make: make(),
     **options: Any,
 ) -> Scheduler:
     """Plan batches that fill a device's memory.
@@ -34,6 +36,7 @@ def memory_scheduler(
         device: that will train; its type is priced.
         memory_gb: GiB that it has, or None to ask it; see `device_limit`.
         saved: a file to read the memory model from, or to write it to where there is none that fits.
+        once: calls what makes the memory model; of several ranks one may make it for all.
         options: the fields of `mmlab.pricing.trace.StepSetting` but `device`; all others go to the scheduler.
 
     Raises:
@@ -41,12 +44,17 @@ def memory_scheduler(
     """
     asked = {item.name: options.pop(item.name) for item in fields(StepSetting) if item.name in options}
     setting = asked | {"device": torch.device(device).type}
-    memory = _read(saved, fingerprint(model), StepSetting(**setting).conditions)
-    if memory is None:
-        memory = fit_memory(model, num_held_out=0, progress=progress, **setting)
-        if saved is not None:
-            memory.save(saved)
-    return make_scheduler("memory", cost=memory, budget=device_limit(device, memory_gb=memory_gb), **options)
+
+    def fitted() -> MemoryModel:
+        memory = _read(saved, fingerprint(model), StepSetting(**setting).conditions)
+        if memory is None:
+            memory = fit_memory(model, num_held_out=0, progress=progress, **setting)
+            if saved is not None:
+                memory.save(saved)
+        return memory
+
+    limit_bytes = device_limit(device, memory_gb=memory_gb)
+    return make_scheduler("memory", cost=once(fitted), budget=limit_bytes, **options)
 
 
 def _read(saved: Path | None, of_model: str, conditions: dict[str, Any]) -> MemoryModel | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
 
-_WARMUP_STEPS = 2  # of a run, not representative
+WARMUP_STEPS = 2  # of a run, not representative
 _RECENT_STEPS = 200  # that a speed is taken from
 
 
@@ -73,7 +73,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     """What a row says of one rank of a run; None where nothing is known."""
     step, device = run.latest("step", rank), run.latest("device", rank)
     seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
-    timed = slice(_WARMUP_STEPS if len(seconds) > _WARMUP_STEPS else 0, None)
+    timed = slice(WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0, None)
     timed_s = seconds[timed].sum()
 
     def ratio_of_time(key: str) -> float | None:
@@ -175,7 +175,7 @@ def _planned_and_done(run: RunState) -> tuple[float, float]:
 def _speed(run: RunState) -> float:
     """Cost (or steps) a second, of the recent steps; NaN before the first."""
     num_steps = run.count()
-    first = max(min(_WARMUP_STEPS, num_steps - 1), num_steps - _RECENT_STEPS, 0)
+    first = max(min(WARMUP_STEPS, num_steps - 1), num_steps - _RECENT_STEPS, 0)
     seconds = run.column_or_nan("step_s", start=first)
     by_cost = bool(run.latest("start").get("planned_cost"))
     done = np.nansum(run.column_or_nan("predicted_cost", start=first)) if by_cost else len(seconds)

@@ -100,20 +100,19 @@ def follow(data: str) -> None:
 
 
 def resume(config: Path, runs: Path) -> None:
-    """`train` follows on several ranks too, and goes on from what rank 0 has saved."""
+    """`train` follows on several ranks too: rank 0 prices the model once for all, and for the run that goes on."""
     fitted: list[MemoryModel] = []
 
-    def fit_once(*arguments: Any, **options: Any) -> MemoryModel:
-        """Both runs have one model, which takes this rank seconds to fit."""
-        if not fitted:
-            fitted.append(fit_memory(*arguments, num_probes=12, **options))
-        return fitted[0]
+    def fit(*arguments: Any, **options: Any) -> MemoryModel:
+        fitted.append(fit_memory(*arguments, num_probes=12, **options))
+        return fitted[-1]
 
-    with patch("mmlab.pricing.planner.fit_memory", fit_once):
+    with patch("mmlab.pricing.planner.fit_memory", fit):
         for num_epochs in (1, 2):
             changes = [f"trainer.num_epochs={num_epochs}", "checkpoint.every_steps=2"]
             result = train(load_config(config, changes), runs=runs, resume="auto", progress=False)
             assert result.num_epochs == num_epochs
+    assert len(fitted) == (1 if ProcessGroup().rank == 0 else 0)
     steps = [event for event in read_events(runs / "small" / "events-rank0.jsonl")[0] if event.kind == "step"]
     assert len(steps) == result.num_steps
     assert {"rank_wait_s", "predicted_wait_ratio", "predicted_bytes"} <= steps[-1].values.keys()
