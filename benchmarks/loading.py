@@ -181,19 +181,17 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
     ]
     rows = compare("search", fixed, corpus, batches, 1 if quick else 2)
     best = fixed[int(np.argmax([np.median(row["images_per_s"]) for row in rows]))]
-    options = {"backend": "auto", "num_workers": "auto", "prefetch": "auto"}
-    with planned_loader(corpus, **options) as loader:
+    with planned_loader(corpus, num_workers="auto") as loader:
         settle(loader, batches, limit_s=5 if quick else 60)
         tuning = loader.tuning
         setting = {
             "num_workers": loader._backend.setting.num_workers,
             "prefetch": loader._backend.setting.prefetch,
         }
-        backend = "torch" if tuning.backend.startswith("torch") else "threads"
     tuned = Peer(
         TUNED,
         "mmlab",
-        partial(ours, backend=backend, prefetch=setting["prefetch"]),
+        partial(ours, prefetch=setting["prefetch"]),
         setting["num_workers"],
     )
     articles = [
@@ -201,15 +199,15 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
     ]
     best = replace(best, name=f"best fixed: {best.name}")
     rows += compare("tuning", (tuned, best, *articles), corpus, batches, num_turns)
-    trace = [{key: getattr(trial, key) for key in trial.__slots__} for trial in tuning.trials]
-    return [*rows, {"kind": "trace", "backend": tuning.backend, **setting, "trials": trace}]
+    trace = [{key: getattr(trial, key) for key in trial.__slots__} for trial in tuning]
+    return [*rows, {"kind": "trace", **setting, "trials": trace}]
 
 
 def settle(loader: Any, batches: Rows, limit_s: float) -> None:
     """Load until the search for settings is over."""
     started, num_trials = time.perf_counter(), -1
-    while len(loader.tuning.trials) > num_trials and time.perf_counter() - started < limit_s:
-        num_trials = len(loader.tuning.trials)
+    while len(loader.tuning) > num_trials and time.perf_counter() - started < limit_s:
+        num_trials = len(loader.tuning)
         loader.plan = batches * 4
         for _ in loader:
             pass

@@ -266,19 +266,17 @@ def _reading(where: Path | None) -> Check:
     from mmlab.loading.speeds import read_rates
 
     rates = read_rates(where)
-    mib, random_mib = rates.num_bytes / 2**20, rates.random_bytes / 2**20
+    mib = rates.num_bytes / 2**20
     detail = (
-        f"{rates.what}, files: {rates.num_files}, {mib:.0f} MiB; warm {mib / rates.warm_s:.0f} MiB/s, cold "
+        f"{rates.what}, files: {rates.num_files}, {mib:.0f} MiB at random places; "
+        f"warm {mib / rates.warm_s:.0f} MiB/s, cold "
     )
     values = {**asdict(rates), "warm_bytes_per_s": rates.num_bytes / rates.warm_s}
-    if rates.cold_s is None or rates.random_cold_s is None:
+    if rates.cold_s is None:
         return Check(name="reading", status="ok", detail=f"{detail}not measurable here", values=values)
     cold_mib_per_s, cold_files_per_s = mib / rates.cold_s, rates.num_files / rates.cold_s
     values |= {"cold_bytes_per_s": rates.num_bytes / rates.cold_s, "cold_files_per_s": cold_files_per_s}
-    detail += (
-        f"{cold_mib_per_s:.0f} MiB/s and {cold_files_per_s:.0f} files/s, "
-        f"at random places {random_mib / rates.random_cold_s:.0f} MiB/s"
-    )
+    detail += f"{cold_mib_per_s:.0f} MiB/s and {cold_files_per_s:.0f} files/s"
     if not rates.really_cold:
         detail += " (alike: the disk is in memory, or its cache could not be dropped)"
     remedy = (

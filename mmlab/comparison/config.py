@@ -47,9 +47,9 @@ Section = dict[str, Any]
 class LoaderOptions:
     """Those of `PlannedLoader` that a file can give."""
 
-    backend: str = "auto"
+    backend: str = "threads"
     num_workers: int | Literal["auto"] | None = None
-    prefetch: int | Literal["auto"] | None = None
+    prefetch: int | None = None
     on_bad_sample: str = "raise"
     max_bad_samples: int = 100
     max_ram_gb: float | None = None

@@ -2,7 +2,7 @@
 
 Every stage is measured alone, on the data's own samples: reading, decoding, tokenising, padding, the copy to the
 device, and real training steps. Takes about fifteen seconds, most of them for reading and for the steps. Reads at most
-256 MiB in each way, and drops those from the system's cache first. Does not run the loader: what that reaches is in
+256 MiB twice, and drops those from the system's cache first. Does not run the loader: what that reaches is in
 `PlannedLoader.stage_report()`.
 """
 
@@ -64,15 +64,10 @@ class IoBench:
         """One row a measurement: `stage`, `samples_per_s`, `mib_per_s` (of files or batches), `how` it was measured."""
         read, cores = self.reading, self.num_cores
         to_device = [] if self.copy_per_s is None else [("copy", self.copy_per_s, f"to {self.device}")]
-        reads = (
-            ("read, cold", read.num_bytes, read.cold_s),
-            ("read at random, cold", read.random_bytes, read.random_cold_s),
-            ("read, warm", read.num_bytes, read.warm_s),
-            ("read at random, warm", read.random_bytes, read.random_warm_s),
-        )
+        reads = (("read, cold", read.cold_s), ("read, warm", read.warm_s))
         on_files = [
-            (name, size / seconds / self.image_bytes, "one reader")
-            for name, size, seconds in reads
+            (name, read.num_bytes / seconds / self.image_bytes, "one reader, at random places")
+            for name, seconds in reads
             if seconds
         ]
         on_files.append(
@@ -97,9 +92,9 @@ class IoBench:
 
     @property
     def supply(self) -> dict[str, float]:
-        """Samples/s that each stage of an epoch can give; reading is at random, cold where that could be measured."""
+        """Samples/s that each stage of an epoch can give; reading is cold where that could be measured."""
         rates = {row["stage"]: row["samples_per_s"] for row in self.rows}
-        read = rates["read at random, cold" if self.reading.really_cold else "read at random, warm"]
+        read = rates["read, cold" if self.reading.really_cold else "read, warm"]
         stages = {name: rates[name] for name in ("decode", "collate", "copy") if name in rates}
         return {"read": read, **stages}
 

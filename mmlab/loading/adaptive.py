@@ -12,7 +12,6 @@ modalities `mmlab.schedule.ratio.RatioController` does).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,52 +108,34 @@ class AdaptiveDataLoader(PlannedLoader):
             )
         super().__init__(dataset, inner, **options)
 
-    def report(self) -> AdaptiveReport:
-        """What the weights do in this epoch."""
-        times = np.bincount(self.plan.columns.order, minlength=len(self.dataset))
+    def report(self) -> dict[str, float]:
+        """What the weights do in this epoch; "counted" means times drawn x loss weight.
+
+        Returns:
+            `num_drawn`; `coverage`, the share of the samples that are drawn; `max_times_drawn`; `effective_ratio`, 1
+            where all samples count alike (Kish: (sum of counts)^2 / sum of squared counts / samples);
+            `min_difficulty` and `max_difficulty`; `mean_complexity` (bits) and `mean_num_tokens` over the data, and the
+            same as the epoch counts them, `counted_complexity` and `counted_num_tokens`.
+        """
+        times = self.plan.times_drawn
         counted = times * (1.0 if self.weights is None else self.weights)
         num_tokens = self.dataset.records.num_tokens.astype(np.float64)
-        has_image, has_text = ~np.isnan(self.image_complexity), num_tokens > 0
-        return AdaptiveReport(
-            mode=self.mode,
-            num_samples=len(times),
-            num_drawn=int(times.sum()),
-            coverage=float((times > 0).mean()),
-            max_times_drawn=int(times.max()),
-            effective_ratio=float(counted.sum() ** 2 / (counted**2).sum() / len(times)),
-            min_difficulty=float(self.difficulty.min()),
-            max_difficulty=float(self.difficulty.max()),
-            mean_complexity=_mean(self.image_complexity, has_image),
-            counted_complexity=_mean(self.image_complexity, has_image, counted),
-            mean_num_tokens=_mean(num_tokens, has_text),
-            counted_num_tokens=_mean(num_tokens, has_text, counted),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveReport:
-    """The effect of the weights on one epoch. "Counted" means: times drawn x loss weight."""
-
-    mode: str
-    num_samples: int  # in the data set
-    num_drawn: int
-    coverage: float  # share of the samples that were drawn
-    max_times_drawn: int
-    effective_ratio: (
-        float  # (sum of counts)^2 / sum of squared counts / num_samples; 1 when all count alike (Kish)
-    )
-    min_difficulty: float  # in units of the mean
-    max_difficulty: float
-    mean_complexity: float  # bits, over the data
-    counted_complexity: float  # bits, as the epoch counts the samples
-    mean_num_tokens: float  # over the data
-    counted_num_tokens: float  # as the epoch counts the samples
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{name:19} {value:.4g}" if isinstance(value, float) else f"{name:19} {value}"
-            for name, value in asdict(self).items()
-        )
+        found = {
+            "num_drawn": times.sum(),
+            "coverage": (times > 0).mean(),
+            "max_times_drawn": times.max(),
+            "effective_ratio": counted.sum() ** 2 / (counted**2).sum() / len(times),
+            "min_difficulty": self.difficulty.min(),
+            "max_difficulty": self.difficulty.max(),
+        }
+        for name, values, present in (
+            ("complexity", self.image_complexity, ~np.isnan(self.image_complexity)),
+            ("num_tokens", num_tokens, num_tokens > 0),
+        ):
+            if counted[present].any():
+                found[f"mean_{name}"] = values[present].mean()
+                found[f"counted_{name}"] = np.average(values[present], weights=counted[present])
+        return {name: float(value) for name, value in found.items()}
 
 
 def difficulty(
@@ -190,12 +171,3 @@ def _relative(values: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.fl
     """Values in units of their mean; one where they are absent, or all zero."""
     mean = values[present].mean() if present.any() else 0.0
     return np.where(present & (mean > 0), np.nan_to_num(values) / (mean or 1.0), 1.0)
-
-
-def _mean(
-    values: NDArray[np.float64], present: NDArray[np.bool_], counted: NDArray[np.floating] | None = None
-) -> float:
-    """Mean where present; NaN where none is, or none counts."""
-    weights = np.ones(len(values)) if counted is None else counted
-    total = weights[present].sum()
-    return float((values[present] * weights[present]).sum() / total) if total else float("nan")

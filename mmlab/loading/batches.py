@@ -7,7 +7,7 @@ backend and another number of workers see the same pixels, and work lost with a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -49,6 +49,9 @@ class BatchRequest(NamedTuple):
     number: int  # in its epoch
     epoch: int
     rows: list[int]
+    place: Mapping[str, Any] | None = (
+        None  # of the plan's iterator behind this batch, for whoever resumes there
+    )
 
 
 @dataclass(frozen=True, slots=True)

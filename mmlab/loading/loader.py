@@ -8,7 +8,7 @@ belongs to an epoch: its position, bad samples and reports.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from time import perf_counter
@@ -29,12 +29,11 @@ from mmlab.loading.batches import (
 )
 from mmlab.loading.copying import Copier
 from mmlab.loading.stages import StageReport
-from mmlab.loading.tuning import Tuner, Tuning, choose_backend
+from mmlab.loading.tuning import Tuner, Tuning
 from mmlab.loading.workers import ProcessBackend
 from mmlab.machine import num_usable_cores, total_memory_bytes
 from mmlab.runs.events import RunEvent
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Batch
 
 if TYPE_CHECKING:
@@ -42,8 +41,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mmlab.loading.cache.store import SampleCache
+    from mmlab.schedule.plan import BatchPlan
 
-BACKENDS = ("auto", "threads", "torch")
+BACKENDS = ("threads", "torch")
 _REPORT_S = 1.0  # between two reports of the stages
 
 
@@ -59,10 +59,11 @@ class PlannedLoader:
         dataset: what to load.
         scheduler: plans each epoch from `dataset.sizes`. The plan is read only as far ahead as `prefetch`, so a
             scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may plan the rest of the epoch anew.
-        backend: `threads` in this process, `torch` for worker processes, `auto` chooses.
+        backend: `threads` in this process; `torch` for worker processes, faster where Python code (an augmentation of
+            your own, say) does the work and holds the interpreter's lock.
         num_workers: threads or processes that decode; 0 decodes in the caller's thread; None takes
             `default_num_workers()`; `auto` starts from that and searches while training waits (see `tuning`).
-        prefetch: batches prepared ahead; None takes two a worker; `auto` searches as well.
+        prefetch: batches prepared ahead; None takes two a worker, and follows where `num_workers` are searched for.
         pin_memory: page-locked batches for fast copies to a GPU; None pins when one is there.
         device: copy batches there ahead of training; None leaves them in host memory.
         cache: keeps what is decoded for later epochs and runs; becomes `dataset.cache`.
@@ -87,9 +88,9 @@ class PlannedLoader:
         dataset: MultimodalDataset,
         scheduler: Scheduler,
         *,
-        backend: str = "auto",
+        backend: str = "threads",
         num_workers: int | Literal["auto"] | None = None,
-        prefetch: int | Literal["auto"] | None = None,
+        prefetch: int | None = None,
         pin_memory: bool | None = None,
         device: torch.device | str | None = None,
         cache: SampleCache | None = None,
@@ -104,7 +105,7 @@ class PlannedLoader:
         if on_bad_sample not in ON_BAD_SAMPLE:
             raise unknown_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
         workers = num_workers if isinstance(num_workers, int) else default_num_workers()
-        ahead = prefetch if isinstance(prefetch, int) else max(1, 2 * workers)
+        ahead = max(1, 2 * workers) if prefetch is None else prefetch
         for name, value, least in (("num_workers", workers, 0), ("prefetch", ahead, 1)):
             if value < least:
                 raise OptionError(f"{name} must be at least {least}, found {value}")
@@ -113,50 +114,50 @@ class PlannedLoader:
         if cache is not None:
             dataset.cache = cache
         self.dataset, self.scheduler = dataset, scheduler
-        self.epoch = 0
         self._is_closed = False
         self.max_bad_samples = max_bad_samples
         self.bad_samples: list[BadSample] = []  # of the last iteration, as far as delivered
-        self._num_bad = 0  # of the epoch, those before a resume included
         self._max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)
         self._emit = emit
         self._loader = SampleLoader(
             dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0), on_bad_sample=on_bad_sample
         )
         self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
-        self._start = Setting(workers, ahead)
-        asked = {"num_workers": num_workers, "prefetch": prefetch}
-        self._tuned = [name for name, value in asked.items() if value == "auto" and workers]
-        self._tuner: Tuner | None = None
-        self._is_open_which, self._reason = backend == "auto", backend
-        self._backend = self._make_backend(backend)
-        self.plan = scheduler.plan(self._loader.sizes, epoch=0)
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The batches of the current epoch; after a resume on another number of ranks, those that are left of it."""
-        return self._plan  # type: ignore[return-value]
-
-    @plan.setter
-    def plan(self, plan: BatchPlan | Iterable[list[int]]) -> None:
-        self._plan = plan
-        self._num_done = self._num_bad = (
-            0  # batches that were delivered, or had nothing to deliver; bad samples
+        self._backend = self._make_backend(backend, Setting(workers, ahead))
+        self._tuner = (
+            Tuner(
+                self._backend.setting,
+                ram_bytes=self._backend.ram_bytes,
+                max_bytes=self._max_bytes,
+                keeps_prefetch=prefetch is not None,
+            )
+            if num_workers == "auto"
+            else None
         )
-        self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator, at the same place
-        self._plan_states: dict[int, Mapping[str, Any]] = {}  # after each batch drawn and not delivered
-        self._resume_from: Mapping[str, Any] | None = None
-        self._num_before = 0  # batches of the epoch that were planned for another number of ranks
+        self._begin(0)
+
+    def _begin(self, epoch: int, plan: BatchPlan | None = None, num_before: int = 0) -> None:
+        """Stand at the start of an epoch, or of what is left of it after batches for another number of ranks."""
+        self.epoch = epoch
+        self.plan = self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
+        self._num_before = self._num_done = (
+            num_before  # batches that were delivered, or had nothing to deliver
+        )
+        self._num_bad = 0  # bad samples of the epoch, those before a resume included
+        self._place: Mapping[str, Any] | None = (
+            None  # of the plan's iterator, behind the last batch delivered
+        )
+        self._goes_on = False  # the next iteration begins at that place
 
     @property
     def start_batch(self) -> int:
         """How many batches of the epoch the next iteration leaves out, because a loaded state says they are done."""
-        return self._resume_from["num_batches"] if self._resume_from is not None else 0
+        return self._num_done if self._goes_on else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Plan the given epoch; takes effect at the next iteration."""
         if epoch != self.epoch:
-            self.epoch, self.plan = epoch, self.scheduler.plan(self._loader.sizes, epoch=epoch)
+            self._begin(epoch)
 
     def observe(self, values: Mapping[str, Any]) -> None:
         """Tell the scheduler what a step measured, if it wants to know; it may plan the rest of the epoch anew."""
@@ -195,8 +196,8 @@ class PlannedLoader:
             "num_batches": self._num_done,
             "num_bad_samples": self._num_bad,
         }
-        if self._plan_state is not None:
-            state["plan"] = self._plan_state
+        if self._place is not None:
+            state["plan"] = self._place
         if hasattr(self.scheduler, "state_dict"):
             state["scheduler"] = self.scheduler.state_dict()
         return state
@@ -211,15 +212,24 @@ class PlannedLoader:
             DataError: the state is of other data, another seed or other scheduler options (at the next iteration, if
                 the number of ranks is the same); or of a plan that followed memory use, where this one does not.
         """
-        self._load_scheduler(state)
-        self.epoch, place = state["epoch"], state.get("plan")
-        if self._has_same_ranks(state):
-            self.plan = self.scheduler.plan(self._loader.sizes, epoch=self.epoch)
+        if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
+            raise DataError(
+                "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
+                "number of ranks, or plan without following from the start"
+            )
+        place, num_batches = state.get("plan"), state["num_batches"]
+        if "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
+            others = False
+        else:  # batches so far that were planned for another number of ranks
+            here = getattr(self.scheduler, "world_size", 1)
+            others = any(num and world_size != here for world_size, num in (place or {}).get("taken", ()))
+        if others:
+            self._begin(state["epoch"], self.scheduler.resume(self._loader.sizes, place or {}), num_batches)
         else:
-            self.plan = self.scheduler.resume(self._loader.sizes, place or {})
-            self._num_before = state["num_batches"]
-        self._num_done, self._num_bad = state["num_batches"], state["num_bad_samples"]
-        self._plan_state, self._resume_from = place, state
+            self._begin(state["epoch"])
+        self._num_done, self._num_bad = num_batches, state["num_bad_samples"]
+        self._place, self._goes_on = place, True
 
     def stage_report(self) -> StageReport:
         """How busy each stage was in the current or last epoch, and which one is short."""
@@ -227,8 +237,8 @@ class PlannedLoader:
 
     @property
     def tuning(self) -> Tuning:
-        """The settings that were tried for `auto`, and the backend in use."""
-        return Tuning([] if self._tuner is None else self._tuner.trials, self._reason)
+        """The settings that were tried for `num_workers="auto"`, in order."""
+        return Tuning() if self._tuner is None else self._tuner.trials
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -236,24 +246,10 @@ class PlannedLoader:
                 "this loader is closed; make a new one, and `load_state_dict` goes on where this one stood"
             )
 
-    def _load_scheduler(self, state: Mapping[str, Any]) -> None:
-        if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
-            raise DataError(
-                "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
-                "number of ranks, or plan without following from the start"
-            )
-        if "scheduler" in state:
-            self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
-
-    def _has_same_ranks(self, state: Mapping[str, Any]) -> bool:
-        """Whether all batches so far were planned for as many ranks as there are now."""
-        taken = (state.get("plan") or {}).get("taken", ())
-        world_sizes = [world_size for world_size, num_batches in taken if num_batches]
-        return "scheduler" in state or world_sizes in ([], [getattr(self.scheduler, "world_size", 1)])
-
     def _deliver(self) -> Iterator[Batch]:
         requests = self._requests()
-        self._prepare_backend()
+        if self._tuner is not None:
+            self._tuner.begin_epoch(len(self.plan))
         try:
             with closing(self._backend.run(requests)) as loaded_batches:
                 while (loaded := self._take(loaded_batches)) is not None:
@@ -273,20 +269,20 @@ class PlannedLoader:
         if (loaded := next(loaded_batches, None)) is None:
             return None
         wait_s = perf_counter() - started
-        num_samples, number = len(loaded.request.rows), loaded.request.number
+        num_samples = len(loaded.request.rows)
         self._backend.meter.deliver(num_samples, wait_s, loaded.num_hits)
         self._take_bad_samples(loaded)
-        self._num_done, self._plan_state = number + 1, self._plan_states.pop(number, None)
+        self._num_done, self._place = loaded.request.number + 1, loaded.request.place
         self._report_stages(min_s=_REPORT_S)
         if self._tuner is not None and (setting := self._tuner.observe(num_samples, wait_s)):
             self._backend.resize(setting)
         return loaded
 
-    def _make_backend(self, name: str) -> Backend:
+    def _make_backend(self, name: str, start: Setting) -> Backend:
         options: dict[str, Any] = {"copier": self._copier, "max_bytes": self._max_bytes}
-        if name == "torch" and self._start.num_workers:
-            return ProcessBackend(self._loader, self._start, **options, warn=self._make_warn())
-        return ThreadBackend(self._loader, self._start, **options)
+        if name == "torch" and start.num_workers:
+            return ProcessBackend(self._loader, start, **options, warn=self._make_warn())
+        return ThreadBackend(self._loader, start, **options)
 
     def _make_warn(self) -> Callable[[str], None]:
         """Gives messages on; keeps no reference to this loader, whose workers end when it is let go of."""
@@ -300,39 +296,23 @@ class PlannedLoader:
 
         return warn
 
-    def _prepare_backend(self) -> None:
-        """Before an epoch: choose the backend if that was left open, and begin to measure."""
-        if self._is_open_which:
-            name, self._reason = choose_backend(self._loader, self._start.num_workers)
-            self._is_open_which, self._backend = False, self._make_backend(name)
-        if self._tuner is None and self._tuned:
-            self._tuner = Tuner(
-                self._start, self._tuned, ram_bytes=self._backend.ram_bytes, max_bytes=self._max_bytes
-            )
-        if self._tuner is not None:
-            self._tuner.begin_epoch(len(self._plan) if isinstance(self._plan, Sized) else None)
-
     def _requests(self) -> Iterator[BatchRequest]:
         """The batches that are left of the epoch, drawn from the plan one by one."""
-        state, self._resume_from = self._resume_from or {}, None
-        first = self._num_done = state.get("num_batches", self._num_before)
-        self._num_bad = state.get("num_bad_samples", 0)
-        self.bad_samples = []
-        num_left_out = first - self._num_before
-        if "plan" in state and not self._num_before:
-            batches: Any = iter(self.plan)
-            batches.load_state_dict(state["plan"])
-        else:
-            batches = iter(self.plan.skip(num_left_out) if num_left_out > 0 else self.plan)
-        self._plan_state, self._plan_states = state.get("plan"), {}
-        return self._drawn(batches, first, self.epoch)
+        if not self._goes_on:
+            self._num_done, self._num_bad, self._place = self._num_before, 0, None
+        self._goes_on, self.bad_samples = False, []
+        batches: Any = iter(self.plan)
+        if self._num_done > self._num_before:  # by a state of this very plan
+            if self._place is None:
+                batches = iter(self.plan.skip(self._num_done - self._num_before))
+            else:
+                batches.load_state_dict(self._place)
+        return self._drawn(batches, self._num_done, self.epoch)
 
     def _drawn(self, batches: Any, number: int, epoch: int) -> Iterator[BatchRequest]:
-        keeps_state = hasattr(batches, "state_dict")
         for rows in batches:
-            if keeps_state:
-                self._plan_states[number] = batches.state_dict()
-            yield BatchRequest(number, epoch, list(rows))
+            place = batches.state_dict() if hasattr(batches, "state_dict") else None
+            yield BatchRequest(number, epoch, list(rows), place)
             number += 1
 
     def _complete(self, batch: Batch, rows: list[int]) -> Batch:

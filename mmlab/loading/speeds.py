@@ -23,7 +23,6 @@ from mmlab.types import ImagePolicy, Square
 MIB = 2**20
 _READ_BYTES = 256 * MIB
 _SCRATCH_BYTES = 64 * MIB
-_BLOCK_BYTES = MIB
 _PIECE_BYTES = 2**17  # about a photograph
 _READ_S = 2.0
 _WORK_S = 0.5
@@ -31,16 +30,13 @@ _WORK_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRates:
-    """The same files read twice in order, and twice in pieces as large as a photograph, at random places."""
+    """The same files read twice, in pieces as large as a photograph, at random places, as training reads them."""
 
     what: str
     num_files: int
     num_bytes: int
     cold_s: float | None  # with the system's cache dropped; None where that cannot be asked for
     warm_s: float  # from the cache
-    random_bytes: int
-    random_cold_s: float | None
-    random_warm_s: float
 
     @property
     def really_cold(self) -> bool:
@@ -51,27 +47,27 @@ class ReadRates:
 def read_rates(where: Path | Sequence[Path] | None) -> ReadRates:
     """Read a file, or a folder's first files, or these, or a scratch file in the working folder.
 
-    Reads at most 256 MiB in each way and drops what it reads from the system's cache. A small file stands for its
-    folder. Takes eight seconds at most.
+    Reads at most 256 MiB twice and drops what it reads from the system's cache. A small file stands for its folder.
+    Takes four seconds at most.
 
     Raises:
         DataError: no readable file with anything in it.
     """
     if where is None:
         with tempfile.NamedTemporaryFile(dir=".", prefix=".mmlab-doctor-") as scratch:
-            for _ in range(_SCRATCH_BYTES // _BLOCK_BYTES):
-                scratch.write(os.urandom(_BLOCK_BYTES))
+            for _ in range(_SCRATCH_BYTES // MIB):
+                scratch.write(os.urandom(MIB))
             scratch.flush()
             os.fsync(scratch.fileno())
-            return _read_all_ways([Path(scratch.name)], "a scratch file in the working folder")
+            return _read_twice([Path(scratch.name)], "a scratch file in the working folder")
     if not isinstance(where, Path):
-        return _read_all_ways(where, f"{where[0]} and others" if len(where) > 1 else str(where[0]))
+        return _read_twice(where, f"{where[0]} and others" if len(where) > 1 else str(where[0]))
     whole = where.is_dir() or where.stat().st_size >= _SCRATCH_BYTES
     source = where if whole else where.resolve().parent
     files = [source] if source.is_file() else _some_files(source)
     if not files:
         raise DataError(f"{where}: no readable file with anything in it; give a folder that holds data")
-    return _read_all_ways(files, str(source))
+    return _read_twice(files, str(source))
 
 
 def work_rate(work: Callable[[], object], num_items: int) -> float:
@@ -113,43 +109,13 @@ def _sample_jpeg() -> bytes:
     return encoded.getvalue()
 
 
-def _read_all_ways(files: Sequence[Path], what: str) -> ReadRates:
-    pieces = [(path, 0, path.stat().st_size) for path in files]
-    num_files, num_bytes, cold_s, warm_s = _read_twice(pieces)
-    _, random_bytes, random_cold_s, random_warm_s = _read_twice(_at_random(pieces[:num_files]))
-    return ReadRates(
-        what=what,
-        num_files=num_files,
-        num_bytes=num_bytes,
-        cold_s=cold_s,
-        warm_s=warm_s,
-        random_bytes=random_bytes,
-        random_cold_s=random_cold_s,
-        random_warm_s=random_warm_s,
-    )
+_Piece = tuple[Path, int]  # of a file, and where it begins
 
 
-_Piece = tuple[Path, int, int]  # of a file: start and length in bytes
-
-
-def _at_random(pieces: Sequence[_Piece]) -> list[_Piece]:
-    """Small pieces of these, each at most once, in random order, as many as may be read."""
-    ends = list(accumulate(-(-length // _PIECE_BYTES) for _, _, length in pieces))
-    numbers = random.Random(0).sample(range(ends[-1]), min(ends[-1], _READ_BYTES // _PIECE_BYTES))
-    small = []
-    for number in numbers:
-        place = bisect_right(ends, number)
-        path, _, length = pieces[place]
-        start = (number - (ends[place - 1] if place else 0)) * _PIECE_BYTES
-        small.append((path, start, min(_PIECE_BYTES, length - start)))
-    return small
-
-
-def _read_twice(pieces: Sequence[_Piece]) -> tuple[int, int, float | None, float]:
-    """Read pieces cold, if that can be had, and warm; returns pieces, bytes and both times in seconds."""
-    cold_s = None
+def _read_twice(files: Sequence[Path], what: str) -> ReadRates:
+    pieces, cold_s = _at_random(files), None
     if hasattr(os, "posix_fadvise"):
-        for path in dict.fromkeys(path for path, _, _ in pieces):
+        for path in files:
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         num_pieces, _, cold_s = _read(pieces)
@@ -157,24 +123,30 @@ def _read_twice(pieces: Sequence[_Piece]) -> tuple[int, int, float | None, float
     else:
         _read(pieces)
     num_pieces, num_bytes, warm_s = _read(pieces)
-    return num_pieces, num_bytes, cold_s, warm_s
+    num_files = len({path for path, _ in pieces[:num_pieces]})
+    return ReadRates(what=what, num_files=num_files, num_bytes=num_bytes, cold_s=cold_s, warm_s=warm_s)
+
+
+def _at_random(files: Sequence[Path]) -> list[_Piece]:
+    """Pieces of files in random order, each at most once, as many as may be read."""
+    ends = list(accumulate(-(-path.stat().st_size // _PIECE_BYTES) for path in files))
+    numbers = random.Random(0).sample(range(ends[-1]), min(ends[-1], _READ_BYTES // _PIECE_BYTES))
+    places = [(number, bisect_right(ends, number)) for number in numbers]
+    return [
+        (files[place], (number - (ends[place - 1] if place else 0)) * _PIECE_BYTES)
+        for number, place in places
+    ]
 
 
 def _read(pieces: Sequence[_Piece]) -> tuple[int, int, float]:
-    """Read pieces until there are none, or enough was read; returns pieces, bytes and seconds."""
-    buffer = memoryview(bytearray(_BLOCK_BYTES))
-    num_pieces = num_bytes = 0
-    started = time.perf_counter()
-    for path, start, length in pieces:
+    """Read pieces for two seconds at most; gives how many, their bytes, and the seconds."""
+    num_pieces, num_bytes, started = 0, 0, time.perf_counter()
+    for path, start in pieces:
         with open(path, "rb", buffering=0) as file:
             file.seek(start)
-            end_bytes = min(num_bytes + length, _READ_BYTES)
-            while num_bytes < end_bytes and (
-                size := file.readinto(buffer[: min(_BLOCK_BYTES, end_bytes - num_bytes)])
-            ):
-                num_bytes += size
+            num_bytes += len(file.read(_PIECE_BYTES))
         num_pieces += 1
-        if num_bytes >= _READ_BYTES or time.perf_counter() - started > _READ_S:
+        if time.perf_counter() - started > _READ_S:
             break
     return num_pieces, num_bytes, time.perf_counter() - started
 

@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _REMEDIES = {
     "read": "a faster disk, or more workers to read at the same time",
@@ -21,7 +24,7 @@ _REMEDIES = {
     "collate": "smaller batches, or images of like size together (less padding)",
     "copy": "pinned memory, or fewer pixels",
 }
-_NO_WAIT_RATIO = 0.01  # a trainer that waits less does not wait
+NO_WAIT_RATIO = 0.01  # a trainer that waits less does not wait
 _COLUMNS = ("stage", "num_threads", "items_per_s", "busy_ratio", "wait_ratio", "queue_depth")
 
 
@@ -36,9 +39,8 @@ class StageMeter:
     def __init__(self, num_threads: Mapping[str, int], *, shared: bool) -> None:
         self.num_threads, self.shared = dict(num_threads), shared
         self._lock = threading.Lock()
-        self._sums: defaultdict[str, float] = defaultdict(
-            float
-        )  # "read finished" and so on; times in seconds
+        # "read finished" and so on; times in seconds
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._sums["until"] = time.perf_counter()  # of the last delivery
         self._first = self._last = self._sums.copy()
 
@@ -122,7 +124,7 @@ class StageReport:
     @property
     def short_stage(self) -> str | None:
         """The busiest stage, if training waits."""
-        if self.wait_ratio <= _NO_WAIT_RATIO:
+        if self.wait_ratio <= NO_WAIT_RATIO:
             return None
         return max(self.rows[:-1], key=lambda row: row["busy_ratio"])["stage"]
 
@@ -147,22 +149,20 @@ class StageReport:
 
 def as_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     """A table in plain text."""
-    lines = [columns, *([_shown(row[name]) for name in columns] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
+    return _shown(columns, rows).to_string(index=False)
 
 
 def as_html(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     """The same in HTML."""
-    head = "".join(f"<th>{name}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(_shown(row[name]))}</td>" for name in columns) + "</tr>"
-        for row in rows
+    return _shown(columns, rows).to_html(index=False)
+
+
+def _shown(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    frame = pd.DataFrame(
+        [[row[name] for name in columns] for row in rows], columns=list(columns), dtype=object
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+    return frame.map(
+        lambda value: "" if value is None else f"{value:.3g}" if isinstance(value, float) else value
+    )

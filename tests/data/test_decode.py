@@ -68,15 +68,18 @@ def test_jpeg_at_full_size_is_what_pillow_decodes(options) -> None:
 def test_resizing_is_pillows_to_within_one_level_nearly_everywhere(
     height: int, width: int, side: int, kind: str
 ) -> None:
-    """As long as nothing is reduced, that is below 2 megapixels."""
+    """As long as nothing is reduced, that is below 2 megapixels.
+
+    torch's weights have 15 bits and Pillow's 22: each of the two passes may round a value to the other side of a tie.
+    """
     encoded = encode(photo(height, width), kind)
     short = min(height, width)
     top, left = (height - short) // 2, (width - short) // 2
     square = opened(encoded).crop((left, top, left + short, top + short))
     expected = square.resize((side, side), Image.Resampling.BILINEAR)
     found = difference(decode_image(encoded, Square(side)), expected)
-    assert found.max() <= 2  # where two roundings fall on the same side: a value in ten thousand at most
-    assert (found > 1).mean() <= 1e-3
+    assert found.max() <= 2
+    assert (found > 1).sum() <= 3  # both passes: about one value in ten million
     assert found.mean() <= 0.1
 
 

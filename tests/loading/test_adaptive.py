@@ -122,14 +122,14 @@ def test_any_scheduler_forms_the_batches(dataset) -> None:
 def test_the_report_states_the_effect(dataset) -> None:
     by_draw, by_loss = in_process(dataset).report(), in_process(dataset, mode="loss").report()
     corrected = in_process(dataset, correct=True).report()
-    assert by_loss.coverage == 1 > by_draw.coverage > 0.8
-    assert by_draw.max_times_drawn == 2
-    assert by_loss.counted_num_tokens > by_loss.mean_num_tokens * 1.01
-    assert by_draw.counted_num_tokens == pytest.approx(by_loss.counted_num_tokens, rel=0.05)
-    assert abs(corrected.counted_num_tokens / corrected.mean_num_tokens - 1) < 0.05
-    assert by_draw.effective_ratio < by_loss.effective_ratio < 1
+    assert by_loss["coverage"] == 1 > by_draw["coverage"] > 0.8
+    assert by_draw["max_times_drawn"] == 2
+    assert by_loss["counted_num_tokens"] > by_loss["mean_num_tokens"] * 1.01
+    assert by_draw["counted_num_tokens"] == pytest.approx(by_loss["counted_num_tokens"], rel=0.05)
+    assert abs(corrected["counted_num_tokens"] / corrected["mean_num_tokens"] - 1) < 0.05
+    assert by_draw["effective_ratio"] < by_loss["effective_ratio"] < 1
     alike = in_process(dataset, uniform_share=1.0).report()
-    assert (alike.coverage, alike.max_times_drawn, alike.effective_ratio) == (1.0, 1, 1.0)
+    assert (alike["coverage"], alike["max_times_drawn"], alike["effective_ratio"]) == (1.0, 1, 1.0)
     assert "coverage" in str(alike)
 
 

@@ -26,7 +26,7 @@ def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path
     report = loader.stage_report()
     assert report.short_stage == "decode"
     assert "decode is short: training waited" in str(report)
-    assert "<table>" in report._repr_html_()
+    assert "<td>decode</td>" in report._repr_html_()
     events = [event for event in read_events(log.path)[0] if event.kind == "stage"]
     assert [event.values["stage"] for event in events[-4:]] == ["read", "decode", "collate", "train"]
     for row in report.rows:

@@ -1,21 +1,19 @@
-"""The search widens what is short, within its limit, and stops; the backend is chosen by what threads achieve."""
+"""The search adds workers while that pays, within its limit, and stops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, count, repeat
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from mmlab.data.dataset import MultimodalDataset
 from mmlab.loading import tuning
 from mmlab.loading.backends import Setting
-from mmlab.loading.batches import SampleLoader
-from mmlab.loading.tuning import Tuner, choose_backend, judge_threads
+from mmlab.loading.tuning import Tuner
 from mmlab.schedule.schedulers import make_scheduler
 from tests.loading.loaders import Slow, assert_same, make_loader
 
@@ -33,7 +31,7 @@ def test_workers_are_added_as_long_as_batches_come_faster(dataset) -> None:
         "threads",
         scheduler=make_scheduler("random", batch_size=1),
         num_workers="auto",
-        prefetch="auto",
+        prefetch=None,
         augment=Slow(0.02),
     )
     start = loader._backend.setting.num_workers
@@ -44,11 +42,11 @@ def test_workers_are_added_as_long_as_batches_come_faster(dataset) -> None:
             break
     assert loader._tuner.done, loader.tuning
     assert loader._backend.setting.num_workers > start
-    trials = loader.tuning.trials
+    trials = loader.tuning
     assert trials[0].verdict == "start"
     assert any(trial.verdict.startswith("kept: x") for trial in trials)
-    assert "threads" in str(loader.tuning)
-    assert "<table>" in loader.tuning._repr_html_()
+    assert "verdict" in str(trials)
+    assert "<th>verdict</th>" in trials._repr_html_()
     reference.set_epoch(epoch)
     assert_same(batches, list(reference))  # whatever was tried
 
@@ -92,18 +90,20 @@ def test_tuning_in_mid_epoch_makes_nothing_twice(dataset, tmp_path: Path, backen
 
 @pytest.mark.parametrize("num_batches", [3, 12, 40])
 def test_the_search_reads_no_further_ahead_than_half_an_epoch(num_batches: int) -> None:
-    """Only more batches ahead help here, without end."""
+    """More workers help without end, and batches ahead are added with them."""
     clock = count(step=0.01)
-    tuner = Tuner(Setting(2, 1), ["prefetch"], ram_bytes=lambda setting: 0, max_bytes=1)
+    tuner = Tuner(Setting(1, 1), ram_bytes=lambda setting: 0, max_bytes=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "perf_counter", lambda: next(clock))
-        setting = Setting(2, 1)
+        setting = Setting(1, 1)
         for _ in range(300):
             tuner.begin_epoch(num_batches)
             for _ in range(num_batches):
-                setting = tuner.observe(setting.prefetch, 0.01) or setting
+                setting = tuner.observe(setting.num_workers, 0.01) or setting
     assert tuner.done
-    assert max(trial.prefetch for trial in tuner.trials) == max(1, num_batches // 2)
+    num_workers = max(trial.num_workers for trial in tuner.trials)
+    assert num_workers >= 8
+    assert max(trial.prefetch for trial in tuner.trials) == min(num_workers, max(1, num_batches // 2))
 
 
 def test_noise_of_other_programs_is_rarely_taken_for_a_gain(search) -> None:
@@ -134,7 +134,6 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tuner]:
         setting = Setting(2, 4)
         tuner = Tuner(
             setting,
-            ["num_workers", "prefetch"],
             ram_bytes=lambda setting: 100 * setting.num_workers + 10 * setting.prefetch,
             max_bytes=max_bytes,
         )
@@ -166,23 +165,3 @@ def test_what_does_not_help_is_taken_back(search) -> None:
     tuner = search(lambda setting: 100 - setting.num_workers, lambda setting: True)
     assert tuner.done
     assert tuner._setting == (2, 4)
-
-
-def test_the_backend_is_chosen_by_what_threads_achieve() -> None:
-    assert judge_threads([0.9, 1.8, 1.7], 2) == (
-        "threads",
-        "threads (2 threads were 1.80 times as fast as one)",
-    )
-    assert judge_threads([0.9, 1.05, 1.0], 2) == ("torch", "torch (2 threads were 1.05 times as fast as one)")
-    assert judge_threads([1.6, 1.9], 4)[0] == "torch"
-
-
-def test_measuring_a_backend_needs_samples_and_threads(dataset) -> None:
-    assert choose_backend(SampleLoader(dataset=dataset), 1)[0] == "threads"
-    rows = np.fromiter(chain.from_iterable(repeat(range(len(dataset)), 4)), int)
-    many = MultimodalDataset(
-        dataset.records.select(rows), tokenizer=dataset.tokenizer, image_policy=dataset.image_policy
-    )
-    name, reason = choose_backend(SampleLoader(dataset=many), 4)
-    assert name in ("threads", "torch")
-    assert "times as fast as one" in reason

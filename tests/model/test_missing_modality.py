@@ -143,7 +143,7 @@ def test_difficulty_of_a_missing_modality_is_neutral(dataset) -> None:
     )
     for batch in loader:
         assert len({tuple(row) for row in zip(*masks(batch), strict=True)}) == 1
-    assert loader.report().coverage > 0.7
+    assert loader.report()["coverage"] > 0.7
 
 
 def masks(batch: Batch) -> tuple[list[bool], list[bool]]:

@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -22,23 +23,12 @@ from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import num_usable_cores
 
 if TYPE_CHECKING:
-    from mmlab.data.records import Records
+    from mmlab.data.dataset import MultimodalDataset
     from mmlab.loading.cache.store import SampleCache
 
 BLOCK = 16  # images that a thread takes at once: some 50 ms of work
-_SILENCE_S, _LOOK_EVERY_S = 600.0, 0.05
+_SILENCE_S = 600.0
 _num_builds = count()  # every rank counts alike: all make the same calls
-
-
-class Cached(Protocol):
-    """What is built from, such as a `MultimodalDataset` with a cache: `decode(row, read(row))` fills it."""
-
-    records: Records
-    cache: SampleCache | None
-
-    def read(self, row: int) -> Any: ...
-
-    def decode(self, row: int, found: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +55,9 @@ class BuildReport:
         return "\n".join([*lines, *self.bad_samples])
 
 
-def build_cache(dataset: Cached, *, num_threads: int | None = None, progress: bool = True) -> BuildReport:
+def build_cache(
+    dataset: MultimodalDataset, *, num_threads: int | None = None, progress: bool = True
+) -> BuildReport:
     """Make every image that the data set's cache has not; what it has is checked by the way.
 
     Interrupt it at any time: the next call goes on. It may run beside training. Under `torchrun` all ranks make this
@@ -97,7 +89,7 @@ def build_cache(dataset: Cached, *, num_threads: int | None = None, progress: bo
     return join_outcomes(cache, gather(outcome, cache, store, rank, world_size))
 
 
-def check_build(dataset: Cached, num_threads: int | None) -> tuple[SampleCache, int]:
+def check_build(dataset: MultimodalDataset, num_threads: int | None) -> tuple[SampleCache, int]:
     """The cache to fill and the number of decoders.
 
     Raises:
@@ -119,7 +111,9 @@ def image_rows(cache: SampleCache) -> list[int]:
     return rows[slots >= 0].tolist()
 
 
-def make_rows(dataset: Cached, rows: Sequence[int], threads: int = 1, *, progress: bool) -> dict[str, Any]:
+def make_rows(
+    dataset: MultimodalDataset, rows: Sequence[int], threads: int = 1, *, progress: bool
+) -> dict[str, Any]:
     """Make what the cache has not of these rows; the outcome can be JSON."""
     assert dataset.cache is not None
 
@@ -182,20 +176,27 @@ def gather(
         RunError: a rank has told nothing, and written nothing, for `silence_s`.
     """
     store.set(f"done {rank}", json.dumps(outcome))
-    missing, heard_s, changed_ns = set(range(world_size)), time.monotonic(), 0
-    while missing := {other for other in missing if not store.check([f"done {other}"])}:
-        now_ns = cache.path.stat().st_mtime_ns if cache.path.exists() else 0
-        if now_ns != changed_ns:
-            heard_s, changed_ns = time.monotonic(), now_ns
-        if time.monotonic() - heard_s > silence_s:
-            names = ", ".join(map(str, sorted(missing)))
-            raise RunError(
-                f"rank {names} has told nothing for {silence_s:g} s; start the job again: what is done is kept"
-            )
-        time.sleep(_LOOK_EVERY_S)
+    _wait(store, "done", world_size, cache, silence_s)
     found = [json.loads(store.get(f"done {other}")) for other in range(world_size)]
-    # rank 0 goes last: where no torchrun keeps the store, it is in that process
-    store.add("left", 1)
-    while rank == 0 and store.add("left", 0) < world_size:
-        time.sleep(_LOOK_EVERY_S)
+    store.set(f"left {rank}", "")
+    if rank == 0:  # it goes last: where no torchrun keeps the store, it is in this process
+        _wait(store, "left", world_size, cache, silence_s)
     return found
+
+
+def _wait(store: Any, what: str, world_size: int, cache: SampleCache, silence_s: float) -> None:
+    """Wait until every rank has set a key."""
+    from torch.distributed import DistStoreError
+
+    keys = [f"{what} {rank}" for rank in range(world_size)]
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=silence_s))
+            return
+        except DistStoreError as error:
+            changed_s = cache.path.stat().st_mtime if cache.path.exists() else 0.0
+            if time.time() - changed_s > silence_s:
+                names = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+                raise RunError(
+                    f"rank {names} has told nothing for {silence_s:g} s; start the job again: what is done is kept"
+                ) from error

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,25 +25,12 @@ from mmlab.machine import versions
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from mmlab.data.dataset import MultimodalDataset
     from mmlab.data.records import Records
-    from mmlab.types import ImagePolicy, SampleSizes
 
 FORMAT = 3  # of the slot file
 _DECODING = ("types.py", "data/decode.py")  # modules whose code makes the pixels
 _LIBRARIES = ("pillow", "simplejpeg", "torch", "torchvision")
-
-
-class Prepares(Protocol):
-    """What the key is made from, such as a `MultimodalDataset`."""
-
-    @property
-    def records(self) -> Records: ...
-
-    @property
-    def image_policy(self) -> ImagePolicy: ...
-
-    @property
-    def sizes(self) -> SampleSizes: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,18 +61,17 @@ class CacheKey:
         if file_of is None:
             return _digest(self.records.read_image(row))
         stat = os.stat(file_of(path))
-        return _digest(
-            f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}".encode(
-                "utf-8", "surrogateescape"
-            )
-        )
+        stamp = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
+        return _digest(os.fsencode(stamp))
 
 
-def cache_key(dataset: Prepares, *, among: Iterable[Prepares] = (), verify_content: bool = False) -> CacheKey:
+def cache_key(
+    dataset: MultimodalDataset, *, among: Iterable[MultimodalDataset] = (), verify_content: bool = False
+) -> CacheKey:
     """The key of a data set's images, as they are prepared now.
 
     Args:
-        dataset: a `MultimodalDataset`.
+        dataset: whose images are kept.
         among: data sets of the same image policy that share the cache's file, such as training and held-out pairs:
             the file then does not depend on how the images are divided.
         verify_content: recognise images by a hash of their bytes, read at every access, instead of by path, size

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -20,7 +20,6 @@ from mmlab.errors import OptionError, RunError
 from mmlab.loading.cache.build import (
     BLOCK,
     BuildReport,
-    Cached,
     check_build,
     image_rows,
     join_outcomes,
@@ -28,9 +27,12 @@ from mmlab.loading.cache.build import (
 )
 from mmlab.machine import num_usable_cores
 
+if TYPE_CHECKING:
+    from mmlab.data.dataset import MultimodalDataset
+
 
 def build_cache_on_ray(
-    dataset: Cached, *, num_actors: int | None = None, progress: bool = True
+    dataset: MultimodalDataset, *, num_actors: int | None = None, progress: bool = True
 ) -> BuildReport:
     """Make every image that the data set's cache has not, by Ray; call it in one process.
 
@@ -94,7 +96,7 @@ class _Maker:
     def __init__(self, dataset: Any) -> None:
         import ray
 
-        self._dataset: Cached = ray.get(dataset)
+        self._dataset: MultimodalDataset = ray.get(dataset)
         self._actor = ray.get_runtime_context().get_actor_id()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
