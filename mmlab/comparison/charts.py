@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmlab.runs.figures import PALETTE
+from mmlab.runs.figures import colours_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +36,7 @@ def draw_comparison(
 
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    colours = dict(zip(table.index, PALETTE * len(table), strict=False))
+    colours = colours_of(table.index)
     (waste, throughput, time), (memory, costs, loss) = figure.subplots(2, 3)
     draw_waste(waste, table[list(_WASTE)])
     planned = 100 * table["planned_combined_waste"]

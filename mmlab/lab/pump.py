@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, columns_of, facts_of, note_of
-from mmlab.runs.figures import colour_slots
+from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import Runs, RunState, Source, overall_status
 from mmlab.runs.summaries import progress_of
 
@@ -309,9 +309,13 @@ class Pump:
             text = failure.strip().rsplit("\n", 1)[-1]
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
         self._names |= dict.fromkeys(run.name for run in runs)
-        slots = colour_slots(self._names)
+        light, dark = colours_of(self._names), colours_of(self._names, dark=True)
+        dashes = {name: place for place, name in enumerate(self._names)}
         facts = {
-            "runs": [{**facts_of(run), "colour": slots[run.name]} for run in runs],
+            "runs": [
+                {**facts_of(run), "colours": [light[run.name], dark[run.name]], "dash": dashes[run.name]}
+                for run in runs
+            ],
             "notes": [note_of(run, event) for run in runs for event in run.notes],
             "errors": errors,
             "state": state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,37 +13,45 @@ from mmlab.errors import OptionError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: distinct under every common colour blindness.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-# a scheduler has the same colour in every picture; other runs take what is left, in the order given
-_SCHEDULERS = ("random", "budget", "sorted", "bucket", "memory", "packed", "length_grouped", "aspect_bucket")
+# Of each scheduler, on a light page and on a dark one: Okabe and Ito's, distinct under every common colour blindness.
+_COLOURS = {
+    "random": ("#0072B2", "#4C9BE8"),
+    "budget": ("#D98C00", "#E69F00"),
+    "fastest": ("#009E73", "#22C79A"),
+    "bucket": ("#C05C99", "#E08FC0"),
+    "memory": ("#3FA5DC", "#8CCBF2"),
+    "sorted": ("#D55E00", "#FF7F3F"),
+    "length_grouped": ("#8F8500", "#F0E442"),
+    "aspect_bucket": ("#222222", "#E8E8E8"),
+    "packed": ("#6B4FA0", "#B39DDB"),
+}
+_OTHERS = (
+    ("#8C564B", "#C49C94"),
+    ("#17808C", "#5CC5CF"),
+    ("#A61C3C", "#F27A93"),
+    ("#7F7F7F", "#A8A8A8"),
+    ("#4B7F1E", "#A6D96A"),
+    ("#34418E", "#95A3EE"),
+    ("#B5651D", "#F0B27A"),
+)
+PALETTE = tuple(light for light, _dark in _COLOURS.values())
 
 
-def colour_slots(names: Iterable[str]) -> dict[str, int]:
-    """The place of each run's or scheduler's colour in the palette.
+def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:
+    """The colour of each scheduler or run, by name: the same in every picture, in whichever order they come.
 
-    >>> colour_slots(["bucket", "mine", "random", "larger/random"])
-    {'bucket': 3, 'random': 0, 'mine': 1, 'larger/random': 2}
+    Names that no scheduler has get the colour that their letters choose, or the next one if an earlier name has it.
+
+    >>> colours_of(["budget", "later/random", "random"])
+    {'budget': '#D98C00', 'later/random': '#0072B2', 'random': '#0072B2'}
     """
-    slots: dict[str, int] = {}
-    others = []
+    found: dict[str, str] = {}
     for name in names:
-        scheduler = name.rsplit("/", 1)[-1]
-        if scheduler in _SCHEDULERS and _SCHEDULERS.index(scheduler) not in slots.values():
-            slots[name] = _SCHEDULERS.index(scheduler)
-        else:
-            others.append(name)
-    left = [slot for slot in range(len(PALETTE)) if slot not in slots.values()] or [*range(len(PALETTE))]
-    return slots | {name: left[index % len(left)] for index, name in enumerate(others)}
-
-
-def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each run or scheduler, by name.
-
-    >>> colours_of(["random"])
-    {'random': '#0072B2'}
-    """
-    return {name: PALETTE[slot] for name, slot in colour_slots(names).items()}
+        pairs = [_COLOURS[name.rsplit("/", 1)[-1]]] if name.rsplit("/", 1)[-1] in _COLOURS else _OTHERS
+        first = zlib.crc32(name.encode()) % len(pairs)
+        choice = [pair[dark] for pair in (*pairs[first:], *pairs[:first])]
+        found[name] = next((colour for colour in choice if colour not in found.values()), choice[0])
+    return found
 
 
 def to_png(figure: Figure, *, dpi: int = 110) -> bytes:

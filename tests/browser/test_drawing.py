@@ -15,6 +15,7 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from mmlab.runs.events import read_events
+from mmlab.runs.figures import colours_of
 from tests.browser.jupyter import BLUE, ORANGE, Notebook, Panel
 from tests.browser.writing_runs import write_run
 
@@ -325,16 +326,20 @@ def test_no_step_is_lost_of_those_that_come_60_times_a_second(notebook: Notebook
 
 def test_a_run_is_cleared_and_comes_again_when_it_is_written_anew(notebook: Notebook) -> None:
     folder = notebook.server.files / "cleared" / "runs"
-    write_run(folder / "keep", 20)
-    write_run(folder / "drop", 20)
+    write_run(folder / "fastest", 20)
+    write_run(folder / "mine", 20)
     panel = notebook.show("LivePanel('cleared')")
     panel.wait_points(40)
-    panel.root.get_by_role("button", name="clear drop").click()
+    drawn = panel.root.locator(".mmlp-legend line").evaluate_all(
+        "lines => lines.map(line => line.getAttribute('stroke'))"
+    )
+    assert drawn == [*colours_of(["fastest", "mine"]).values()]
+    panel.root.get_by_role("button", name="clear mine").click()
     expect(panel.root.locator(".mmlp-legend [data-line]")).to_have_count(1)
     expect(panel.root).to_have_attribute("data-points", "20")
-    assert (folder / "drop" / "events-rank0.jsonl").exists()
-    (folder / "drop" / "events-rank0.jsonl").unlink()
-    write_run(folder / "drop", 30)
+    assert (folder / "mine" / "events-rank0.jsonl").exists()
+    (folder / "mine" / "events-rank0.jsonl").unlink()
+    write_run(folder / "mine", 30)
     assert panel.wait_points(50) == 50
     expect(panel.root.locator(".mmlp-legend [data-line]")).to_have_count(2)
 

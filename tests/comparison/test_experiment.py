@@ -16,6 +16,7 @@ from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import resolve_device
 from mmlab.runs.events import read_runs
+from mmlab.runs.figures import colours_of
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape
@@ -26,7 +27,7 @@ SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "
 @pytest.fixture(scope="module")
 def comparison(records: Records, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     out = tmp_path_factory.mktemp("runs") / "first"
-    return compare(records, ("random", "budget"), out=out, **SMALL)
+    return compare(records, ("budget", "random"), out=out, **SMALL)
 
 
 def test_every_arm_sees_every_sample_once_an_epoch(comparison: Comparison) -> None:
@@ -138,6 +139,11 @@ def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> Non
     assert "http" not in page.split("<details>")[0].replace("http-equiv", "")
     assert "random" in (comparison.folder / "table.csv").read_text()
     assert "combined waste" in comparison._repr_html_()
+
+
+def test_the_figure_has_the_schedulers_in_their_order_and_colours(comparison: Comparison) -> None:
+    drawn = {line.get_label(): line.get_color() for line in comparison.figure().axes[-1].lines}
+    assert list(drawn.items()) == [*colours_of(["budget", "random"]).items()]
 
 
 def test_each_run_has_a_start_device_readings_and_an_end(comparison: Comparison) -> None:

@@ -19,6 +19,7 @@ from mmlab.lab.live_panel import STATIC, LivePanel
 from mmlab.lab.messages import TRACKS
 from mmlab.lab.pump import WINDOW
 from mmlab.runs.events import RunEvent, RunLog
+from mmlab.runs.figures import colours_of
 
 PATIENCE_S = 30.0
 LOSS = TRACKS["step"].index("loss")
@@ -238,7 +239,8 @@ def test_ranks_and_kinds_of_events_are_series_whose_seconds_count_from_the_first
     for key, expected in (("loss", [nan, 2.0]), ("step_s", [nan, 0.25]), ("peak_bytes", [nan, nan])):
         np.testing.assert_array_equal(columns[TRACKS["step"].index(key)], expected)
     mine, budget = sorted(page.facts["runs"], key=lambda run: len(run["ranks"]))
-    assert (budget["name"], budget["ranks"], budget["colour"]) == ("budget", [0, 1], 1)
+    assert (budget["name"], budget["ranks"]) == ("budget", [0, 1])
+    assert budget["colours"] == [colours_of(["budget"], dark=dark)["budget"] for dark in (False, True)]
     assert (mine["name"], mine["ranks"], mine["memory_source"]) == ("mine", [0], "process RSS")
     assert page.facts["progress"][0] is None, "of one of the runs nobody knows how long it is"
 

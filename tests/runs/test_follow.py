@@ -12,7 +12,7 @@ import pytest
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import this_process
 from mmlab.runs.events import RunEvent, RunLog
-from mmlab.runs.figures import PALETTE, colour_slots
+from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import Runs, RunState, overall_status, run_files, summary_line
 from mmlab.runs.summaries import draw_runs, progress_of, summarize
 from mmlab.schedule.schedulers import SCHEDULERS
@@ -198,14 +198,18 @@ def test_each_share_of_padding_weighs_by_what_it_is_a_share_of() -> None:
 
 
 def test_a_scheduler_has_one_colour_in_every_picture() -> None:
-    assert sorted(colour_slots(SCHEDULERS).values()) == list(range(len(PALETTE)))
-    assert colour_slots(["budget", "random"])["random"] == colour_slots(["random", "memory"])["random"]
+    found = colours_of([*SCHEDULERS, "fastest"])
+    assert len(set(found.values())) == len(found), "two have one colour"
+    for names in (["mine", "fastest", "random"], ["random", "mine"], ["fastest", "random", "mine"]):
+        for dark in (False, True):
+            here = colours_of(names, dark=dark)
+            assert here == {name: colours_of([name], dark=dark)[name] for name in names}, "the order counts"
     runs = {}
     for name in ("budget", "random"):
         runs[name] = RunState()
         runs[name].apply([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "num_samples": 1})])
     drawn = {line.get_label(): line.get_color() for line in draw_runs(runs).axes[0].lines}
-    assert drawn == {name: PALETTE[slot] for name, slot in colour_slots(SCHEDULERS).items() if name in runs}
+    assert drawn == {name: found[name] for name in runs}
 
 
 def test_polling_at_any_moment_gives_what_reading_at_the_end_gives(tmp_path: Path) -> None:

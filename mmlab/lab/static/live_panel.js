@@ -1,10 +1,6 @@
 // The page's half of mmlab/lab/live_panel.py. A Store keeps every row that the kernel sent (one for each model, so that a
 // second view and a hidden one need nothing new); a View draws it. Nothing here waits for the kernel but the buttons.
 
-const PALETTE = {
-  light: ["#0072B2", "#D98C00", "#009E73", "#C05C99", "#3FA5DC", "#D55E00", "#8F8500", "#222222"],
-  dark: ["#4C9BE8", "#E69F00", "#22C79A", "#E08FC0", "#8CCBF2", "#FF7F3F", "#F0E442", "#E8E8E8"],
-};
 const RUN_DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [4, 2], [1, 3], [12, 3], [6, 2, 1, 2, 1, 2]];
 const MEASURE_DASHES = [[], [6, 3], [1.5, 2.5], [9, 3, 2, 3], [3, 5], [12, 4]];
 const AXES = { step: "step", second: "second", sample: "sample", token: "padded token" };
@@ -79,8 +75,8 @@ class Derived {
 }
 
 class Line { // one run on one rank
-  constructor(store, run, rank, index, several) {
-    Object.assign(this, { store, run, rank, index, key: `${run.id}.${rank}`, derived: new Map(), several });
+  constructor(store, run, rank) {
+    Object.assign(this, { store, run, rank, key: `${run.id}.${rank}`, derived: new Map(), several: false });
   }
   get label() { return this.several ? `${this.run.name} · rank ${this.rank}` : this.run.name; }
   series(track) { return this.store.series.get(`${this.key}.${track}`); }
@@ -213,8 +209,8 @@ class Store {
     const old = new Map(this.lines.map((line) => [line.key, line]));
     this.runs = runs;
     this.lines = runs.flatMap((run) => (run.ranks.length ? run.ranks : [0]).map((rank) => {
-      const line = old.get(`${run.id}.${rank}`) ?? new Line(this, run, rank, 0, false);
-      return Object.assign(line, { run, index: run.colour, several: run.ranks.length > 1 });
+      const line = old.get(`${run.id}.${rank}`) ?? new Line(this, run, rank);
+      return Object.assign(line, { run, several: run.ranks.length > 1 });
     }));
     const ids = new Set(runs.map((run) => run.id));
     for (const name of [...this.series.keys()]) if (!ids.has(name.split(".")[0])) this.series.delete(name);
@@ -439,10 +435,10 @@ class View {
     if (this.palette && this.palette.bg === style.backgroundColor && this.palette.fg === style.color) return this.palette;
     const [r, g, b] = (style.backgroundColor.match(/[\d.]+/g) ?? [255, 255, 255]).map(Number);
     const dark = 0.3 * r + 0.59 * g + 0.11 * b < 128, get = (name) => style.getPropertyValue(name).trim();
-    return this.palette = { lines: PALETTE[dark ? "dark" : "light"], fg: style.color, dim: get("--dim"), grid: get("--line"), bg: style.backgroundColor, dark };
+    return this.palette = { fg: style.color, dim: get("--dim"), grid: get("--line"), bg: style.backgroundColor, dark };
   }
-  colourOf(line, colours) { return colours.lines[line.index % colours.lines.length]; }
-  dashOf(line) { return RUN_DASHES[(line.several ? line.rank : line.index) % RUN_DASHES.length]; }
+  colourOf(line, colours) { return line.run.colours[+colours.dark]; }
+  dashOf(line) { return RUN_DASHES[(line.several ? line.rank : line.run.dash) % RUN_DASHES.length]; }
 
   draw() {
     if (!this.measured || this.plots[0].area.clientWidth !== this.plots[0].width) this.measure(); // cells out of sight have no size
