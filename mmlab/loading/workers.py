@@ -48,6 +48,7 @@ class ProcessBackend(Backend):
         self._holding: Any = []  # process id and row of each worker, in shared memory; -1 between two samples
         self._retired: list[Any] = []  # workers of pools before the present one
         self._num_deaths = self._worker_bytes = 0
+        self._num_abandoned = multiprocessing.get_context(start_method()).Value("q", 0)  # epochs left so far
 
     def ram_bytes(self, setting: Setting) -> int:
         """Memory that a setting may take: batches, and what a worker was seen to have for itself."""
@@ -80,18 +81,29 @@ class ProcessBackend(Backend):
                 ["torch", "pandas", type(self.loader.dataset.tokenizer).__module__]
             )
         self._holding = context.RawArray("q", [0, -1] * num_workers)
-        arguments = (content, self._holding, context.Value("q", 0))
+        arguments = (content, self._holding, context.Value("q", 0), self._num_abandoned)
         return ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=arguments)
 
     def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
         pool = self._pool()
         try:
-            made = pool.submit(_load, request)
+            made = pool.submit(_load, request, self._num_abandoned.value)
         except BrokenProcessPool as error:
             made = Future()
             made.set_exception(error)  # noticed in its turn
         # without a reference to this backend, which ends its workers when it is let go of
         return [made], self._pools[0].submit(_receive, made, self.meter, self.copier)
+
+    def _abandon(self, pending: deque[Pending]) -> None:
+        """Let the workers pass over what is left.
+
+        It is not cancelled: a pool that loses a worker while cancelled work waits in it raises in its own thread
+        (`terminate_broken` of Python 3.11).
+        """
+        with self._num_abandoned.get_lock():
+            self._num_abandoned.value += 1
+        for item in pending:
+            item.loaded.cancel()
 
     def _await(self, pending: deque[Pending]) -> LoadedBatch:
         while True:
@@ -171,10 +183,10 @@ def _pickled(loader: SampleLoader) -> bytes:
     return content
 
 
-_worker: Any = None  # in a worker process: its loader, and the function that is told each row
+_worker: Any = None  # in a worker process: its loader, the function that is told each row, the epochs left so far
 
 
-def _begin(content: bytes, holding: Any, num_begun: Any) -> None:
+def _begin(content: bytes, holding: Any, num_begun: Any, num_abandoned: Any) -> None:
     """Make this process a worker."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is interrupted, and ends its workers
@@ -186,7 +198,7 @@ def _begin(content: bytes, holding: Any, num_begun: Any) -> None:
     def hold(row: int) -> None:
         holding[2 * number + 1] = row
 
-    _worker = pickle.loads(content), hold
+    _worker = pickle.loads(content), hold, num_abandoned
     holding[2 * number] = os.getpid()
 
 
@@ -198,8 +210,10 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load(request: BatchRequest) -> LoadedBatch:
-    loader, hold = _worker
+def _load(request: BatchRequest, num_abandoned_before: int) -> LoadedBatch:
+    loader, hold, num_abandoned = _worker
+    if num_abandoned.value != num_abandoned_before:
+        raise RunError("the epoch of this batch was left")  # nobody waits for it
     loaded = loader.load(request, hold)
     hold(-1)
     return loaded
