@@ -152,9 +152,7 @@ class RankWatch:
             _, doing, since_s = self._here
             waits = doing in (WAITS, STEP, SAVES) and time.monotonic() - since_s > self.timeout_s
             if waits and not self._is_explaining:
-                self._end(
-                    *self._blame(f"rank {self.rank} has waited longer than timeout_s = {self.timeout_s:g}")
-                )
+                self._end(*self._blame(f"nothing went on for longer than timeout_s = {self.timeout_s:g}"))
 
     def _end(self, guilty: tuple[int, ...], message: str) -> None:
         """End this process, whose training loop hangs in an exchange that Python cannot leave."""
@@ -190,6 +188,7 @@ class RankWatch:
                 if not silent or time.monotonic() >= deadline_s:
                     break
                 time.sleep(self._beat_s / 10)
+                self._beat()  # another rank may be looking for who is silent, too
         except RuntimeError as lost:
             return (
                 (),
@@ -201,7 +200,10 @@ class RankWatch:
                 f"{self._here[0]}: killed, stopped or cut off; look at its last lines and the system's log (out of "
                 f"memory?), and {_REMEDY}"
             )
-        late = {rank: sign for rank, sign in signs.items() if sign.num_exchanges < self._num_exchanges}
+        # this rank may itself be the one that is late: its own step, too, lasts longer than the limit
+        signs = dict(sorted({**signs, self.rank: self._own}.items()))
+        most = max(sign.num_exchanges for sign in signs.values())
+        late = {rank: sign for rank, sign in signs.items() if sign.num_exchanges < most}
         where = "; ".join(_place(rank, sign) for rank, sign in (late or signs).items())
         if late:
             return tuple(late), (
