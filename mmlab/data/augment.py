@@ -12,59 +12,40 @@ saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torchvision.transforms.v2 import functional as F
 
 from mmlab.errors import OptionError
 from mmlab.types import Region
 
+if TYPE_CHECKING:
+    import torch
+
 _NUM_ATTEMPTS = 10  # to find a crop that fits, as torchvision has it
 _LARGEST_MAGNITUDE = 30  # of RandAugment
 
-Change = Callable[[torch.Tensor, float], torch.Tensor]
-
-_COLOURS: dict[str, Change] = {
-    "brightness": F.adjust_brightness,
-    "contrast": F.adjust_contrast,
-    "saturation": F.adjust_saturation,
-    "hue": F.adjust_hue,
+_COLOURS = ("brightness", "contrast", "saturation", "hue")
+# RandAugment's operations: the amount at full strength, whether its sign is drawn
+_OPERATIONS: dict[str, tuple[float, bool]] = {
+    "identity": (0.0, False),
+    "shear_x": (0.3, True),
+    "shear_y": (0.3, True),
+    "translate_x": (150 / 331, True),
+    "translate_y": (150 / 331, True),
+    "rotate": (30.0, True),
+    "brighter": (0.9, True),
+    "more_colour": (0.9, True),
+    "more_contrast": (0.9, True),
+    "sharper": (0.9, True),
+    "posterize": (4.0, False),
+    "solarize": (1.0, False),
+    "autocontrast": (0.0, False),
+    "equalize": (0.0, False),
 }
-
-
-def _shear(image: torch.Tensor, *slopes: float) -> torch.Tensor:
-    degrees = np.degrees(np.arctan(slopes)).tolist()
-    return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=degrees, center=[0.0, 0.0])
-
-
-def _shift(image: torch.Tensor, across: float, down: float) -> torch.Tensor:
-    pixels = [int(across * image.shape[-1]), int(down * image.shape[-2])]
-    return F.affine(image, angle=0.0, translate=pixels, scale=1.0, shear=[0.0, 0.0])
-
-
-# RandAugment's operations: the change, the amount at full strength, whether its sign is drawn
-_OPERATIONS: dict[str, tuple[Change, float, bool]] = {
-    "identity": (lambda image, amount: image, 0.0, False),
-    "shear_x": (lambda image, amount: _shear(image, amount, 0.0), 0.3, True),
-    "shear_y": (lambda image, amount: _shear(image, 0.0, amount), 0.3, True),
-    "translate_x": (lambda image, amount: _shift(image, amount, 0.0), 150 / 331, True),
-    "translate_y": (lambda image, amount: _shift(image, 0.0, amount), 150 / 331, True),
-    "rotate": (F.rotate, 30.0, True),
-    "brighter": (lambda image, amount: F.adjust_brightness(image, 1 + amount), 0.9, True),
-    "more_colour": (lambda image, amount: F.adjust_saturation(image, 1 + amount), 0.9, True),
-    "more_contrast": (lambda image, amount: F.adjust_contrast(image, 1 + amount), 0.9, True),
-    "sharper": (lambda image, amount: F.adjust_sharpness(image, 1 + amount), 0.9, True),
-    "posterize": (lambda image, amount: F.posterize(image, 8 - round(amount)), 4.0, False),
-    "solarize": (lambda image, amount: F.solarize(image, 255 * (1 - amount)), 1.0, False),
-    "autocontrast": (lambda image, amount: F.autocontrast(image), 0.0, False),
-    "equalize": (lambda image, amount: F.equalize(image), 0.0, False),
-}  # fmt: skip
 _NAMES = tuple(_OPERATIONS)
-_CHANGES = _COLOURS | {name: change for name, (change, _, _) in _OPERATIONS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +134,14 @@ class Augment:
         order, factors = uniform.permutation(len(_COLOURS)), uniform.uniform(-1, 1, len(_COLOURS))
         changes = []
         for index in order:
-            name = tuple(_COLOURS)[index]
+            name = _COLOURS[index]
             value = getattr(self, name)
             if value:
                 amount = value * factors[index]
                 changes.append((name, float(amount) if name == "hue" else max(0.0, 1.0 + float(amount))))
         for _ in range(self.num_operations):
             name = _NAMES[uniform.integers(len(_NAMES))]
-            _, strongest, is_signed = _OPERATIONS[name]
+            strongest, is_signed = _OPERATIONS[name]
             sign = -1.0 if uniform.random() < 0.5 and is_signed else 1.0
             changes.append((name, sign * strongest * self.magnitude / _LARGEST_MAGNITUDE))
         return Drawn(
@@ -181,14 +162,16 @@ class Augment:
             cropped: the image was decoded from `drawn.region` already (`decode_image(..., region=...)`): sharper than
                 cropping it afterwards, but not what a cached image can give.
         """
+        from mmlab.data.image_changes import CHANGES, crop, flip  # torchvision takes seconds to import
+
         height, width = image.shape[-2:]
         region = None if cropped else drawn.region(height, width, height, width)
         if region is not None:
-            image = F.resized_crop(image, *region, size=[height, width], antialias=True)
+            image = crop(image, region)
         if drawn.flip:
-            image = F.horizontal_flip(image)
+            image = flip(image)
         for name, amount in drawn.changes:
-            image = _CHANGES[name](image, amount)
+            image = CHANGES[name](image, amount)
         return image.contiguous()
 
     def _scaled(self, crops: np.ndarray) -> np.ndarray:

@@ -183,7 +183,9 @@ def _pickled(loader: SampleLoader) -> bytes:
     return content
 
 
-_worker: Any = None  # in a worker process: its loader, the function that is told each row, the epochs left so far
+_worker: Any = (
+    None  # in a worker process: its loader, the function that is told each row, the epochs left so far
+)
 
 
 def _begin(content: bytes, holding: Any, num_begun: Any, num_abandoned: Any) -> None:

@@ -158,7 +158,9 @@ def test_threads_do_not_push_training_aside_when_they_are_woken(dataset) -> None
 
 
 def test_workers_are_ended_while_work_of_an_epoch_that_was_left_waits(dataset) -> None:
-    loader = make_loader(dataset, "torch", prefetch=9, augment=Slow(0.05))  # an error in a thread fails the test
+    loader = make_loader(
+        dataset, "torch", prefetch=9, augment=Slow(0.05)
+    )  # an error in a thread fails the test
     next(iter(loader))
     loader.close()
     assert [thread.name for thread in threading.enumerate() if "Executor" in type(thread).__name__] == []
