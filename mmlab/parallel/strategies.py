@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mmlab.parallel.branch_strategy import BranchStrategy
 from mmlab.parallel.ddp import DDPStrategy
-from mmlab.parallel.fsdp import FSDPStrategy
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.reduce import ParallelOptions, ReduceStrategy
 from mmlab.training.strategy import Strategy
@@ -25,6 +24,8 @@ def make_strategy(options: str | ParallelOptions = "ddp") -> Strategy:
     if options.strategy == "branch":
         return BranchStrategy(options, group)
     if options.strategy == "fsdp":
+        from mmlab.parallel.fsdp import FSDPStrategy  # 1.4 s to import
+
         return FSDPStrategy(options, group)
     if options.strategy == "ddp" and options.overlap != "never":
         return DDPStrategy(options, group)
