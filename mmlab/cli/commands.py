@@ -128,7 +128,7 @@ def run_make(options: Namespace) -> Printed:
 
     path = make_dataset(
         options.out,
-        **_chosen(options, "num_images captions_per_image seed max_side alt_text_ratio val_fraction"),
+        **_chosen(options, "num_images captions_per_image seed max_side val_fraction"),
     )
     count = options.num_images * options.captions_per_image
     document = {"path": str(path), "num_images": options.num_images, "num_captions": count}

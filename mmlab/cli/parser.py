@@ -196,7 +196,6 @@ def _make(command: _Parser) -> None:
     command.option("--num-images", type=int, default=200)
     command.option("--captions-per-image", type=int, default=5)
     command.option("--max-side", type=int, default=640, help="longest side in pixels")
-    command.option("--alt-text-ratio", type=float, default=0.0, help="share of long, alt-text like captions")
     command.option("--val-fraction", type=float, default=0.1, help="share of images in the split 'val'")
     command.option("--seed")
 

@@ -52,9 +52,8 @@ _NAMES = tuple(_OPERATIONS)
 class Drawn:
     """What was drawn for one sample."""
 
-    crops: tuple[
-        tuple[float, float], ...
-    ]  # share of the area and factor of the proportions, in order of trial
+    # share of the area and factor of the proportions, in order of trial
+    crops: tuple[tuple[float, float], ...]
     place: tuple[float, float]  # of the crop: 0 is top and left, 1 is bottom and right
     flip: bool
     changes: tuple[tuple[str, float], ...]  # name and amount, in order

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmlab.data.decode import to_rgb
-from mmlab.data.readers.sidecar import Measurement, Numbers, Stamp, measure_once
+from mmlab.data.readers.sidecar import Numbers, Stamp, measure_once
 from mmlab.data.records import FileStore, Records
 from mmlab.errors import DataError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _SIDE = 64  # pixels
 _STEP = 8  # grey levels that count as one
-_COMPLEXITY = Measurement(name="complexity", title="image complexity", version=1, num_numbers=1)
 
 
 def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.float64]:
@@ -43,7 +42,9 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
     paths = [path for path in dict.fromkeys(records.image_paths) if path is not None]
     is_file = isinstance(records.store, FileStore)
     stamps = {path: _stamp(path) if is_file else None for path in paths}
-    measured = measure_once(_COMPLEXITY, stamps, lambda path: _measure(records, path), progress=progress)
+    measured = measure_once(
+        "complexity", (float,), stamps, lambda path: _measure(records, path), progress=progress
+    )
     for path, outcome in measured.items():
         if isinstance(outcome, str):
             raise DataError(f"{path}: {outcome}; mend or remove the file, then read the records again")

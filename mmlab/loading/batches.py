@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,20 +27,12 @@ ON_BAD_SAMPLE = ("raise", "skip", "replace")
 
 
 class Augmentation(Protocol):
-    """Changes an image at random, as the key says. Picklable; called from many threads; keeps the size."""
+    """Changes an image (3, h, w) uint8 at random, as the key says. Picklable; called from many threads; keeps the size.
 
-    def __call__(
-        self, image: torch.Tensor, *, seed: int, epoch: int, record_id: str
-    ) -> torch.Tensor: ...  # (3, h, w) uint8
+    One that knows its crop before there are pixels has `draw` and `apply`, as `mmlab.Augment` has.
+    """
 
-
-@runtime_checkable
-class CropsFirst(Augmentation, Protocol):
-    """Knows what it crops before there are pixels, as `mmlab.Augment` does: what is drawn has `region(...)`."""
-
-    def draw(self, *, seed: int, epoch: int, record_id: str) -> Any: ...
-
-    def apply(self, image: torch.Tensor, drawn: Any, *, cropped: bool = False) -> torch.Tensor: ...
+    def __call__(self, image: torch.Tensor, *, seed: int, epoch: int, record_id: str) -> torch.Tensor: ...
 
 
 class BatchRequest(NamedTuple):
@@ -167,31 +159,26 @@ class SampleLoader:
 
     def _padded(self, rows: list[int]) -> tuple[int, int, int]:
         sizes = self.sizes
-        return (
-            int(sizes.height[rows].max()),
-            int(sizes.width[rows].max()),
-            int(sizes.num_tokens[rows].max()),
+        height, width, num_tokens = (
+            int(column[rows].max()) for column in (sizes.height, sizes.width, sizes.num_tokens)
         )
+        return height, width, num_tokens
 
     def _decode(self, request: BatchRequest, row: int, found: Any) -> Sample:
         if isinstance(found, DataError):
             raise found
-        if self.augment is None or not self.dataset.records.height[row]:
+        augment: Any = self.augment
+        if augment is None or not self.dataset.records.height[row]:
             return self.dataset.decode(row, found)
-        key: Any = {
-            "seed": self.seed,
-            "epoch": request.epoch,
-            "record_id": self.dataset.records.ids[row],
-        }
-        crops_first = isinstance(self.augment, CropsFirst) and self.dataset.cache is None
-        drawn = self.augment.draw(**key) if crops_first else None  # type: ignore[attr-defined]
-        sample = self.dataset.decode(row, found, region=None if drawn is None else self._region(row, drawn))
-        image = sample["image"]
-        assert image is not None
-        if drawn is None:
-            sample["image"] = self.augment(image, **key)
+        record_id = self.dataset.records.ids[row]
+        key: Any = {"seed": self.seed, "epoch": request.epoch, "record_id": record_id}
+        if hasattr(augment, "draw") and self.dataset.cache is None:
+            drawn = augment.draw(**key)
+            sample = self.dataset.decode(row, found, region=self._region(row, drawn))
+            sample["image"] = augment.apply(sample["image"], drawn, cropped=True)
         else:
-            sample["image"] = self.augment.apply(image, drawn, cropped=True)  # type: ignore[attr-defined]
+            sample = self.dataset.decode(row, found)
+            sample["image"] = augment(sample["image"], **key)
         return sample
 
     def _region(self, row: int, drawn: Any) -> Region | None:
@@ -222,11 +209,8 @@ class SampleLoader:
     def _substitutes(self, request: BatchRequest, row: int) -> Iterator[int]:
         """Rows outside the batch that fit into its padded shape, the nearest in size first."""
         sizes = self.sizes
-        columns = (
-            (sizes.num_tokens, 1),
-            (sizes.height, PATCH),
-            (sizes.width, PATCH),
-        )  # and what counts as one step
+        # what must fit, and what counts as one step of a difference
+        columns = ((sizes.num_tokens, 1), (sizes.height, PATCH), (sizes.width, PATCH))
         fits = np.ones(len(sizes), dtype=bool)
         fits[request.rows] = False
         for column, _ in columns:

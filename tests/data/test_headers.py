@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmlab.data.readers import headers, read_records
-from mmlab.data.readers.headers import SIDECAR_NAME, image_sizes
+from mmlab.data.readers.headers import image_sizes
 from tests.data.sample_files import encoded, turned
 
 
@@ -87,7 +87,7 @@ def test_a_data_set_moves_with_its_sidecar(pair, opened):
     ],
 )
 def test_a_damaged_sidecar_is_rebuilt_with_a_warning(pair, content):
-    sidecar = pair.with_name(SIDECAR_NAME)
+    sidecar = pair.with_name(".mmlab-sizes.json")
     sidecar.write_text(content)
     with pytest.warns(UserWarning, match="damaged and will be rebuilt"):
         assert read_records(pair).width.tolist() == [40, 20]
@@ -96,7 +96,7 @@ def test_a_damaged_sidecar_is_rebuilt_with_a_warning(pair, content):
 
 
 def test_a_sidecar_of_another_version_is_replaced_in_silence(pair):
-    sidecar = pair.with_name(SIDECAR_NAME)
+    sidecar = pair.with_name(".mmlab-sizes.json")
     sidecar.write_text('{"version": 0, "something": "else"}')
     assert read_records(pair).width.tolist() == [40, 20]
     assert json.loads(sidecar.read_text())["version"] == 1
@@ -106,7 +106,7 @@ def test_data_files_over_the_same_images_share_a_sidecar(pair, folder):
     read_records(pair)
     folder.image("c.jpg")
     read_records(folder.csv("other.csv", [["image", "text"], ["c.jpg", "z"]]))
-    assert len(json.loads(pair.with_name(SIDECAR_NAME).read_text())["sizes"]) == 3
+    assert len(json.loads(pair.with_name(".mmlab-sizes.json").read_text())["sizes"]) == 3
 
 
 def test_a_read_only_folder_keeps_its_sizes_in_the_users_cache(pair, opened, monkeypatch, tmp_path_factory):
@@ -118,13 +118,18 @@ def test_a_read_only_folder_keeps_its_sizes_in_the_users_cache(pair, opened, mon
     read_records(pair)
     pair.parent.chmod(0o755)
     assert opened == []
-    assert not pair.with_name(SIDECAR_NAME).exists()
+    assert not pair.with_name(".mmlab-sizes.json").exists()
     assert len(list((cache / "mmlab").glob("sizes-*.json"))) == 1
 
 
 def test_no_draft_is_left_behind(pair):
     read_records(pair)
-    assert {path.name for path in pair.parent.iterdir()} == {"a.jpg", "b ü.PNG", "data.csv", SIDECAR_NAME}
+    assert {path.name for path in pair.parent.iterdir()} == {
+        "a.jpg",
+        "b ü.PNG",
+        "data.csv",
+        ".mmlab-sizes.json",
+    }
 
 
 def test_sizes_are_those_displayed(folder):

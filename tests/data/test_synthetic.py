@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmlab.cli.main import main
 from mmlab.data.readers import read_records
-from mmlab.data.synthetic import captions, make_dataset
+from mmlab.data.synthetic import make_dataset
 from mmlab.data.synthetic.captions import num_words, write_captions
 from mmlab.data.synthetic.painting import paint
 from mmlab.data.synthetic.scenes import Scene, draw_size, make_scene, table
@@ -42,7 +42,6 @@ def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
             num_images=128,
             max_side=64,
             num_workers=num_workers,
-            alt_text_ratio=0.2,
             progress=False,
         )
     assert digests(tmp_path / "0") == digests(tmp_path / "2")
@@ -101,7 +100,6 @@ def test_an_empty_folder_is_a_fine_target(tmp_path: Path) -> None:
         ("num_images", 0),
         ("captions_per_image", 0),
         ("max_side", 8),
-        ("alt_text_ratio", 1.5),
         ("val_fraction", float("nan")),
         ("num_workers", -1),
     ],
@@ -152,14 +150,6 @@ def test_caption_lengths_follow_coco() -> None:
     assert np.std(lengths) == pytest.approx(2.6, abs=0.4)
     assert min(lengths) >= 8
     assert 30 <= max(lengths) <= 60
-
-
-def test_alt_text_has_a_heavy_tail() -> None:
-    texts = [text for index in range(300) for text in write_captions(make_scene(1, index), 5, 1.0)]
-    lengths = np.array([num_words(text) for text in texts])
-    assert lengths.mean() == pytest.approx(18.5, abs=2)
-    assert np.quantile(lengths, 0.99) > 4 * np.median(lengths)
-    assert lengths.max() <= captions.ALT_TEXT_MAX_WORDS
 
 
 def test_captions_are_true_of_their_own_picture_and_of_hardly_any_other() -> None:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmlab.data.decode import displayed_size
-from mmlab.data.readers.sidecar import Measurement, Stamp, measure_once
+from mmlab.data.readers.sidecar import Stamp, measure_once
 
 Size = tuple[int, int]  # height, width in pixels, as displayed
 OpenImage = Callable[[str], AbstractContextManager[BinaryIO]]  # a file object at the start of an image
-_SIZES = Measurement(name="sizes", title="image headers", version=1, num_numbers=2, number=int)
-SIDECAR_NAME = _SIZES.sidecar_name
 
 
 def image_sizes(
@@ -36,7 +34,7 @@ def image_sizes(
         progress: show a bar if stderr is a terminal and something must be read.
     """
     return measure_once(  # type: ignore[return-value]  # two whole numbers
-        _SIZES, stamps, lambda key: _measure(key, open_image), root=root, progress=progress
+        "sizes", (int, int), stamps, lambda key: _measure(key, open_image), root=root, progress=progress
     )
 
 

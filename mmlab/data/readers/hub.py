@@ -101,7 +101,7 @@ def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool)
     return Table(
         rows=rows,
         store=store,
-        stamp=lambda key: None,
+        find=lambda key: (key, None),
         open_image=lambda key: io.BytesIO(store.read(key)),
         label_names=label_names,
     )

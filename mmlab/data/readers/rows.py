@@ -27,6 +27,10 @@ from mmlab.errors import DataError
 MAX_LISTED = 20  # bad rows that a message spells out; `error.bad_rows` has all
 
 
+# from an image as a row names it to the store's key and its stamp, or why it cannot be used
+Find = Callable[[str], tuple[str, Stamp | None] | str]
+
+
 def _open_file(path: str) -> BinaryIO:
     return open(path, "rb")
 
@@ -52,13 +56,13 @@ class Table:
     """All rows of a data set, and where its images are kept.
 
     For image files `root` is the folder that they must not leave, None where the caller named each file himself. A
-    store of another kind has its own keys in `Row.image`, and gives `stamp` and `open_image` to measure them.
+    store of another kind has its own keys in `Row.image`, and gives `find` and `open_image` to measure them.
     """
 
     rows: list[Row]
     root: Path | None = None
     store: ImageStore = field(default_factory=FileStore)
-    stamp: Callable[[str], Stamp | None] | None = None
+    find: Find | None = None
     open_image: OpenImage = _open_file
     label_names: tuple[str, ...] = ()  # of labels that are integers already
 
@@ -153,22 +157,17 @@ def _find_images(
     table: Table, rows: list[Row], reasons: dict[int, str]
 ) -> tuple[dict[int, str], dict[str, Stamp | None]]:
     """The store's key of every usable row's image, and each distinct key's stamp."""
-    resolve = FileResolver(table.root) if table.stamp is None else None
+    find = table.find or FileResolver(table.root)
     images: dict[int, str] = {}
     stamps: dict[str, Stamp | None] = {}
     for index, row in enumerate(rows):
         if index in reasons or row.image is None:
             continue
-        if resolve is not None:
-            found = resolve(row.image)
-            if isinstance(found, str):
-                reasons[index] = found
-                continue
-            images[index], stamps[found[0]] = found
+        found = find(row.image)
+        if isinstance(found, str):
+            reasons[index] = found
         else:
-            assert table.stamp is not None
-            images[index] = row.image
-            stamps[row.image] = table.stamp(row.image)
+            images[index], stamps[found[0]] = found
     return images, stamps
 
 

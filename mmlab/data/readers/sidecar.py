@@ -14,34 +14,19 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
 Stamp = tuple[int, int]  # bytes, mtime in ns: when either changes, the image is measured again
 Numbers = tuple[float, ...]
+_VERSION = 1  # a sidecar of another one is measured anew
 _NUM_THREADS = 8  # waiting for the disk overlaps, and Pillow decodes without the interpreter's lock
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What is remembered of each image."""
-
-    name: str  # of the sidecar `.mmlab-NAME.json` and of its one table
-    title: str  # of the progress bar
-    version: int  # a sidecar of another version is measured anew
-    num_numbers: int  # that a measurement of one image has
-    number: type = float
-
-    @property
-    def sidecar_name(self) -> str:
-        """The file's name beside the images."""
-        return f".mmlab-{self.name}.json"
-
-
 def measure_once(
-    measurement: Measurement,
+    name: str,
+    types: tuple[type, ...],
     stamps: Mapping[str, Stamp | None],
     measure: Callable[[str], Numbers | str],
     *,
@@ -51,14 +36,15 @@ def measure_once(
     """The numbers of each image, remembered or measured, or a string that says why it cannot be measured.
 
     Args:
-        measurement: what is measured.
+        name: of what is measured, of the sidecar `.mmlab-NAME.json` and of its one table.
+        types: of the numbers of one image.
         stamps: each image's key and stamp; an image without a stamp is not remembered.
         measure: measures one image; called from several threads.
         root: the folder that the sidecar belongs to.
         progress: show a bar if stderr is a terminal and something must be measured.
     """
-    sidecar = _sidecar_path(measurement, root, stamps)
-    known = {} if sidecar is None else _load(measurement, sidecar)
+    sidecar = _sidecar_path(name, root, stamps)
+    known = {} if sidecar is None else _load(sidecar, name, types)
     # the sidecar's names are relative to its folder, so that a data set can be moved with it
     folder = "" if sidecar is None else os.path.join(sidecar.parent, "")
     names = {key: key.removeprefix(folder) for key in stamps}
@@ -72,27 +58,25 @@ def measure_once(
         return outcomes
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         measured = pool.map(measure, new)
-        bar = tqdm(measured, measurement.title, len(new), disable=None if progress else True)
+        bar = tqdm(measured, f"image {name}", len(new), disable=None if progress else True)
         for key, outcome in zip(new, bar, strict=True):
             outcomes[key] = outcome
             if (stamp := stamps[key]) is not None and not isinstance(outcome, str):
                 known[names[key]] = [*stamp, *outcome]
     if sidecar is not None:
-        _save(measurement, sidecar, known)
+        _save(sidecar, name, known)
     return outcomes
 
 
-def _sidecar_path(
-    measurement: Measurement, root: Path | None, stamps: Mapping[str, Stamp | None]
-) -> Path | None:
+def _sidecar_path(name: str, root: Path | None, stamps: Mapping[str, Stamp | None]) -> Path | None:
     if not any(stamps.values()):
         return None
     folders = {os.path.dirname(key) for key in stamps} if root is None else {str(root)}
     if len(folders) == 1 and _may_write(folder := folders.pop()):
-        return Path(os.path.realpath(folder), measurement.sidecar_name)
+        return Path(os.path.realpath(folder), f".mmlab-{name}.json")
     digest = hashlib.sha256(str(root or min(stamps)).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "mmlab", f"{measurement.name}-{digest}.json")
+    return Path(cache, "mmlab", f"{name}-{digest}.json")
 
 
 def _may_write(folder: str) -> bool:
@@ -100,13 +84,13 @@ def _may_write(folder: str) -> bool:
     return os.access(folder, os.W_OK) and bool(os.stat(folder).st_mode & 0o222)
 
 
-def _load(measurement: Measurement, sidecar: Path) -> dict[str, list]:
-    types = [int, int] + [measurement.number] * measurement.num_numbers
+def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
+    expected = [int, int, *types]  # the stamp first
     try:
         content = json.loads(sidecar.read_bytes())
-        entries = content[measurement.name] if content["version"] == measurement.version else {}
-        if not all([type(number) for number in entry] == types for entry in entries.values()):
-            raise ValueError(f"an entry is not {len(types)} numbers of the kind that belongs there")
+        entries = content[name] if content["version"] == _VERSION else {}
+        if not all([type(number) for number in entry] == expected for entry in entries.values()):
+            raise ValueError(f"an entry is not {len(expected)} numbers of the kind that belongs there")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -115,10 +99,10 @@ def _load(measurement: Measurement, sidecar: Path) -> dict[str, list]:
     return entries
 
 
-def _save(measurement: Measurement, sidecar: Path, entries: Mapping[str, list]) -> None:
+def _save(sidecar: Path, name: str, entries: Mapping[str, list]) -> None:
     """Write a new file beside the old one and swap them, so that a reader sees either, whole."""
     sidecar.parent.mkdir(parents=True, exist_ok=True)
     draft = sidecar.with_name(f"{sidecar.name}.{uuid.uuid4().hex}")
-    content = {"version": measurement.version, measurement.name: entries}
+    content = {"version": _VERSION, name: entries}
     draft.write_text(json.dumps(content, separators=(",", ":")), encoding="ascii")
     os.replace(draft, sidecar)

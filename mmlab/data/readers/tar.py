@@ -23,12 +23,8 @@ from mmlab.errors import DataError
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
 _TEXT_SUFFIXES = ("txt", "text", "caption")
-_COMPRESSED = {
-    b"\x1f\x8b": "gunzip",
-    b"BZ": "bunzip2",
-    b"\xfd7": "unxz",
-    b"\x28\xb5": "unzstd",
-}  # by first bytes
+# by first bytes
+_COMPRESSED = {b"\x1f\x8b": "gunzip", b"BZ": "bunzip2", b"\xfd7": "unxz", b"\x28\xb5": "unzstd"}
 
 
 class Member(NamedTuple):
@@ -127,7 +123,7 @@ def read_shards(shards: Sequence[Path]) -> Table:
         rows=[row for shard in shards for row in _rows_of_shard(shard, root)],
         root=root,
         store=TarStore(),
-        stamp=lambda key: stamp_of_shard(_locate(key)[0]),
+        find=lambda key: (key, stamp_of_shard(_locate(key)[0])),
         open_image=_open_image,
     )
 

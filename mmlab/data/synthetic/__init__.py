@@ -41,7 +41,6 @@ def make_dataset(
     captions_per_image: int = 5,
     seed: int = 0,
     max_side: int = 640,
-    alt_text_ratio: float = 0.0,
     val_fraction: float = 0.1,
     num_workers: int | None = None,
     progress: bool = True,
@@ -53,7 +52,6 @@ def make_dataset(
 
     Args:
         max_side: pixels of the longest side; 640 keeps COCO's sizes, another value scales them all alike.
-        alt_text_ratio: share of captions that imitate web alt-text (heavy-tailed lengths).
         val_fraction: share of the images marked `val`, spread evenly; the others are `train`.
         num_workers: processes; all usable cores by default, 0 or 1 for none. The result does not depend on it. They are
             spawned: a script that makes 128 images or more this way needs `if __name__ == "__main__":`.
@@ -69,7 +67,6 @@ def make_dataset(
         ("num_images", num_images, 1, 10**9),
         ("captions_per_image", captions_per_image, 1, 1000),
         ("max_side", max_side, 32, 4096),
-        ("alt_text_ratio", alt_text_ratio, 0, 1),
         ("val_fraction", val_fraction, 0, 1),
         ("num_workers", num_workers, 0, 1000),
     ):
@@ -79,7 +76,7 @@ def make_dataset(
     annotations: list[dict[str, object]] = []
     with _written_whole(Path(out)) as folder:
         (folder / "images").mkdir()
-        make = partial(_make_image, folder, seed, max_side, captions_per_image, alt_text_ratio)
+        make = partial(_make_image, folder, seed, max_side, captions_per_image)
         with closing(_run(make, num_images, num_workers)) as results:
             made = tqdm(results, "making images", num_images, disable=None if progress else True)
             for index, (width, height, captions) in enumerate(made):
@@ -94,13 +91,11 @@ def make_dataset(
     return Path(out) / "captions.json"
 
 
-def _make_image(
-    folder: Path, seed: int, max_side: int, num_captions: int, alt_text_ratio: float, index: int
-) -> Made:
+def _make_image(folder: Path, seed: int, max_side: int, num_captions: int, index: int) -> Made:
     scene = make_scene(seed, index, max_side)
     path = folder / "images" / _file_name(index)
     Image.fromarray(paint(scene)).save(path, format="JPEG", quality=JPEG_QUALITY)
-    return scene.width, scene.height, write_captions(scene, num_captions, alt_text_ratio)
+    return scene.width, scene.height, write_captions(scene, num_captions)
 
 
 def _run(make: Callable[[int], Made], num_images: int, num_workers: int) -> Generator[Made, None, None]:

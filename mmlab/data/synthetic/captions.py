@@ -1,32 +1,24 @@
 """Words for a `Scene`: five captions that each name other parts of it, in other words and at other lengths.
 
 Every caption names at least one group by count, colour and shape, and either the ground or a second group; size,
-pattern, relation, backdrop and light come in as the length allows. Lengths are drawn from COCO's captions; a share may
-imitate web alt-text instead, longer and with a heavy tail.
+pattern, relation, backdrop and light come in as the length allows. Lengths are drawn from COCO's captions.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import re
 
 from mmlab.data.synthetic.scenes import Group, Scene, table, weighted, weights
 
-# words of web alt-text: log-normal with the mean 20.2 and deviation 16.3 of Conceptual 12M (Changpinyo et al. 2021)
-ALT_TEXT_LOG_MEAN, ALT_TEXT_LOG_STD, ALT_TEXT_MAX_WORDS = 2.755, 0.708, 300
 
-
-def write_captions(scene: Scene, num_captions: int = 5, alt_text_ratio: float = 0.0) -> list[str]:
-    """Captions of one scene; the first ones of a longer list are those of a shorter.
-
-    Args:
-        alt_text_ratio: the chance, for each caption, of alt-text instead of a sentence.
-    """
+def write_captions(scene: Scene, num_captions: int = 5) -> list[str]:
+    """Captions of one scene; the first ones of a longer list are those of a shorter."""
     captions = []
     for number in range(num_captions):
         rng = random.Random(f"{scene.seed} caption {number}")
-        captions.append((_alt_text if rng.random() < alt_text_ratio else _sentence)(scene, rng))
+        rng.random()  # not used any more; without it, the captions of every seed would change
+        captions.append(_sentence(scene, rng))
     return captions
 
 
@@ -123,20 +115,3 @@ def _extras(scene: Scene, rng: random.Random) -> list[str]:
     sentences += [f"One can make out {_full_name(group, rng)}." for group in scene.groups]
     rng.shuffle(sentences)
     return sentences
-
-
-def _alt_text(scene: Scene, rng: random.Random) -> str:
-    """Search words and phrases strung together, the scene's own first."""
-    normal = math.sqrt(-2 * math.log(1 - rng.random())) * math.cos(2 * math.pi * rng.random())
-    target = min(ALT_TEXT_MAX_WORDS, max(4, round(math.exp(ALT_TEXT_LOG_MEAN + ALT_TEXT_LOG_STD * normal))))
-    pieces = [_full_name(group, rng) for group in scene.groups]
-    pieces.append(_phrase("grounds", scene.ground, rng))
-    separator = rng.choice((", ", " - ", " | ", " "))
-    while num_words(separator.join(pieces)) < target:
-        own = (_full_name(rng.choice(scene.groups), rng), _phrase("backdrops", scene.backdrop, rng))
-        pieces.append(
-            rng.choice((*own, _phrase("lights", scene.light, rng), *rng.sample(table("words")["tags"], 3)))
-        )
-    while len(pieces) > 1 and num_words(separator.join(pieces)) > target:
-        pieces.pop()
-    return separator.join(pieces)

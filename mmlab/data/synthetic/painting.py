@@ -19,9 +19,8 @@ from mmlab.data.synthetic.shapes import outline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Picture = NDArray[
-        np.float32
-    ]  # (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
+    # (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
+    Picture = NDArray[np.float32]
     Plane = NDArray[np.floating]  # (h, w)
 
 _NOISE = 0.014  # deviation of the sensor noise, of full scale

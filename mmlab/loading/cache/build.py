@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from mmlab.loading.cache.store import SampleCache
 
 BLOCK = 16  # images that a thread takes at once: some 50 ms of work
-_SILENCE_S = 600.0
+_SILENCE_S, _LOOK_EVERY_S = 600.0, 0.05
 _num_builds = count()  # every rank counts alike: all make the same calls
 
 
@@ -176,27 +175,22 @@ def gather(
         RunError: a rank has told nothing, and written nothing, for `silence_s`.
     """
     store.set(f"done {rank}", json.dumps(outcome))
-    _wait(store, "done", world_size, cache, silence_s)
+    _wait_for(store, [f"done {other}" for other in range(world_size)], cache, silence_s)
     found = [json.loads(store.get(f"done {other}")) for other in range(world_size)]
     store.set(f"left {rank}", "")
     if rank == 0:  # it goes last: where no torchrun keeps the store, it is in this process
-        _wait(store, "left", world_size, cache, silence_s)
+        _wait_for(store, [f"left {other}" for other in range(world_size)], cache, silence_s)
     return found
 
 
-def _wait(store: Any, what: str, world_size: int, cache: SampleCache, silence_s: float) -> None:
-    """Wait until every rank has set a key."""
-    from torch.distributed import DistStoreError
-
-    keys = [f"{what} {rank}" for rank in range(world_size)]
-    while True:
-        try:
-            store.wait(keys, timedelta(seconds=silence_s))
-            return
-        except DistStoreError as error:
-            changed_s = cache.path.stat().st_mtime if cache.path.exists() else 0.0
-            if time.time() - changed_s > silence_s:
-                names = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-                raise RunError(
-                    f"rank {names} has told nothing for {silence_s:g} s; start the job again: what is done is kept"
-                ) from error
+def _wait_for(store: Any, keys: list[str], cache: SampleCache, silence_s: float) -> None:
+    """Wait until every rank has set its key."""
+    started_s = time.time()
+    while not store.check(keys):
+        written_s = cache.path.stat().st_mtime if cache.path.exists() else 0.0
+        if time.time() - max(started_s, written_s) > silence_s:
+            ranks = ", ".join(key.split()[1] for key in keys if not store.check([key]))
+            raise RunError(
+                f"rank {ranks} has told nothing for {silence_s:g} s; start the job again: what is done is kept"
+            )
+        time.sleep(_LOOK_EVERY_S)

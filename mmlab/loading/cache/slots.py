@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".slots"
 _MAGIC = b"mmlab slot file\n"
-_HEAD = struct.Struct(
-    "<16sQQQ"
-)  # magic, bytes of the settings, number of slots, checksum of settings and shapes
+_HEAD = struct.Struct("<16sQQQ")  # magic, bytes of the settings, number of slots, checksum of both
 _ENTRY = struct.Struct("<16sQQ")  # source, checksum, done: 32 bytes never cross a page
 _PAGE, _LINE = 4096, 64  # the table begins with a page, each slot with a line of the processor's cache
 
@@ -52,9 +50,7 @@ class Layout:
         self._table = _rounded(len(self.front), _PAGE)
         num_bytes = _rounded(3 * shapes.prod(axis=1), _LINE)
         first = _rounded(self._table + _ENTRY.size * len(shapes), _PAGE)
-        self.starts = np.concatenate(
-            ([first], first + np.cumsum(num_bytes))
-        )  # (S + 1,) of slots, and the end
+        self.starts = first + np.concatenate(([0], np.cumsum(num_bytes)))  # (S + 1,) of slots, and the end
 
     @property
     def num_bytes(self) -> int:
