@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import platform
 import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,13 +77,24 @@ def available_memory_bytes() -> int:
 
 def process_rss_bytes() -> int:
     """Resident memory of this process; not of its worker processes."""
-    try:  # read in every step: unbuffered is fastest
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
+    file = _own_statm(os.getpid())
+    if file is None:
         import psutil
 
         return psutil.Process().memory_info().rss
+    return int(os.pread(file, 64, 0).split()[1]) * mmap.PAGESIZE
+
+
+@lru_cache(maxsize=1)
+def _own_statm(process_id: int) -> int | None:
+    """The system's file on this process, left open, since opening it in every step would take 0.1 ms; None without one.
+
+    Args:
+        process_id: of this process; a forked one opens its own.
+    """
+    with suppress(FileNotFoundError):
+        return os.open("/proc/self/statm", os.O_RDONLY)
+    return None
 
 
 def this_process() -> dict[str, Any]:

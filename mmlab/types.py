@@ -58,7 +58,10 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostColumns:
-    """What objectives count, in the host's memory: reading it never waits for the device."""
+    """What objectives and meters count, in the host's memory: reading it never waits for the device.
+
+    The counts are made with the columns, where a loader works ahead, and not within a training step.
+    """
 
     input_ids: torch.Tensor  # (B, T) int64
     attention_mask: torch.Tensor  # (B, T) bool
@@ -66,6 +69,30 @@ class HostColumns:
     width: NDArray[np.int64]  # (B,)
     groups: NDArray[np.int64] | None  # (B,)
     labels: torch.Tensor | None  # (B,) int64
+    is_pair: NDArray[np.bool_] = field(init=False)  # (B,) samples that have both an image and a text
+    num_pairs: int = field(init=False)
+    num_images: int = field(
+        init=False
+    )  # distinct ones of the pairs; a group of -1 (unknown) is one by itself
+    num_tokens: int = field(init=False)  # without padding
+    num_patches: int = field(init=False)  # without padding, of 16 x 16 pixels
+
+    def __post_init__(self) -> None:
+        mask = self.attention_mask.numpy()
+        is_pair = (self.height > 0) & mask.any(1)
+        num_pairs = num_images = int(is_pair.sum())
+        if self.groups is not None:
+            known = self.groups[is_pair & (self.groups >= 0)]
+            num_images += len(np.unique(known)) - len(known)
+        counts = {
+            "is_pair": is_pair,
+            "num_pairs": num_pairs,
+            "num_images": num_images,
+            "num_tokens": int(np.count_nonzero(mask)),
+            "num_patches": int((-(-self.height // PATCH) * -(-self.width // PATCH)).sum()),
+        }
+        for name, count in counts.items():
+            object.__setattr__(self, name, count)
 
     def __len__(self) -> int:
         return len(self.height)
@@ -80,11 +107,6 @@ class HostColumns:
             groups=None if self.groups is None else self.groups[rows],
             labels=None if self.labels is None else self.labels[rows],
         )
-
-    @property
-    def is_pair(self) -> NDArray[np.bool_]:
-        """(B,) samples that have both an image and a text."""
-        return (self.height > 0) & self.attention_mask.numpy().any(1)
 
 
 @dataclass(slots=True)
@@ -116,7 +138,9 @@ class Batch:
         return BatchShape(len(self), self.input_ids.shape[1], height, width)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
-        """The same batch with every tensor on `device`."""
+        """The same batch with every tensor on `device`; itself where they lie there."""
+        if self.pixel_values.device == device:
+            return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def part(self, rows: slice) -> Batch:

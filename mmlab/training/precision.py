@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -109,6 +109,8 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of the forward pass and the loss."""
+        if self.dtype is None and not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -191,7 +193,7 @@ def own_share(gradient: Tensor) -> Tensor:
 def gradients_of(parts: Parts) -> dict[str, list[Tensor]]:
     """The gradients of each part that has any."""
     found = {
-        name: [weight.grad for weight in weights if weight.grad is not None]
+        name: [gradient for weight in weights if (gradient := weight.grad) is not None]
         for name, weights in parts.items()
     }
     return {name: gradients for name, gradients in found.items() if gradients}
@@ -209,13 +211,13 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     """L2 norm of each tensor; of a sharded one, of this rank's share."""
     if not tensors:
         return []
-    norms = torch._foreach_norm([own_share(tensor) for tensor in tensors])
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
+    return torch.stack(torch._foreach_norm([own_share(tensor) for tensor in tensors])).tolist()
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state of every weight that AdamW is about to update for the first time, as AdamW itself would."""
-    if not isinstance(optimizer, torch.optim.AdamW):
+    num_weights = sum(len(group["params"]) for group in optimizer.param_groups)
+    if not isinstance(optimizer, torch.optim.AdamW) or len(optimizer.state) == num_weights:
         return
     for group in optimizer.param_groups:
         for weight in group["params"] if group["fused"] else ():

@@ -146,7 +146,7 @@ class TrainerSetup:
         )
 
     def _make_runner(self) -> None:
-        self._random = RandomStream(getattr(self.model, "branch_devices", [self.device]))
+        self._random = RandomStream([self.device])
         self._order = RandomStream([self.device])  # of loaders that draw their order from torch's generator
         accumulator = GradientAccumulator(
             self._compiled() if self.options.compile else self.model,

@@ -110,10 +110,9 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
     tokens = padded_tokens = patches = padded_patches = 0
     for batch in batches:
         host, shape = batch.host, batch.shape
-        tokens += int(np.count_nonzero(host.attention_mask.numpy()))
-        padded_tokens += host.attention_mask.numel()
-        patches += int((-(-host.height // PATCH) * -(-host.width // PATCH)).sum())
-        padded_patches += len(batch) * -(-shape.height // PATCH) * -(-shape.width // PATCH)
+        tokens, patches = tokens + host.num_tokens, patches + host.num_patches
+        padded_tokens += shape.batch_size * shape.num_tokens
+        padded_patches += shape.batch_size * -(-shape.height // PATCH) * -(-shape.width // PATCH)
     if packed:
         padded_tokens, padded_patches = max(1, tokens), max(1, patches)
         tokens, patches = padded_tokens, padded_patches

@@ -18,6 +18,7 @@ from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.options import TrainOptions
+from mmlab.training.step_meter import measure_padding
 from mmlab.types import Batch, SampleSizes
 from tests.batches import make_batch
 from tests.training.test_trainer import SIZES, PairDistance, micro_batches, tiny_model
@@ -67,6 +68,16 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class CountOperations(TorchDispatchMode):
+    """Counts operations on tensors."""
+
+    num_operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_operations += 1
+        return func(*args, **(kwargs or {}))
+
+
 def collated(seed: int) -> Batch:
     generator = np.random.default_rng(seed)
     samples = [
@@ -104,11 +115,35 @@ def test_columns_on_the_host_are_what_the_tensors_say():
     columns, read = batch.host, Batch.host.fget(torch_only(batch))
     for name in ("input_ids", "attention_mask", "labels"):
         assert torch.equal(getattr(columns, name), getattr(read, name))
-    for name in ("height", "width", "groups"):
+    for name in ("height", "width", "groups", "is_pair"):
         assert (getattr(columns, name) == getattr(read, name)).all()
+    for name in ("num_pairs", "num_images", "num_tokens", "num_patches"):
+        assert getattr(columns, name) == getattr(read, name)
     part = batch.part(slice(1, 3))
     assert len(part.host) == len(part) == 2
     assert Contrastive().count(part) == 2
+
+
+def test_what_a_batch_counts_is_known_before_the_step():
+    batch = collated(0)
+    with CountOperations() as operations:
+        found = [Contrastive().count(batch), Matching().count(batch), measure_padding([batch])["padded_cost"]]
+    assert operations.num_operations == 0
+    sizes = np.array(SIZES[:4])
+    num_tokens, num_patches = sizes[:, 0], np.prod(-(-sizes[:, 1:] // 16), axis=1)
+    is_pair = (num_tokens > 0) & (num_patches > 0)
+    assert (batch.host.num_tokens, batch.host.num_patches) == (num_tokens.sum(), num_patches.sum())
+    assert batch.host.num_pairs == batch.host.num_images == is_pair.sum() == found[0]
+    assert found[1] == 3 * is_pair.sum()
+    assert found[2] == 4 * (num_tokens.max() + np.prod(-(-sizes[:, 1:].max(0) // 16)))
+
+
+def test_pairs_of_one_image_have_no_negatives_unless_their_images_are_unknown():
+    batch = make_batch([(3, 16, 16)] * 3)
+    for groups, num_images in (([7, 7, 7], 1), ([7, 7, 8], 2), ([-1, -1, -1], 3), ([-1, 7, 7], 2)):
+        batch.groups = torch.tensor(groups)
+        assert batch.host.num_images == num_images
+        assert Contrastive().count(batch) == (3 if num_images > 1 else 0)
 
 
 def torch_only(batch: Batch) -> Batch:

@@ -78,7 +78,7 @@ class Matching:
 
     def count(self, batch: Batch) -> int:
         """Pairs, and two negatives for every pair that has any."""
-        return int(batch.host.is_pair.sum()) + 2 * num_with_negatives(batch)
+        return batch.host.num_pairs + 2 * num_with_negatives(batch)
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum of the binary cross-entropies, in nats."""
@@ -108,13 +108,7 @@ def negatives(batch: Batch) -> Tensor:
 
 def num_with_negatives(batch: Batch) -> int:
     """Rows of `negatives` with any: all pairs, or none where they all show one image."""
-    host = batch.host
-    whole = host.is_pair
-    num_pairs = int(whole.sum())
-    if host.groups is None or num_pairs < 2:
-        return num_pairs if num_pairs > 1 else 0
-    groups = host.groups[whole]
-    return 0 if groups[0] >= 0 and (groups == groups[0]).all() else num_pairs
+    return batch.host.num_pairs if batch.host.num_images > 1 else 0
 
 
 def contrastive_losses(logits: Tensor, allowed: Tensor, *, num_negatives: int | None = None) -> Tensor:
