@@ -1,156 +1,240 @@
-"""What each command does: options in, a document for `--json` and a text out. Each imports what it needs."""
+"""The commands of `mmlab`: a function each, whose docstring is its help and whose parameters are its arguments.
+
+A parameter's type is `Annotated[type, help]`. Those before `*` are given by their place, the others are flags, and
+`**options` stands for the fields of a dataclass. A command returns what it found, which has `as_dict()` or is a
+dataclass, and shows itself as text; where its `ok` is False the exit code is 1. Each imports what it needs.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from argparse import Namespace
-from dataclasses import asdict, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from mmlab.comparison.options import ComparisonOptions
 from mmlab.errors import OptionError
 from mmlab.machine import GIB
 
-Printed = tuple[Any, str]  # ready for JSON; for people
+Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
+Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
+Tokenizer = Annotated[str, "builtin, or a Hugging Face name or path"]
+Limit = Annotated[int | None, "use only the first N pairs"]
+Model = Annotated[str, "preset of the fusion model"]
+Device = Annotated[str, "auto, cpu, cuda, cuda:1, ..."]
+Precision = Annotated[str, "of the training: fp32, tf32, bf16 or fp16"]
+Names = Annotated[str, "names of schedulers, separated by commas"]
+Plot = Annotated[str | None, "a file to draw it into as well, as PNG, SVG or PDF"]
+Seed = Annotated[int, "of all that is drawn"]
+CacheFolder = Annotated[str, "the cache's folder"]
 
 
-def run_compare(options: Namespace) -> Printed:
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """What a command prints, where that is not what a function of the library returns."""
+
+    document: dict[str, Any]
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.document
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def compare(
+    *,
+    data: Data,
+    schedulers: Names = "random,sorted,bucket,budget",
+    out: Annotated[str | None, "folder for the results (default: runs/compare-DATE-TIME)"] = None,
+    **options: Annotated[Any, ComparisonOptions],
+) -> Any:
     """Train the same model under several batch schedulers, side by side."""
+    from datetime import datetime
+
     from mmlab.comparison.experiment import compare
-    from mmlab.comparison.options import ComparisonOptions
 
-    comparison = compare(
-        options.data,
-        _names(options.schedulers),
-        out=options.out or _dated_folder(),
-        **{option.name: getattr(options, option.name) for option in fields(ComparisonOptions)},
-    )
-    written = "\n".join(
-        f"  {comparison.folder}/{name}"
-        for name in ("comparison.json", "table.csv", "figure.png", "report.html")
-    )
-    return comparison.as_dict(), f"{comparison}\nWritten:\n{written}"
+    out = out or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}"
+    return compare(data, _names(schedulers), out=out, **options)
 
 
-def run_train(options: Namespace) -> Printed:
+def train(
+    config: Annotated[str, "see examples/train.toml"],
+    *,
+    resume: Annotated[str, "where to go on from, if anywhere: auto, never, or a path"] = "never",
+    set: Annotated[tuple[str, ...], "change one key, as in trainer.lr=3e-4"] = (),
+    runs: Annotated[str, "folder of all runs"] = "runs",
+) -> Any:
     """Train a model as a TOML file says; go on after a stop or a kill."""
     from mmlab.comparison.config import load_config
     from mmlab.comparison.train import train
 
-    config = load_config(options.config, options.set)
+    checked = load_config(config, set)
     _exit_on_sigterm()  # so that the run is told of it
-    result = train(config, runs=options.runs, resume=options.resume)
-    return asdict(result), str(result)
+    return train(checked, runs=runs, resume=resume)
 
 
-def run_watch(options: Namespace) -> Printed:
+def watch(
+    folder: Annotated[str, "a run's folder, or one above"],
+    *,
+    once: Annotated[bool, "print what there is now, and end"] = False,
+    json: Annotated[bool, "the same as one JSON document"] = False,
+    interval: Annotated[float, "seconds between two looks"] = 0.5,
+) -> Any:
     """Show the runs below a folder live, whoever started them; ending it leaves them alone."""
     from mmlab.runs.watch import follow, summary, text_of
 
-    if options.once or options.json:
-        found = summary(options.folder)
-        return found, text_of(found)
-    return follow(options.folder, interval_s=options.interval), ""
+    if once or json:
+        found = summary(folder)
+        return Printed(document=found, text=text_of(found))
+    return Printed(document=follow(folder, interval_s=interval), text="")
 
 
-def run_app(options: Namespace) -> Printed:
+def app(
+    notebook: Annotated[str | None, "default: the live dashboard"] = None,
+    *,
+    port: Annotated[int, "0 takes a free one"] = 0,
+) -> Any:
     """Serve a notebook as a page without code, on this machine only (needs voila)."""
     from mmlab.lab.app import App
 
     _exit_on_sigterm()  # so that the server and its kernels end as well
-    with App(options.notebook, port=options.port) as app:
-        print(
-            f"Serving at {app.url}\nCtrl-C ends it.",
-            file=sys.stderr if options.json else sys.stdout,
-            flush=True,
-        )
-        app.wait()
-    return {"url": app.url}, "Ended."
+    with App(notebook, port=port) as server:
+        print(f"Serving at {server.url}\nCtrl-C ends it.", flush=True)
+        server.wait()
+    return Printed(document={"url": server.url}, text="Ended.")
 
 
-def _exit_on_sigterm() -> None:
-    """Leave by an exception, which lets every block clean up behind it."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-
-def run_export(options: Namespace) -> Printed:
+def export(
+    run: Annotated[str, "the run's folder"],
+    target: Annotated[str, "TensorBoard's folder, a project, or MLflow's address"],
+    *,
+    to: Annotated[str, "tensorboard, wandb or mlflow"],
+) -> Any:
     """Give a run to TensorBoard, Weights & Biases or MLflow."""
     from mmlab.runs.trackers import export_run
 
-    num_points = export_run(options.folder, options.to, options.target)
-    document = {"run": options.folder, "to": options.to, "target": options.target, "num_points": num_points}
-    return document, f"Gave {num_points} points of {options.folder} to {options.to} at {options.target}"
+    count = export_run(run, to, target)
+    document = {"run": run, "to": to, "target": target, "num_points": count}
+    return Printed(document=document, text=f"Gave {count} points of {run} to {to} at {target}")
 
 
-def run_plan(options: Namespace) -> Printed:
+@dataclass(kw_only=True)
+class _PlanOptions:
+    budget: Annotated[float | None, "padded tokens a batch may cost (default: 32 mean samples)"] = None
+    patch: Annotated[int, "side of an image patch in pixels"] = 16
+    ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 8
+    epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2
+    seed: Seed = 0
+
+
+def plan(
+    *,
+    data: Annotated[str | None, "image-text pairs in any format that mmlab reads"] = None,
+    lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
+    schedulers: Names = "random,sorted,bucket,length_grouped,aspect_bucket,budget,packed",
+    max_side: Annotated[int, "images keep their aspect within this side squared"] = 384,
+    **options: Annotated[Any, _PlanOptions],
+) -> Any:
     """Show what each scheduler's batches would waste, before any training."""
     from mmlab.schedule.preview import preview, read_lengths
     from mmlab.types import Aspect
 
-    if options.lengths:
-        sizes = read_lengths(options.lengths)
-    else:
-        sizes = _measured_records(options.data, "builtin").sizes()
-    policy = Aspect(options.max_side**2, options.patch)
-    report = preview(
-        sizes.resized(policy),
-        _names(options.schedulers),
-        **_chosen(options, "budget patch ranks epochs seed"),
-    )
-    return report.as_dict(), str(report)
+    if (data is None) == (lengths is None):
+        raise OptionError("mmlab plan takes one of --data and --lengths")
+    sizes = read_lengths(lengths) if lengths else _measured_records(data).sizes()
+    return preview(sizes.resized(Aspect(max_side**2, options["patch"])), _names(schedulers), **options)
 
 
-def run_memory(options: Namespace) -> Printed:
+@dataclass(kw_only=True)
+class _MemoryOptions:
+    memory_gb: Annotated[float | None, "plan for so many GiB (default: ask the device)"] = None
+    device: Annotated[str, "cuda or cpu; it need not be here"] = "cuda"
+    precision: Precision = "fp32"
+    checkpointing: Annotated[bool, "compute activations twice, to keep fewer"] = False
+    accumulating: Annotated[bool, "a step has several micro-batches"] = False
+    optimizer: Annotated[str, "adamw or sgd"] = "adamw"
+    image: Image = "aspect:224"
+    tokenizer: Tokenizer = "builtin"
+    limit: Limit = None
+
+
+def memory(
+    *,
+    model: Annotated[str, "a preset, or the name or path of a transformers model"],
+    data: Data,
+    plot: Plot = None,
+    save: Annotated[str | None, "a file for the fitted memory model, as JSON"] = None,
+    **options: Annotated[Any, _MemoryOptions],
+) -> Any:
     """Say what memory each batch needs, and plan batches that fill a device."""
     from mmlab.pricing.memory_report import memory_report
 
-    if options.save and not Path(options.save).parent.is_dir():  # pricing takes a while
-        raise OptionError(f"cannot save to {options.save}: there is no folder {Path(options.save).parent}")
-    report = memory_report(
-        options.model,
-        options.data,
-        **_chosen(
-            options, "memory_gb device precision checkpointing accumulating optimizer image tokenizer limit"
-        ),
-    )
-    if options.plot:
-        report.save_figure(options.plot)
-    if options.save:
-        report.memory.save(options.save)
-    return report.as_dict(), str(report)
+    if save and not Path(save).parent.is_dir():  # pricing takes a while
+        raise OptionError(f"cannot save to {save}: there is no folder {Path(save).parent}")
+    report = memory_report(model, data, **options)
+    if plot:
+        report.save_figure(plot)
+    if save:
+        report.memory.save(save)
+    return report
 
 
-def run_make(options: Namespace) -> Printed:
+@dataclass(kw_only=True)
+class _MakeOptions:
+    num_images: Annotated[int, "images"] = 200
+    captions_per_image: Annotated[int, "captions of each"] = 5
+    max_side: Annotated[int, "longest side in pixels"] = 640
+    val_fraction: Annotated[float, "share of images in the split 'val'"] = 0.1
+    seed: Seed = 0
+
+
+def make(
+    out: Annotated[str, "folder to write; must not exist or be empty"],
+    **options: Annotated[Any, _MakeOptions],
+) -> Any:
     """Write a seeded data set of learnable scenes and captions, in COCO format."""
     from mmlab.data.synthetic import make_dataset
 
-    path = make_dataset(
-        options.out,
-        **_chosen(options, "num_images captions_per_image seed max_side val_fraction"),
-    )
-    count = options.num_images * options.captions_per_image
-    document = {"path": str(path), "num_images": options.num_images, "num_captions": count}
-    return document, f"Wrote {options.num_images} images and {count} captions to {path}"
+    path, num_images = make_dataset(out, **options), options["num_images"]
+    count = num_images * options["captions_per_image"]
+    document = {"path": str(path), "num_images": num_images, "num_captions": count}
+    return Printed(document=document, text=f"Wrote {num_images} images and {count} captions to {path}")
 
 
-def run_inspect(options: Namespace) -> Printed:
+def inspect(
+    path: Data,
+    *,
+    image: Image = "aspect:224",
+    tokenizer: Tokenizer = "builtin",
+    skip_bad_rows: Annotated[bool, "list bad rows and go on without them"] = False,
+    plot: Plot = None,
+) -> Any:
     """Show sizes, aspects, lengths, and the padding each scheduler would cause."""
     from mmlab.comparison.overview import overview
     from mmlab.types import parse_image_policy
 
-    policy = parse_image_policy(options.image)
-    records = _measured_records(
-        options.path, options.tokenizer, errors="report" if options.skip_bad_rows else "raise"
-    )
-    result = overview(records, policy)
-    if options.plot:
-        result.save_figure(options.plot)
-    return result.as_dict(), str(result)
+    policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
+    found = overview(_measured_records(path, tokenizer, errors=errors), policy)
+    if plot:
+        found.save_figure(plot)
+    return found
 
 
-def run_cache_build(options: Namespace) -> Printed:
+def cache_build(
+    folder: CacheFolder,
+    *,
+    data: Data,
+    image: Image = "square:224",
+    tokenizer: Tokenizer = "builtin",
+    max_tokens: Annotated[int, "longer texts are cut"] = 512,
+    engine: Annotated[Literal["threads", "ray"], "who decodes: threads of every rank, or Ray"] = "threads",
+    threads: Annotated[int | None, "decoders (default: one a core)"] = None,
+    limit_gib: Annotated[float | None, "size that the cache may have (default: no limit)"] = None,
+) -> Any:
     """Decode, resize and tokenise a data set into a cache; goes on where it stopped."""
     from mmlab.data.dataset import MultimodalDataset
     from mmlab.data.readers import read_records
@@ -160,81 +244,118 @@ def run_cache_build(options: Namespace) -> Printed:
     from mmlab.loading.cache.store import SampleCache
     from mmlab.types import parse_image_policy
 
-    speaks = os.environ.get("RANK", "0") == "0"
     dataset = MultimodalDataset(
-        read_records(options.data, progress=speaks),
-        tokenizer=options.tokenizer,
-        image_policy=parse_image_policy(options.image),
-        max_tokens=options.max_tokens,
+        read_records(data, progress=os.environ.get("RANK", "0") == "0"),
+        tokenizer=tokenizer,
+        image_policy=parse_image_policy(image),
+        max_tokens=max_tokens,
     )
-    limit_bytes = None if options.limit_gib is None else int(options.limit_gib * GIB)
-    dataset.cache = SampleCache(options.folder, key=cache_key(dataset), limit_bytes=limit_bytes)
-    if options.engine == "ray":
-        report = build_cache_on_ray(dataset, num_actors=options.threads)
-    else:
-        report = build_cache(dataset, num_threads=options.threads)
-    return asdict(report), str(report)
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
+    if engine == "ray":
+        return build_cache_on_ray(dataset, num_actors=threads)
+    return build_cache(dataset, num_threads=threads)
 
 
-def run_cache_info(options: Namespace) -> Printed:
+def cache_info(folder: CacheFolder) -> Any:
     """Show what a cache has and what it was made with."""
     from mmlab.cli.cache import cache_info
 
-    info = cache_info(options.folder)
-    return asdict(info), str(info)
+    return cache_info(folder)
 
 
-def run_cache_verify(options: Namespace) -> Printed:
+def cache_verify(folder: CacheFolder) -> Any:
     """Read all of a cache and list what is damaged."""
     from mmlab.cli.cache import verify_cache
 
-    found = verify_cache(options.folder)
-    return asdict(found), str(found)
+    return verify_cache(folder)
 
 
-def run_cache_clear(options: Namespace) -> Printed:
+def cache_clear(folder: CacheFolder) -> Any:
     """Remove all that a cache has."""
     from mmlab.cli.cache import clear_cache
 
-    removed = clear_cache(options.folder)
-    return removed, f"Removed {removed['num_files']} files, {removed['num_bytes'] / 2**20:,.1f} MiB"
+    gone = clear_cache(folder)
+    text = f"Removed {gone['num_files']} files, {gone['num_bytes'] / 2**20:,.1f} MiB"
+    return Printed(document=gone, text=text)
 
 
-def run_bench_io(options: Namespace) -> Printed:
+def bench_io(
+    *,
+    data: Data,
+    model: Model = "tiny",
+    image: Image = "square:224",
+    tokenizer: Tokenizer = "builtin",
+    batch_size: Annotated[int, "samples a batch"] = 32,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    limit: Limit = None,
+) -> Any:
     """Measure every stage from the disk to the training step; name the bottleneck."""
+    options = locals()
     from mmlab.comparison.io_bench import bench_io
 
-    found = bench_io(
-        options.data, **_chosen(options, "model image tokenizer batch_size device precision limit")
-    )
-    return found.as_dict(), str(found)
+    return bench_io(**options)
 
 
-def run_bench_parallel(options: Namespace) -> Printed:
+@dataclass(kw_only=True)
+class _ParallelOptions:
+    ranks: Annotated[int, "processes; on CUDA one a GPU"] = 2
+    model: Model = "small"
+    batch_size: Annotated[int, "samples a step, over all ranks"] = 16
+    image_side: Annotated[int, "pixels"] = 128
+    num_tokens: Annotated[int, "of the longest text"] = 32
+    steps: Annotated[int, "timed in a row"] = 4
+    rounds: Annotated[int, "turns of every strategy; figures are medians"] = 3
+    device: Device = "auto"
+    precision: Precision = "fp32"
+    seed: Seed = 0
+
+
+def bench_parallel(
+    *,
+    strategies: Annotated[str | None, "names, separated by commas (default: all that can run)"] = None,
+    plot: Plot = None,
+    **options: Annotated[Any, _ParallelOptions],
+) -> Any:
     """Train with several parallel strategies in real processes; say who wins, and what more devices would give."""
     from mmlab.parallel.bench import bench_parallel
     from mmlab.runs.figures import check_plot_name
 
-    if options.plot:  # measuring takes a while
-        check_plot_name(options.plot)
-    found = bench_parallel(
-        None if options.strategies is None else _names(options.strategies),
-        **_chosen(options, "ranks model batch_size image_side num_tokens steps rounds device precision seed"),
-    )
-    if options.plot:
-        found.save_figure(options.plot)
-    return found.as_dict(), str(found)
+    if plot:  # measuring takes a while
+        check_plot_name(plot)
+    found = bench_parallel(None if strategies is None else _names(strategies), **options)
+    if plot:
+        found.save_figure(plot)
+    return found
 
 
-def run_doctor(options: Namespace) -> Printed:
+def doctor(*, data: Annotated[str | None, "measure the disk that holds this"] = None) -> Any:
     """Say what this machine has, how fast it reads, and what is missing."""
     from mmlab.cli.doctor import diagnose
 
-    diagnosis = diagnose(options.data)
-    return diagnosis.as_dict(), str(diagnosis)
+    return diagnose(data)
 
 
-def _measured_records(path: str, tokenizer: str, **reading: Any) -> Any:
+COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands in it
+    "compare": compare,
+    "train": train,
+    "watch": watch,
+    "app": app,
+    "export": export,
+    "plan": plan,
+    "memory": memory,
+    "data": ("Make or look at a data set.", {"make": make, "inspect": inspect}),
+    "cache": (
+        "Keep decoded samples on disk.",
+        {"build": cache_build, "info": cache_info, "verify": cache_verify, "clear": cache_clear},
+    ),
+    "bench": ("Measure this machine.", {"io": bench_io, "parallel": bench_parallel}),
+    "doctor": doctor,
+}
+
+
+def _measured_records(path: Any, tokenizer: str = "builtin", **reading: Any) -> Any:
     """Records with text lengths counted by the tokenizer."""
     from mmlab.data.readers import read_records
     from mmlab.data.text import load_tokenizer, measure_tokens
@@ -243,16 +364,10 @@ def _measured_records(path: str, tokenizer: str, **reading: Any) -> Any:
     return measure_tokens(records, load_tokenizer(tokenizer, records=records))
 
 
-def _chosen(options: Namespace, names: str) -> dict[str, Any]:
-    """The options that a function takes under the same names."""
-    return {name: getattr(options, name) for name in names.split()}
-
-
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _dated_folder() -> str:
-    from datetime import datetime
-
-    return f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}"
+def _exit_on_sigterm() -> None:
+    """Leave by an exception, which lets every block clean up behind it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sys
 import warnings
@@ -18,6 +17,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from mmlab.errors import DataError
 from mmlab.machine import GIB, cpu_name, num_usable_cores, total_memory_bytes, versions
@@ -94,41 +96,32 @@ def diagnose(path: str | Path | None = None) -> Diagnosis:
     return Diagnosis(checks=tuple(checks))
 
 
-def needed_libraries() -> dict[str, str]:
-    """What mmlab itself says that it needs, with the oldest version that will do; empty where it is not installed."""
+def needed_libraries() -> dict[str, SpecifierSet]:
+    """What mmlab itself says that it needs, and which versions will do; empty where it is not installed."""
     try:
-        lines = metadata.requires("mmlab") or []
+        needed = map(Requirement, metadata.requires("mmlab") or [])
     except metadata.PackageNotFoundError:
         return {}
-    found = [
-        re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:[^>]*,)?>=([\w.]+)(?:,.*)?", line)
-        for line in lines
-        if "extra ==" not in line
-    ]
-    return {match[1]: match[2] for match in found if match}
+    return {item.name: item.specifier for item in needed if item.marker is None or item.marker.evaluate()}
 
 
 def _libraries() -> Iterator[Check]:
     needed = needed_libraries()
     if not needed:
-        yield _judged(
-            "mmlab", "run from its source, so the libraries it needs are not known", "pip install .", bad=True
-        )
-    for name, version in versions(needed).items():
-        if name not in needed:
+        detail = "run from its source, so the libraries it needs are not known"
+        yield _judged("mmlab", detail, "pip install .", bad=True)
+    found = versions(needed)
+    for name, wanted in needed.items():
+        version = found[name]
+        if version is not None and wanted.contains(version, prereleases=True):
+            yield Check(name=name, status="ok", detail=version)
             continue
-        old = version is not None and _numbers(version) < _numbers(needed[name])
-        status = "missing" if version is None or old else "ok"
-        detail = "not installed" if version is None else f"{version}, too old" if old else version
-        remedy = "" if status == "ok" else f"pip install '{name}>={needed[name]}'"
-        yield Check(name=name, status=status, detail=detail, remedy=remedy)
+        detail = "not installed" if version is None else f"{version}, too old or too new"
+        yield Check(name=name, status="missing", detail=detail, remedy=f"pip install '{name}{wanted}'")
     if "pynvml" in {distribution.name for distribution in metadata.distributions()}:
-        yield Check(
-            name="pynvml",
-            status="warn",
-            detail="this deprecated distribution may hide nvidia-ml-py, whose module has the same name",
-            remedy="pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py",
-        )
+        detail = "this deprecated distribution may hide nvidia-ml-py, whose module has the same name"
+        remedy = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
+        yield _judged("pynvml", detail, remedy, bad=True)
 
 
 def _torch() -> Iterator[Check]:
@@ -142,9 +135,8 @@ def _torch() -> Iterator[Check]:
     try:
         import torchvision
 
-        torchvision.ops.nms(
-            torch.zeros(1, 4), torch.zeros(1), 0.5
-        )  # one of the operators that torchvision compiles
+        # one of the operators that torchvision compiles
+        torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         detail = f"they do not fit each other: {_first_line(error)}"
         remedy = "pip install --upgrade torch torchvision, both from the same index"
@@ -159,30 +151,22 @@ def _devices() -> Iterator[Check]:
     with warnings.catch_warnings(record=True) as caught:  # torch warns when a driver is too old or broken
         warnings.simplefilter("always")
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(num_gpus):
-        yield _gpu(index)
+    yield from map(_gpu, range(num_gpus))
     if num_gpus:
         return
-    remedy = "mmlab runs on the CPU; to use a GPU, run where `nvidia-smi` lists one"
-    detail = "no GPU that torch can use"
     driver = _driver_version()
+    detail, remedy = (
+        "no GPU that torch can use",
+        "mmlab runs on the CPU; to use a GPU, run where `nvidia-smi` lists one",
+    )
     if caught:
         detail, remedy = f"{detail}: {_first_line(caught[0].message)}", "update the NVIDIA driver"
-    elif driver is not None and torch.version.cuda is None:
-        detail = (
-            f"{detail}: NVIDIA driver {driver} is there, but torch {torch.__version__} is a build for the CPU"
-        )
-        remedy = "install a CUDA build of torch"
     elif driver is not None:
-        detail = f"{detail}: NVIDIA driver {driver} is there, but torch sees no device"
-        remedy = "check CUDA_VISIBLE_DEVICES and `nvidia-smi`"
+        detail += f": NVIDIA driver {driver} is there, torch {torch.__version__} sees no device"
+        remedy = "install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES and `nvidia-smi`"
     elif torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        yield Check(
-            name="device", status="ok", detail=f"{accelerator}; memory by torch's allocator where it counts"
-        )
-        return
-    yield Check(name="device", status="warn", detail=detail, remedy=remedy)
+        detail = f"{torch.accelerator.current_accelerator()}; memory by torch's allocator where it counts"
+    yield _judged("device", detail, remedy, bad=driver is not None or not torch.accelerator.is_available())
 
 
 def _gpu(index: int) -> Check:
@@ -199,18 +183,16 @@ def _gpu(index: int) -> Check:
         f"{properties.major}.{properties.minor}, driver {_driver_version() or 'unknown'}, CUDA {torch.version.cuda}, "
         f"read by {reading.memory_source} and {reading.utilization_source}"
     )
+    values = {
+        "free_bytes": free_bytes,
+        "total_bytes": total_bytes,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_source": reading.memory_source,
+        "utilization_source": reading.utilization_source,
+    }
+    remedy = "pip install nvidia-ml-py, and check that `nvidia-smi` works for this user"
     notes = f" ({'; '.join(reading.notes)})" if reading.notes else ""
-    return _judged(
-        name,
-        detail + notes,
-        "pip install nvidia-ml-py, and check that `nvidia-smi` works for this user",
-        bad=bool(reading.notes),
-        free_bytes=free_bytes,
-        total_bytes=total_bytes,
-        multiprocessors=properties.multi_processor_count,
-        memory_source=reading.memory_source,
-        utilization_source=reading.utilization_source,
-    )
+    return _judged(name, detail + notes, remedy, bad=bool(reading.notes), **values)
 
 
 def _driver_version() -> str | None:
@@ -292,11 +274,6 @@ def _decoding() -> Check:
     images_per_s, num_bytes = decode_rate()
     detail = f"{images_per_s:.0f} images/s a core: JPEG 640 x 480 ({num_bytes / 1000:.0f} kB) to 224 x 224"
     return Check(name="decoding", status="ok", detail=detail, values={"images_per_s_per_core": images_per_s})
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release numbers of a version: 2.11.0+cu130 -> (2, 11, 0)."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def _first_line(error: object) -> str:

@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from mmlab.cli.parser import make_parser
+from mmlab.cli.parser import call, make_parser
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import share_cores
 
@@ -27,9 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share_cores()
     try:
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-            document, text = options.run(options)
+            found = call(options)
         if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks
-            print(json.dumps(document, indent=2, allow_nan=False) if options.json else text)
+            document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
+            print(json.dumps(document, indent=2, allow_nan=False) if options.json else found)
     except (DataError, OptionError) as error:
         print(f"mmlab: error: {error}", file=sys.stderr)
         return 2
@@ -44,4 +46,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"mmlab: failed: {type(error).__name__}: {error} (MMLAB_DEBUG=1 shows where)", file=sys.stderr)
         return 1
-    return 1 if options.failed(document) else 0
+    return 0 if getattr(found, "ok", True) else 1

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.comparison.charts import draw_comparison
 from mmlab.errors import DataError
 from mmlab.runs.figures import to_png
+from mmlab.runs.folders import COMPARISON_FILES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,6 +115,11 @@ class Comparison:
         )
 
     @property
+    def ok(self) -> bool:
+        """Whether every scheduler had all its epochs."""
+        return not self.interrupted
+
+    @property
     def title(self) -> str:
         """The data's name, short enough for a heading."""
         return "/".join(Path(self.config["data"]).parts[-2:])
@@ -174,7 +180,10 @@ class Comparison:
         return self.summary().to_html(border=0) + f"<ul>{notes}</ul>"
 
     def __str__(self) -> str:
-        return self.summary().to_string() + "\n" + "\n".join(f"- {note}" for note in self.notes())
+        lines = [self.summary().to_string(), *(f"- {note}" for note in self.notes())]
+        if self.folder is not None:
+            lines += ["Written:", *(f"  {self.folder / name}" for name in COMPARISON_FILES[:-1])]
+        return "\n".join(lines)
 
     def save(self, folder: str | Path) -> Path:
         """Write `comparison.json`, `table.csv`, `figure.png` and `report.html` into `folder`."""

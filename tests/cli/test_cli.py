@@ -50,7 +50,7 @@ def test_compare_takes_every_option_of_a_comparison(capsys: pytest.CaptureFixtur
     [
         ([], "COMMAND"),
         (["compare"], "--data"),
-        (["plan"], "--data --lengths"),
+        (["plan"], "mmlab plan takes one of --data and --lengths"),
         (["compare", "--data", "x", "--epochs", "two"], "invalid int value: 'two'"),
         (["compare", "--data", "no/such/place"], "no/such/place"),
         (["data", "inspect", "no/such/place"], "no/such/place"),

@@ -41,6 +41,11 @@ class BuildReport:
     made_by_rank: tuple[int, ...]  # `num_made` by process
     cache_bytes: int
 
+    @property
+    def ok(self) -> bool:
+        """Whether every image could be read."""
+        return not self.bad_samples
+
     def __str__(self) -> str:
         num_there = self.num_images - self.num_made - len(self.bad_samples)
         shares = " + ".join(f"{number:,}" for number in self.made_by_rank)
