@@ -115,6 +115,12 @@ def describe_process(process_id: int) -> dict[str, Any]:
     }
 
 
+def end_with_parent(number: int) -> None:
+    """Wait until the process at the other end of the standard input is gone, and signal this process then."""
+    os.read(0, 1)  # it writes nothing more: this returns when the pipe breaks
+    os.kill(os.getpid(), number)
+
+
 def find_process(identity: Mapping[str, Any]) -> psutil.Process | None:
     """The process with this identity; None where it has ended, or where it is not of this machine."""
     import psutil

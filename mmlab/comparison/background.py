@@ -31,7 +31,7 @@ import psutil
 
 from mmlab.comparison.result import load_comparison
 from mmlab.errors import DataError, OptionError, RunError
-from mmlab.machine import describe_process, find_process, process_runs, share_cores
+from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
 
@@ -307,7 +307,7 @@ def _child() -> None:
     outcome: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
     try:
         if not detached:
-            threading.Thread(target=_stop_with_parent, daemon=True).start()
+            threading.Thread(target=end_with_parent, args=(signal.SIGINT,), daemon=True).start()
         import mmlab
 
         found = getattr(mmlab, name)(*arguments, **options, control=Control(folder, since_s=since_s))
@@ -326,11 +326,6 @@ def _child() -> None:
             "traceback": traceback.format_exc(),
         }
     replace_file(Path(folder) / OUTCOME, json.dumps(outcome, indent=2))
-
-
-def _stop_with_parent() -> None:
-    os.read(0, 1)  # the parent writes nothing more: this returns when the pipe breaks
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ import contextlib
 import importlib.util
 import json
 import os
+import runpy
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +28,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from mmlab.errors import DataError, OptionError, RunError
+from mmlab.machine import end_with_parent
 
 DEFAULT_NOTEBOOK = "05_live_dashboard.ipynb"
 START_S = 60.0  # within which the page must answer
@@ -62,10 +66,10 @@ class App:
         self._log = self._files.enter_context((settings / "log.txt").open("w+"))
         paths = [str(settings), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "voila", str(path)],
+            [sys.executable, "-m", "mmlab.lab.app", str(path)],
             cwd=path.parent,
             env={**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # nothing is written: when it breaks, we are gone
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,  # signals from the terminal are for us: `close` ends the server and its kernels
@@ -98,7 +102,7 @@ class App:
             for process in alive:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        self._server.wait()
+        self._server.communicate()  # waits, and closes the pipe
         self._files.close()
 
     def __enter__(self) -> App:
@@ -147,6 +151,12 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
+def _serve() -> None:
+    """Be voila until the process that started this one is gone, killed or not."""
+    threading.Thread(target=end_with_parent, args=(signal.SIGTERM,), daemon=True).start()
+    runpy.run_module("voila", run_name="__main__", alter_sys=True)
+
+
 def _answers(host: str, port: int) -> bool:
     """Whether a server is there; one that asks for the token is."""
     try:
@@ -156,3 +166,7 @@ def _answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+if __name__ == "__main__":
+    _serve()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from mmlab.comparison.background import find_run
 from tests.browser.jupyter import Notebook, Server
 from tests.browser.writing_runs import write_run
 
@@ -21,7 +22,7 @@ def new_notebook(server: Server, page: Page) -> Iterator[Callable[[list[str]], N
     own.close()
 
 
-def test_the_panel_steers_while_cells_run_and_queue(
+def test_the_panel_steers_while_cells_run_and_queue_and_a_run_of_its_button_ends_with_the_kernel(
     new_notebook: Callable[[list[str]], Notebook], scenes: Path
 ) -> None:
     options = "epochs=500, image='aspect:48', batch_size=4, num_workers=0, out='run_all'"
@@ -49,6 +50,18 @@ def test_the_panel_steers_while_cells_run_and_queue(
     panel.button("stop").click()
     panel.wait_state("stopped")
     expect(notebook.cell(4)).to_contain_text("the end")
+
+    panel.button("start").click()
+    panel.wait_state("running")
+    panel.wait_points(4)
+    found = find_run(notebook.server.files / "run_all")
+    assert found is not None
+    notebook.page.evaluate(
+        "() => { jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart(); }"
+    )
+    panel.wait_state("lost")
+    found.sleep(60)
+    assert found.state == "stopped", "the run that the button started goes on without its kernel"
 
 
 def test_rows_come_without_a_word_from_the_page_and_a_busy_kernel_is_called_busy(

@@ -35,7 +35,10 @@ def notebook(tmp_path: Path) -> Path:
 
 
 @needs_voila
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
 def test_a_page_is_served_behind_its_token_and_ends_with_the_command(
     notebook: Path, number: signal.Signals, code: int
 ) -> None:
