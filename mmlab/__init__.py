@@ -61,6 +61,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "VirtualDevice",
             "fit_memory",
             "fit_time",
+            "predict_time",
             "price",
         ],
         "runs": [

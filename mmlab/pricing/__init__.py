@@ -1,5 +1,6 @@
 """What a padded shape costs before it is spent: a training step traced on fake tensors, a closed form fitted to a few of
-them (`MemoryModel`), budgets that follow it, and seconds fitted to a few measured steps (`TimeModel`).
+them (`MemoryModel`), budgets that follow it, and seconds (`TimeModel`), fitted to
+a few measured steps or predicted for a named device from the same trace.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "memory": ["MemoryModel"],
         "memory_report": ["MemoryReport"],
         "resource_aware": ["ResourceAwareScheduler"],
+        "roofline": ["predict_time"],
         "time_model": ["TimeModel"],
         "timing": ["fit_time"],
         "virtual_device": ["VirtualDevice"],

@@ -8,8 +8,7 @@ predicts it for a device that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from mmlab.pricing.closed_form import nonnegative_least_squares, step_terms
 from mmlab.pricing.fitted import FittedModel
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
-from mmlab.types import PATCH, BatchShape
+from mmlab.types import PATCH
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,14 +78,6 @@ class TimeModel(FittedModel):
         seconds = self.batch_s(plan)
         padded = np.pad(seconds, (0, -len(seconds) % num_ranks))
         return float(padded.reshape(-1, num_ranks).max(axis=1, initial=0.0).sum())
-
-    def calibrated(self, shapes: Sequence[BatchShape], measured_s: Sequence[float]) -> TimeModel:
-        """The same model times one factor, so that it is right for measured steps (in the median, where several)."""
-        ratios = [seconds / self(shape) for shape, seconds in zip(shapes, measured_s, strict=True)]
-        factor = float(np.median(ratios))
-        rows = replace(self.rows, coefficients=self.rows.coefficients * factor)
-        method = f"{self.conditions.get('method', '')}, calibrated by {len(ratios)} measured steps"
-        return replace(self, rows=rows, conditions={**self.conditions, "method": method.removeprefix(", ")})
 
     def _packed_s(self, plan: BatchPlan) -> NDArray[np.float64]:
         """(M,) seconds of batches that are computed without padding: B * T**t is then the sum of the samples' T**t."""

@@ -28,6 +28,7 @@ from mmlab.model.parameters import learning
 from mmlab.pricing.fake import FakeDevice
 from mmlab.pricing.torch_internals import storage_key, without_modes
 from mmlab.pricing.values import device_asked_for
+from mmlab.pricing.work import Work, work_of
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives
@@ -77,6 +78,7 @@ class StepTrace:
     shape: BatchShape
     live_bytes: NDArray[np.int64]  # (n,) after each operation, while its inputs and outputs live
     operations: tuple[str, ...]  # n names
+    work: tuple[Work, ...]  # n, what each asks of the device
     static_bytes: int  # between steps: parameters, buffers, optimizer state
     parameter_bytes: int  # of those, parameters and buffers
     batch_bytes: int
@@ -182,6 +184,7 @@ class StepTracer:
             shape=shape,
             live_bytes=np.array(live.after, dtype=np.int64),
             operations=tuple(map(str, live.operations)),
+            work=tuple(live.work),
             static_bytes=self.static_bytes,
             parameter_bytes=self.parameter_bytes,
             batch_bytes=batch_bytes,
@@ -242,7 +245,7 @@ class StepTracer:
         self.step_peak_bytes = self._first_step_bytes
         for weight in self._learnt:
             weight.grad = torch.empty_like(weight)
-        del live.operations[num_operations:]
+        del live.operations[num_operations:], live.work[num_operations:]
         live.after = [num_bytes + state_bytes for num_bytes in live.after[:num_operations]]
 
 
@@ -256,6 +259,7 @@ class _Trace(LiveBytes):
     def reset(self) -> None:
         self.after: list[int] = []
         self.operations: list[Any] = []
+        self.work: list[Work] = []
         self._maker: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,6 +271,7 @@ class _Trace(LiveBytes):
                 self._maker[storage_key(tensor)] = len(self.after)
         self.after.append(self.current_bytes)
         self.operations.append(func)
+        self.work.append(work_of(func, args, kwargs or {}, out))
         return out
 
     def born(self, tensors: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:

@@ -120,14 +120,6 @@ def test_a_packed_plan_counts_samples_without_padding():
     assert (MODEL.batch_s(mixed) <= batch_costs(MODEL, mixed.shape_columns) + 1e-12).all()
 
 
-def test_calibration_scales_to_the_median_of_measured_steps():
-    shapes = [BatchShape(*shape) for shape in UNSEEN.tolist()[:3]]
-    measured = [factor * MODEL(shape) for factor, shape in zip((1.9, 2.0, 5.0), shapes, strict=True)]
-    scaled = MODEL.calibrated(shapes, measured)
-    assert scaled(shapes[0]) == pytest.approx(2 * MODEL(shapes[0]))
-    assert "3 measured steps" in scaled.conditions["method"]
-
-
 def test_a_saved_model_predicts_the_same(tmp_path):
     MODEL.save(tmp_path / "time.json")
     loaded = TimeModel.load(tmp_path / "time.json", fingerprint="0123", conditions={"precision": "fp32"})

@@ -1,0 +1,184 @@
+"""Public specifications of devices, and how long a traced step would take on one: a roofline over its operations.
+
+An operation takes as long as its arithmetic at the peak rate or its bytes at the full bandwidth, whichever is longer
+(Williams, Waterman and Patterson 2009), and at least as long as starting it takes. Kernels reach neither peak, so a
+prediction from specifications alone is a lower bound more than a forecast; `Device.calibrated` brings the three rates to
+what measured steps show.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmlab.errors import OptionError, unknown_name
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.pricing.trace import StepTrace
+
+_LAUNCH_S = 5e-6  # an assumption, no specification: eager torch starts some 200,000 kernels a second
+_STIFFNESS = 1e-3  # how much calibration holds to the rates that it began with
+_TERA, _GB = 1e12, 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a roofline needs to know of a device.
+
+    Args:
+        flops_per_s: peak of dense arithmetic, by precision: "fp32", "tf32", "bf16", "fp16".
+        bytes_per_s: bandwidth of its memory.
+        memory_bytes: how much of it there is.
+        launch_s: least time from one operation to the next.
+        source: where the figures stand.
+        kind: "cuda" or "cpu", whose kernels a step is traced with. On a CPU starting an operation comes before its work;
+            on a GPU it is hidden behind the work of the one before.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    memory_bytes: int
+    source: str
+    launch_s: float = _LAUNCH_S
+    kind: str = "cuda"
+
+    def check_precision(self, precision: str) -> None:
+        """Refuse arithmetic that the device does not have.
+
+        Raises:
+            OptionError: names those that it has.
+        """
+        if precision not in self.flops_per_s:
+            raise OptionError(f"{self.name} has no {precision}; choose one of {', '.join(self.flops_per_s)}")
+
+    def seconds(self, trace: StepTrace, precision: str = "fp32") -> float:
+        """How long a traced step takes.
+
+        Args:
+            precision: of the training; under "tf32" operations in 32 bits run at that rate.
+        """
+        return float(self._seconds(self._rates(), _demands([trace], self, precision))[0])
+
+    def calibrated(
+        self, traces: Sequence[StepTrace], measured_s: Sequence[float], precision: str = "fp32"
+    ) -> Device:
+        """The same device with rates that explain measured steps.
+
+        Arithmetic (all precisions by one factor), bandwidth and launch time are moved to where the squares of the
+        logarithms of predicted over measured seconds are least, by a search along each in turn. Rates on which the steps
+        hardly depend stay where they were.
+
+        Args:
+            traces: of the steps, with `StepTracer(model, device=self.kind)`.
+            measured_s: seconds of each.
+        """
+        demands, begun = _demands(traces, self, precision), np.log(self._rates())
+
+        def loss(logs: NDArray[np.float64]) -> float:
+            gaps = np.log(self._seconds(np.exp(logs), demands) / np.asarray(measured_s))
+            return float((gaps**2).mean() + _STIFFNESS * ((logs - begun) ** 2).sum())
+
+        logs, best, step = begun, loss(begun), 0.5
+        while step > 0.005:
+            tried = [logs + sign * step * axis for axis in np.eye(3) for sign in (1, -1)]
+            losses = [loss(point) for point in tried]
+            if min(losses) < best:
+                logs, best = tried[int(np.argmin(losses))], min(losses)
+            else:
+                step /= 2
+        arithmetic, bandwidth, launch_s = np.exp(logs).tolist()
+        return replace(
+            self,
+            flops_per_s={name: arithmetic * peak for name, peak in self.flops_per_s.items()},
+            bytes_per_s=bandwidth,
+            launch_s=launch_s,
+            source=f"{self.source}, calibrated by {len(traces)} measured steps",
+        )
+
+    def _rates(self) -> NDArray[np.float64]:
+        """Factor on arithmetic, bytes a second, seconds a launch."""
+        return np.array([1.0, self.bytes_per_s, self.launch_s])
+
+    def _seconds(
+        self, rates: NDArray[np.float64], demands: Sequence[NDArray[np.float64]]
+    ) -> NDArray[np.float64]:
+        arithmetic, bandwidth, launch_s = rates
+        totals = []
+        for peak_s, num_bytes in demands:
+            work_s = np.maximum(peak_s / arithmetic, num_bytes / bandwidth)
+            totals.append((work_s + launch_s if self.kind == "cpu" else np.maximum(work_s, launch_s)).sum())
+        return np.array(totals)
+
+
+def _demands(traces: Sequence[StepTrace], device: Device, precision: str) -> list[NDArray[np.float64]]:
+    """For each trace (2, n): seconds of arithmetic at the peak rate, and bytes, of each operation that runs."""
+    device.check_precision(precision)
+    peaks = {**device.flops_per_s, "fp32": device.flops_per_s["tf32" if precision == "tf32" else "fp32"]}
+    return [
+        np.array(
+            [
+                (work.flops / peaks.get(work.precision, peaks["fp32"]), work.num_bytes)
+                for work in trace.work
+                if work.num_bytes
+            ]
+        ).T
+        for trace in traces
+    ]
+
+
+def find_device(name: str) -> Device:
+    """A device of `DEVICES`, whatever the case and the spaces.
+
+    >>> find_device("a100 80gb").name
+    'A100 80GB'
+    >>> find_device("A100").memory_bytes
+    80000000000
+
+    Raises:
+        OptionError: no such device.
+    """
+    plain = _plain(name)
+    for device in DEVICES:
+        if plain in (_plain(device.name), _plain(device.name).removesuffix("80gb").removesuffix("sxm")):
+            return device
+    raise unknown_name("device", name, [device.name for device in DEVICES])
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
+
+
+def _device(name: str, tera: Mapping[str, float], bandwidth_gb: float, memory_gb: int, source: str) -> Device:
+    return Device(
+        name=name,
+        flops_per_s={precision: _TERA * rate for precision, rate in tera.items()},
+        bytes_per_s=_GB * bandwidth_gb,
+        memory_bytes=int(_GB * memory_gb),
+        source=source,
+    )
+
+
+_HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989}
+_SITE = "https://www.nvidia.com/en-us/data-center"
+DEVICES = (  # dense arithmetic: data sheets that state it with sparsity state twice as much
+    _device("H200", _HOPPER, 4800, 141, f"{_SITE}/h200/"),
+    _device("H100 SXM", _HOPPER, 3350, 80, f"{_SITE}/h100/"),
+    _device("A100 80GB", {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}, 2039, 80, f"{_SITE}/a100/"),
+    _device("L40S", {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362}, 864, 48, f"{_SITE}/l40s/"),
+    _device("L4", {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121}, 300, 24, f"{_SITE}/l4/"),
+    _device(
+        "RTX 4090",
+        {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2},
+        1008,
+        24,
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
+    ),
+    _device("T4", {"fp32": 8.1, "fp16": 65}, 300, 16, f"{_SITE}/tesla-t4/"),
+)

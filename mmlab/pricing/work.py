@@ -1,0 +1,61 @@
+"""What an operation asks of a device: floating-point operations, and bytes read and written.
+
+FLOPs are those of torch's own counter (`torch.utils.flop_counter`): matrix products, convolutions and attention, forward
+and backward; all else is taken to be limited by memory. Bytes are those of the tensors that go in and come out, each
+once: what kernels read again, or find in a cache, is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from mmlab.pricing.torch_internals import schema_of, storage_key
+from mmlab.runs.meters import tensors_in
+
+_LOOKUPS = {
+    torch.ops.aten.embedding,
+    torch.ops.aten.index,
+    torch.ops.aten.gather,
+    torch.ops.aten.index_select,
+}
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Work(NamedTuple):
+    """Of one operation."""
+
+    flops: int
+    num_bytes: int
+    precision: str  # in which it computes: "fp32", "bf16", "fp16"
+
+
+NOTHING = Work(0, 0, "fp32")  # an operation that starts no kernel: a view, or memory without values
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+    """The work of an operation, from what went in and what came out; tensors may be fake."""
+    schema = schema_of(func)
+    inputs, outputs = [*tensors_in([*args, *kwargs.values()])], [*tensors_in([out])]
+    if schema.is_mutable:
+        named = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+        named |= kwargs
+        outputs = [*tensors_in([named.get(item.name) for item in schema.arguments if item.is_write])]
+    storages = {storage_key(tensor) for tensor in inputs}
+    is_view = not schema.is_mutable and all(storage_key(tensor) in storages for tensor in outputs)
+    if is_view or "empty" in schema.name:
+        return NOTHING
+    count = flop_registry.get(func.overloadpacket)
+    flops = int(count(*args, **kwargs, out_val=out)) if count else 0
+    if func.overloadpacket in _LOOKUPS:  # reads only the rows that it gives
+        inputs = outputs
+    precisions = (_PRECISIONS[tensor.dtype] for tensor in (*inputs, *outputs) if tensor.dtype in _PRECISIONS)
+    return Work(flops, sum(map(_num_bytes, (*inputs, *outputs))), next(precisions, "fp32"))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of the elements; of an expanded tensor those that are in memory."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
