@@ -163,7 +163,7 @@ def configured(sizes: SampleSizes, memory: MemoryModel, seed: int) -> dict[str, 
         "budget": BATCH_SIZE * float(batch_costs(COST, sizes.alone).mean()),
     }
     in_bytes = options | {"cost": memory, "budget": memory(average)}
-    kinds = {name: scheduler_type(name) for name in SCHEDULERS}
+    kinds = {name: scheduler_type(name) for name in SCHEDULERS if name != "fastest"}
     return {
         name: kind(**kind.options_among(in_bytes if name == "memory" else options))
         for name, kind in kinds.items()

@@ -38,7 +38,7 @@ class PlanExplorer(Panel):
     def __init__(self, sizes: SampleSizes, schedulers: Sequence[str] = SHOWN_SCHEDULERS) -> None:
         self._num_samples, self._sizes = len(sizes), some_images(sizes, MAX_EXPLORED)
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
-        self.schedulers = _choose_schedulers(schedulers, without=("memory",))
+        self.schedulers = _choose_schedulers(schedulers, without=("memory", "fastest"))
         self.samples = _slider("budget, samples", 32, 4, 256)
         self.window = widgets.SelectionSlider(
             options=[2**power for power in range(8, 15)],

@@ -1,7 +1,9 @@
-"""The dense planner's compiled loops: the best cut of an ordered window, and exchanges that separate captions.
+"""The dense planner's compiled loops: the best cut of an ordered window, and the moves that separate captions.
 
-A cost is `max over k of sum over m of coefficients[k, m] * B**b * T**t * P**p`, quadratic in the batch size B, so that
-each shape needs one evaluation: `price[k, 0] + B * (price[k, 1] + B * price[k, 2])`.
+A polynomial comes as (coefficients, exponents) and is `max over k of sum over m of coefficients[k, m] * B**b * T**t *
+P**p`, quadratic in the batch size B, so that each shape needs one evaluation: `price[k, 0] + B * (price[k, 1] + B *
+price[k, 2])`. There are two of them: `limit`, which no batch may have above `budget`, and `objective`, whose sum over
+all batches is to be small.
 """
 
 from __future__ import annotations
@@ -37,11 +39,10 @@ def _price(count, price):
 
 
 @compiled
-def cut_optimally(text, high, wide, part, coefficients, exponents, budget, overhead, max_size):
-    """Ends of the contiguous batches that pad least, each of at most `max_size` samples with cost <= `budget`.
+def cut_optimally(text, high, wide, part, limit, objective, budget, max_size):
+    """Ends of the contiguous batches whose `objective` is least in sum, each within `budget` and `max_size` samples.
 
-    Minimises padded tokens + `overhead` a batch. `text`, `high`, `wide` are (n,) tokens and patches; batches stay in
-    one `part`.
+    `text`, `high`, `wide` are (n,) tokens and patches; batches stay in one `part`.
 
     Dynamic programming. `best[end]` is the least total of any cut of the first `end` samples, and `previous[end]` is
     where the last batch of that cut starts. The last batch grows backwards from `end`, one sample at a time, so its
@@ -49,7 +50,7 @@ def cut_optimally(text, high, wide, part, coefficients, exponents, budget, overh
     O(n * batch size).
     """
     num = len(text)
-    price = np.zeros((len(coefficients), 3))
+    limit_price, price = np.zeros((len(limit[0]), 3)), np.zeros((len(objective[0]), 3))
     best = np.full(num + 1, np.inf)
     previous = np.zeros(num + 1, np.int64)
     best[0] = 0.0
@@ -65,10 +66,11 @@ def cut_optimally(text, high, wide, part, coefficients, exponents, budget, overh
                 tallest = max(tallest, high[start])
                 widest = max(widest, wide[start])
                 area = tallest * widest
-                _price_shape(longest, area, coefficients, exponents, price)
-            if _price(count, price) > budget:
+                _price_shape(longest, area, limit[0], limit[1], limit_price)
+                _price_shape(longest, area, objective[0], objective[1], price)
+            if _price(count, limit_price) > budget:
                 break
-            total = best[start] + count * (longest + area) + overhead
+            total = best[start] + _price(count, price)
             if total < best[end]:
                 best[end] = total
                 previous[end] = start
@@ -81,125 +83,147 @@ def cut_optimally(text, high, wide, part, coefficients, exponents, budget, overh
     return ends[first:].copy()
 
 
-class _Layout(NamedTuple):
-    """Which sample is where. `held` and `place` are inverse to each other wherever neither is -1."""
+class _State(NamedTuple):
+    """Which sample is in which batch, and what each batch is."""
 
     size: np.ndarray  # (n, 3) tokens, patch rows and patch columns of each sample
-    most: np.ndarray  # (batches, 3) the largest of each batch so far; it never shrinks
-    num_samples: np.ndarray  # (batches,) of each batch
-    batch_of_place: np.ndarray  # (n,)
-    held: np.ndarray  # (n,) sample at each place, -1 where it was put out
-    place: np.ndarray  # (n,) place of each sample, -1 where it was put out
+    batch_of: np.ndarray  # (n,) of each sample, -1 where it was put out
     image: np.ndarray  # (n,) number of each sample's image
     members: np.ndarray  # (n,) samples, image after image
     starts: np.ndarray  # (images + 1,) where each image begins in `members`
+    most: np.ndarray  # (batches, 3) the largest of each batch so far; it never shrinks
+    num_samples: np.ndarray  # (batches,) of each batch
+    value: np.ndarray  # (batches,) the objective of each batch
 
 
 @compiled
-def _would_collide(layout, batch, sample):
+def _would_collide(state, batch, sample):
     """Whether a batch holds another sample of this one's image."""
-    image = layout.image[sample]
-    for index in range(layout.starts[image], layout.starts[image + 1]):
-        other = layout.members[index]
-        place = layout.place[other]
-        if other != sample and place >= 0 and layout.batch_of_place[place] == batch:
+    image = state.image[sample]
+    for index in range(state.starts[image], state.starts[image + 1]):
+        other = state.members[index]
+        if other != sample and state.batch_of[other] == batch:
             return True
     return False
 
 
 @compiled
-def _put(layout, sample, place):
-    """Let a place hold a sample, and its batch grow to the sample's size."""
-    layout.held[place] = sample
-    layout.place[sample] = place
-    batch = layout.batch_of_place[place]
+def _value(state, batch, count, objective, price):
+    """The objective of a batch with `count` samples of its shape."""
+    area = state.most[batch, 1] * state.most[batch, 2]
+    _price_shape(state.most[batch, 0], area, objective[0], objective[1], price)
+    return _price(count, price)
+
+
+@compiled
+def _put(state, sample, batch, change, objective, price):
+    """Let a batch take a sample, grow to its size, and have `change` samples more than before."""
+    state.batch_of[sample] = batch
     for side in range(3):
-        layout.most[batch, side] = max(layout.most[batch, side], layout.size[sample, side])
+        state.most[batch, side] = max(state.most[batch, side], state.size[sample, side])
+    state.num_samples[batch] += change
+    state.value[batch] = _value(state, batch, state.num_samples[batch], objective, price)
 
 
 @inlined
-def _added_padding(layout, batch, sample, less_than, coefficients, exponents, budget, price):
-    """Padded tokens that a batch gains if this sample takes another's place.
+def _added(state, batch, sample, change, less_than, limit, objective, budget, limit_price, price):
+    """What the objective gains if a batch takes this sample and has `change` samples more.
 
-    Infinite if they are not below `less_than`, or if the batch would cost more than `budget`.
+    Infinite if that is not below `less_than`, or if the batch would cost more than `budget`.
     """
-    most, size = layout.most, layout.size
+    most, size = state.most, state.size
     text = max(most[batch, 0], size[sample, 0])
     area = max(most[batch, 1], size[sample, 1]) * max(most[batch, 2], size[sample, 2])
-    count = layout.num_samples[batch]
-    added = float(count * (text + area - most[batch, 0] - most[batch, 1] * most[batch, 2]))
+    if change == 0 and text == most[batch, 0] and area == most[batch, 1] * most[batch, 2]:
+        return 0.0
+    count = state.num_samples[batch] + change
+    _price_shape(text, area, objective[0], objective[1], price)
+    added = _price(count, price) - state.value[batch]
     if added >= less_than:
         return np.inf
-    _price_shape(text, area, coefficients, exponents, price)
-    return np.inf if _price(count, price) > budget else added
+    _price_shape(text, area, limit[0], limit[1], limit_price)
+    return np.inf if _price(count, limit_price) > budget else added
 
 
 @compiled
-def _find_partner(layout, here, reach, coefficients, exponents, budget, price):
-    """The place whose sample is best exchanged for the one at `here`, or -1: nearest first, least padding wins."""
-    sample, batch = layout.held[here], layout.batch_of_place[here]
+def _find_place(state, sample, reach, limit, objective, budget, max_size, tried, limit_price, price):
+    """(batch to move to, -1) or (batch, sample to exchange with) of least added objective; (-1, -1) if there is none.
+
+    Looks at the samples within `reach` places, nearest first, and at the batches that hold them.
+    """
+    batch = state.batch_of[sample]
+    left = _value(state, batch, state.num_samples[batch] - 1, objective, price) - state.value[batch]
     best = np.inf
-    chosen = -1
+    chosen_batch = chosen = -1
     for step in range(2, 2 * reach + 2):  # one place back, one forth, two back, two forth, ...
-        there = here + step // 2 if step % 2 else here - step // 2
-        if there < 0 or there >= len(layout.held) or layout.held[there] < 0:
+        other = sample + step // 2 if step % 2 else sample - step // 2
+        if other < 0 or other >= len(state.batch_of):
             continue
-        other, other_batch = layout.held[there], layout.batch_of_place[there]
-        if other_batch == batch or layout.image[other] == layout.image[sample]:
+        there = state.batch_of[other]
+        if there < 0 or there == batch:
             continue
-        added = _added_padding(layout, batch, other, best, coefficients, exponents, budget, price)
+        if tried[there] != sample:
+            tried[there] = sample
+            if state.num_samples[there] < max_size:
+                added = left + _added(
+                    state, there, sample, 1, best - left, limit, objective, budget, limit_price, price
+                )
+                if added < best and not _would_collide(state, there, sample):
+                    best, chosen_batch, chosen = added, there, -1
+        if state.image[other] == state.image[sample]:
+            continue
+        added = _added(state, batch, other, 0, best, limit, objective, budget, limit_price, price)
         if added < best:
-            left = best - added
-            added += _added_padding(layout, other_batch, sample, left, coefficients, exponents, budget, price)
+            added += _added(
+                state, there, sample, 0, best - added, limit, objective, budget, limit_price, price
+            )
         if (
             added < best
-            and not _would_collide(layout, batch, other)
-            and not _would_collide(layout, other_batch, sample)
+            and not _would_collide(state, batch, other)
+            and not _would_collide(state, there, sample)
         ):
-            best = added
-            chosen = there
+            best, chosen_batch, chosen = added, there, other
             if added == 0:
                 break
-    return chosen
+    return chosen_batch, chosen
 
 
 @compiled
-def exchange_samples(
-    size, image, members, starts, batch_of_place, num_batches, coefficients, exponents, budget, reach
+def separate_samples(
+    size, image, members, starts, batch_of, num_batches, limit, objective, budget, max_size, reach
 ):
-    """Exchange samples between batches until no batch holds two of one image.
+    """Exchange and move samples between batches until no batch holds two of one image.
 
-    Goes through the places once. A colliding sample changes places with the one of another batch, within `reach`
-    places, that adds the least padding; where there is none it is put out. Two invariants hold after every step: each
-    batch costs at most `budget`, because an exchange that would raise a cost above it is not made; and no place that
-    was passed collides, because no sample goes where another of its image is.
+    Goes through the samples once. A colliding sample changes places with one of another batch within `reach` places,
+    or moves to that batch, whichever adds least to the objective; where nothing is possible it is put out. Two
+    invariants hold after every step: each batch costs at most `budget`, because what would raise a cost above it is
+    not done; and no sample that was passed collides, because no sample goes where another of its image is.
 
     Args:
         size: (n, 3) tokens, patch rows and patch columns, batch after batch.
         image, members, starts: which samples share an image.
-        batch_of_place: (n,) the batch that each place belongs to.
-
-    Returns:
-        (n,) which sample (by its first place) each place now holds, -1 where it was put out.
+        batch_of: (n,) the batch of each sample, changed in place: -1 where it was put out.
+        max_size: samples that a batch may grow to; 0 lets samples only change places.
     """
-    num = len(image)
-    price = np.zeros((len(coefficients), 3))
+    limit_price, price = np.zeros((len(limit[0]), 3)), np.zeros((len(objective[0]), 3))
     most, num_samples = np.zeros((num_batches, 3), np.int64), np.zeros(num_batches, np.int64)
-    held, place = np.empty(num, np.int64), np.empty(num, np.int64)
-    layout = _Layout(size, most, num_samples, batch_of_place, held, place, image, members, starts)
-    for here in range(num):
-        layout.num_samples[batch_of_place[here]] += 1
-        _put(layout, here, here)
-    for here in range(num):
-        sample = layout.held[here]
-        if not _would_collide(layout, batch_of_place[here], sample):
+    value, tried = np.zeros(num_batches), np.full(num_batches, -1, np.int64)
+    state = _State(size, batch_of, image, members, starts, most, num_samples, value)
+    for sample in range(len(image)):
+        _put(state, sample, batch_of[sample], 1, objective, price)
+    for sample in range(len(image)):
+        batch = batch_of[sample]
+        if not _would_collide(state, batch, sample):
             continue
-        there = _find_partner(layout, here, reach, coefficients, exponents, budget, price)
+        there, other = _find_place(
+            state, sample, reach, limit, objective, budget, max_size, tried, limit_price, price
+        )
+        if other >= 0:
+            _put(state, other, batch, 0, objective, price)
+            _put(state, sample, there, 0, objective, price)
+            continue
+        num_samples[batch] -= 1
+        value[batch] = _value(state, batch, num_samples[batch], objective, price)
+        batch_of[sample] = -1
         if there >= 0:
-            other = layout.held[there]
-            _put(layout, other, here)
-            _put(layout, sample, there)
-        else:
-            layout.held[here] = layout.place[sample] = -1
-            layout.num_samples[batch_of_place[here]] -= 1
-    return layout.held
+            _put(state, sample, there, 1, objective, price)

@@ -13,7 +13,7 @@ import numpy as np
 from mmlab.schedule.base import Scheduler, require_at_least
 from mmlab.schedule.collisions import images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits
-from mmlab.schedule.cost import FREE
+from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.metrics import lengths, sides
 from mmlab.types import PATCH
 
@@ -43,7 +43,7 @@ class FixedSize(Scheduler):
         batches = Block(order, _ends_of(self.bucket_of(sizes, order), self.batch_size))
         if self.allow_collisions:
             return batches
-        batches, put_out = resolve_collisions(sizes, batches, FREE, np.inf)
+        batches, put_out = resolve_collisions(sizes, batches, PaddedTokens().as_polynomial())
         turn = images_of(sizes, put_out).occurrence  # samples of one turn are all of different images
         by_turn = np.argsort(turn, kind="stable")
         extra = Block(put_out[by_turn], _ends_of(turn[by_turn], self.batch_size))

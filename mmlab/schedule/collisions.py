@@ -1,7 +1,7 @@
 """The collision rule: no batch holds two samples of one image, which a contrastive loss would take for negatives.
 
-Captions of one image change places with near neighbours of other batches; those that find none are returned, to be
-cut into batches of their own. Costs about a microsecond for each colliding sample.
+Captions of one image change places with near neighbours of other batches, or move there; those that can do neither are
+returned, to be cut into batches of their own. Costs about a microsecond for each colliding sample.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mmlab.schedule.columns import Block, Ints
+from mmlab.schedule.cost import FREE, MaxPolynomial
 from mmlab.schedule.metrics import sides
 
 if TYPE_CHECKING:
-    from mmlab.schedule.cost import MaxPolynomial
     from mmlab.types import SampleSizes
 
-_REACH = 256  # places on either side among which a partner is sought
+REACH = 256  # places on either side among which a partner is sought
 _MOST_OF_ONE = 32  # samples of one image in a block that are moved about; more are put out at once
 
 
@@ -50,35 +50,44 @@ def images_of(sizes: SampleSizes, rows: Ints) -> Images:
 
 
 def resolve_collisions(
-    sizes: SampleSizes, batches: Block, cost: MaxPolynomial, budget: float, *, reach: int = _REACH
+    sizes: SampleSizes,
+    batches: Block,
+    objective: MaxPolynomial,
+    *,
+    limit: MaxPolynomial = FREE,
+    budget: float = np.inf,
+    max_size: int = 0,
+    reach: int = REACH,
 ) -> tuple[Block, Ints]:
     """Separate samples of one image.
 
     Args:
         batches: neighbouring batches should have samples of like size.
-        cost: what a batch costs, at most `budget` after an exchange.
-        reach: places on either side among which a partner is sought; 0 exchanges nothing.
+        objective: what is to grow little.
+        limit: what a batch costs, at most `budget` afterwards.
+        max_size: samples that a batch may grow to; 0 lets samples only change places.
+        reach: places on either side among which another batch is sought; 0 changes nothing.
 
     Returns:
         Batches without collisions, and the rows that had to leave them, which may still collide among themselves.
     """
-    from mmlab.schedule._dense_loops import exchange_samples
+    from mmlab.schedule._dense_loops import separate_samples
 
-    order, batch_of_place, images = batches.order, batches.batch_of_place, images_of(sizes, batches.order)
+    order, batch_of, images = batches.order, batches.batch_of_place, images_of(sizes, batches.order)
     if not images.occurrence.any():
         return batches, np.empty(0, np.int64)
     few = images.occurrence < _MOST_OF_ONE
     crowded = order[~few]
     if len(crowded):
-        order, batch_of_place = order[few], batch_of_place[few]
+        order, batch_of = order[few], batch_of[few]
         images = images_of(sizes, order)
-    size = np.stack(sides(sizes, cost.patch, order), axis=1)
-    grouped = images.number, images.members, images.starts
-    of_batches = batch_of_place, len(batches.ends)
-    held = exchange_samples(size, *grouped, *of_batches, cost.coefficients, cost.exponents, budget, reach)
-    kept = held >= 0
-    ends = np.cumsum(np.bincount(batch_of_place[kept], minlength=len(batches.ends)))
-    left = np.ones(len(order), dtype=bool)
-    left[held[kept]] = False
-    rest = Block(order[held[kept]], ends[np.diff(ends, prepend=0) > 0])
-    return rest, np.concatenate((order[left], crowded))
+    size = np.stack(sides(sizes, objective.patch, order), axis=1)
+    separate_samples(
+        size, images.number, images.members, images.starts, batch_of, len(batches.ends),
+        limit.columns, objective.columns, budget, max_size, reach,
+    )  # fmt: skip
+    by_batch = np.argsort(batch_of, kind="stable")
+    num_out = int((batch_of < 0).sum())
+    ends = np.cumsum(np.bincount(batch_of[batch_of >= 0], minlength=len(batches.ends)))
+    rest = Block(order[by_batch[num_out:]], ends[np.diff(ends, prepend=0) > 0])
+    return rest, np.concatenate((order[by_batch[:num_out]], crowded))

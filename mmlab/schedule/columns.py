@@ -76,6 +76,7 @@ class Limits(NamedTuple):
     cost: CostModel | None = None
     budget: float | None = None
     streams: tuple[int, int] | None = None  # packed: text tokens and image patches that a pack holds
+    time: CostModel | None = None  # predicts seconds, where the plan was made for them
 
 
 NO_LIMITS = Limits()

@@ -72,6 +72,11 @@ class MaxPolynomial:
         """Itself."""
         return self
 
+    @property
+    def columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Coefficients and exponents, as compiled code takes them."""
+        return self.coefficients, self.exponents
+
     def at(self, batch_size: Any, num_tokens: Any, num_patches: Any) -> Any:
         """The cost at numbers or arrays that broadcast."""
         point = [np.asarray(side, dtype=np.float64) for side in (batch_size, num_tokens, num_patches)]
@@ -112,9 +117,10 @@ class PaddedTokens:
 FREE = MaxPolynomial(np.zeros((1, 1)), np.zeros((1, 3), dtype=np.int64))  # where nothing is limited
 
 
-def polynomial_of(cost: CostModel) -> MaxPolynomial | None:
+def polynomial_of(cost: CostModel | None) -> MaxPolynomial | None:
     """The polynomial of a cost model that has one (see `as_polynomial`)."""
-    return cost.as_polynomial() if hasattr(cost, "as_polynomial") else None
+    made = getattr(cost, "as_polynomial", None)
+    return None if made is None else made()
 
 
 def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.float64]:

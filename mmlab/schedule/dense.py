@@ -1,8 +1,10 @@
-"""The dense planner: variable batches of like samples, filled to a hard budget (`budget`, `memory`).
+"""The dense planner: variable batches of like samples under a hard budget (`budget`, `memory`, `fastest`).
 
 Samples are ordered by (aspect class, patch rows, patch columns, tokens) inside random windows, and each window is cut
-where padding is least, under the budget of every batch. Batches are then matched for the ranks and shuffled. About a
-microsecond a sample. Any cost model that never falls will do; those that are polynomials are cut in compiled code.
+so that an objective is least in sum, under the budget of every batch. The objective is predicted seconds where a time
+model is given, else padded tokens and an overhead for each batch. Batches are then matched for the ranks and shuffled.
+About a microsecond a sample. Any cost model that never falls will do; those that are polynomials are cut in compiled
+code.
 """
 
 from __future__ import annotations
@@ -15,9 +17,16 @@ import numpy as np
 from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler, require_at_least
 from mmlab.schedule.classic import aspect_class
-from mmlab.schedule.collisions import images_of, resolve_collisions
+from mmlab.schedule.collisions import REACH, images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits
-from mmlab.schedule.cost import FREE, PaddedTokens, costliest_sample, max_batch_size, polynomial_of
+from mmlab.schedule.cost import (
+    FREE,
+    MaxPolynomial,
+    PaddedTokens,
+    costliest_sample,
+    max_batch_size,
+    polynomial_of,
+)
 from mmlab.schedule.metrics import lengths, sides, work
 from mmlab.schedule.ranks import balance
 from mmlab.types import PATCH, BatchShape
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_MEAN_SAMPLES = 32  # the budget where none is given
 _SURVEYED = 2**18  # samples from which means are taken
 _SMALLEST_WINDOW = 2048
+_FEW_WINDOWS = 3
 _CLASSES_PER_OCTAVE = 8
 
 
@@ -43,26 +53,31 @@ class Budget(Scheduler):
         budget: the most that a batch may cost; None takes 32 average samples.
         cost: what a batch costs; must never fall when a dimension grows.
         allow_collisions: whether a batch may hold two samples of one image.
+        time: a polynomial cost model in seconds; batches are cut so that their predicted time is least in sum. None
+            cuts them so that they pad little.
         window: samples ordered together; a larger one pads less, a smaller one mixes more. None takes a third of the
             epoch, at most 32,768.
-        overhead_ratio: what a batch costs besides its samples, as a share of a full one; a larger value gives fewer,
-            fuller batches with more padding.
         max_batch_size: the most samples a batch may have.
     """
 
     budget: float | None = None
     cost: CostModel = field(default_factory=PaddedTokens)
     allow_collisions: bool = False
+    time: CostModel | None = None
     window: int | None = None
-    overhead_ratio: float = 0.03
     max_batch_size: int = 4096
+
+    _overhead_ratio = (
+        0.03  # what a batch costs besides its samples, as a share of a full one, if `time` is None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.budget is not None and not self.budget > 0:
             raise OptionError(f"budget must be above 0 {self.cost.unit}, found {self.budget}")
+        if self.time is not None:
+            self._check_time(self.time)
         require_at_least("window", 1 if self.window is None else self.window, 1)
-        require_at_least("overhead_ratio", self.overhead_ratio, 0)
         require_at_least("max_batch_size", self.max_batch_size, 1)
 
     def limits(self, sizes: SampleSizes) -> Limits:
@@ -78,33 +93,43 @@ class Budget(Scheduler):
                 f"costs {price:.6g} {self.cost.unit}, above the budget of {budget:.6g}; "
                 f"raise the budget to {price:.6g} or more, or cut the text or the image"
             )
-        return Limits(self.cost, budget)
+        return Limits(self.cost, budget, time=self.time)
 
     def block_size(self, num_samples: int) -> int:
         return max(BLOCK_SIZE, self.window or 0)
 
     def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
+        if not len(rows):
+            return Block(rows, np.empty(0, np.int64))
+        assert limits.budget is not None
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
         num_windows = max(1, round(len(rows) / window))
-        if self.allow_collisions or not len(rows):
-            return self._cut_windows(
-                sizes, rows, np.arange(len(rows)) * num_windows // max(1, len(rows)), limits
-            )
-        batches = self._cut_windows(sizes, rows, _deal_images(sizes, rows, num_windows, rng), limits)
-        assert limits.budget is not None
-        if (polynomial := polynomial_of(self.cost)) is None:
-            batches, put_out = resolve_collisions(sizes, batches, FREE, limits.budget, reach=0)
-        else:
-            batches, put_out = resolve_collisions(sizes, batches, polynomial, limits.budget)
+        objective = self._objective(sizes, rows, limits.budget)
+        if self.allow_collisions:
+            windows = np.arange(len(rows)) * num_windows // len(rows)
+            return self._cut_windows(sizes, rows, windows, limits.budget, objective)
+        windows = _deal_images(sizes, rows, num_windows, rng)
+        batches = self._cut_windows(sizes, rows, windows, limits.budget, objective)
+        limit = polynomial_of(self.cost) or FREE
+        batches, put_out = resolve_collisions(
+            sizes, batches, objective or FREE, limit=limit, budget=limits.budget,
+            max_size=self.max_batch_size, reach=0 if objective is None else REACH,
+        )  # fmt: skip
+        if not len(put_out):
+            return batches
         turn = images_of(sizes, put_out).occurrence  # samples of one turn are all of different images
-        return Block.join([batches, self._cut_windows(sizes, put_out, turn, limits)])
+        rest = self._cut_windows(sizes, put_out, turn, limits.budget, objective)
+        return Block.join([batches, rest])
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         if not len(batches.ends):
             return batches
         text, high, wide = sides(sizes, self._patch, batches.order)
         longest, tallest, widest = (batches.largest(side) for side in (text, high, wide))
-        batch_work = batches.counts * (work(longest) + work(tallest * widest))
+        if (seconds := polynomial_of(self.time)) is not None:
+            batch_work = seconds.at(batches.counts, longest, tallest * widest)
+        else:
+            batch_work = batches.counts * (work(longest) + work(tallest * widest))
         sample_work = batches.totals(work(text) + work(high * wide))
         return balance(batches, batch_work, sample_work, self.world_size, rng)
 
@@ -119,27 +144,51 @@ class Budget(Scheduler):
         side = round(image**0.5) * self._patch
         return self.cost(BatchShape(1, round(text), side, side))
 
-    def _cut_windows(self, sizes: SampleSizes, rows: Ints, window: Ints, limits: Limits) -> Block:
+    def _check_time(self, time: CostModel) -> None:
+        """Raise an OptionError where batches under `cost` cannot be cut for this time model."""
+        if time.unit != "seconds" or polynomial_of(time) is None or polynomial_of(self.cost) is None:
+            raise OptionError(
+                f"time must be a cost model in seconds, and like cost have as_polynomial(); found time="
+                f"{type(time).__name__} in {time.unit} and cost={type(self.cost).__name__}"
+            )
+        if (patch := getattr(time, "patch", PATCH)) != self._patch:
+            raise OptionError(
+                f"time counts image patches of {patch} pixels and cost those of {self._patch}; give both for one model"
+            )
+
+    def _objective(self, sizes: SampleSizes, rows: Ints, budget: float) -> MaxPolynomial | None:
+        """What the batches of these rows are to cost least of in sum; None where the cost is no polynomial.
+
+        Without a time model: padded tokens, and a share of a full batch of average samples for each batch.
+        """
+        if polynomial_of(self.cost) is None:
+            return None
+        if self.time is not None:
+            return polynomial_of(self.time)
+        text, area = (float(length.mean()) for length in lengths(sizes, self._patch, rows))
+        side = round(area**0.5) * self._patch
+        full = max_batch_size(self.cost, round(text), side, side, budget) * (text + area)
+        overhead = self._overhead_ratio * full
+        return MaxPolynomial(
+            np.array([[1.0, 1.0, overhead]]), np.array([(1, 1, 0), (1, 0, 1), (0, 0, 0)]), patch=self._patch
+        )
+
+    def _cut_windows(
+        self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: MaxPolynomial | None
+    ) -> Block:
         """Batches of `rows` that stay inside a window, in the order of the windows and of size in each."""
-        if not len(rows):
-            return Block(rows, np.empty(0, np.int64))
         text, high, wide = sides(sizes, self._patch, rows)
         by_size = _order_by(window, aspect_class(high, wide, _CLASSES_PER_OCTAVE), high, wide, text)
         rows, window = rows[by_size], window[by_size]
-        polynomial, budget = polynomial_of(self.cost), limits.budget
-        assert budget is not None
-        if polynomial is None:
+        limit = polynomial_of(self.cost)
+        if limit is None or objective is None:
             return Block(rows, self._cut_greedily(sizes, rows, window, budget))
         from mmlab.schedule._dense_loops import cut_optimally
 
-        mean_text, mean_area = text.mean(), (high * wide).mean()
-        side = round(mean_area**0.5) * self._patch
-        num_mean = max_batch_size(self.cost, round(mean_text), side, side, budget)
-        overhead = self.overhead_ratio * (num_mean * (mean_text + mean_area))
+        columns = (side[by_size] for side in (text, high, wide))
         ends = cut_optimally(
-            *(side[by_size] for side in (text, high, wide)), window, polynomial.coefficients,
-            polynomial.exponents, float(budget), overhead, self.max_batch_size,
-        )  # fmt: skip
+            *columns, window, limit.columns, objective.columns, float(budget), self.max_batch_size
+        )
         return Block(rows, ends)
 
     def _cut_greedily(self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float) -> Ints:
@@ -175,11 +224,11 @@ class Memory(Budget):
         cost: a cost model in bytes.
         budget: bytes of the device that training may use.
         target_ratio: share of `budget` that a batch is planned for; the rest is margin for what the model misses.
-        overhead_ratio: as for `Budget`; higher, because memory that stays empty is what this scheduler is to avoid.
     """
 
     target_ratio: float = 0.97
-    overhead_ratio: float = 0.6
+
+    _overhead_ratio = 0.6  # memory that stays empty is what this scheduler is to avoid
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,6 +243,28 @@ class Memory(Budget):
     def limits(self, sizes: SampleSizes) -> Limits:
         assert self.budget is not None
         return Budget.limits(replace(self, budget=self.target_ratio * self.budget), sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fastest(Budget):
+    """The epoch of the fewest predicted seconds under a hard limit on every batch.
+
+    When to use: training is to be fast. A step costs a constant besides its tokens, so the fastest plan may pad more
+    than `budget` does and have fewer batches.
+
+    Args:
+        time: the cost model in seconds; must be given.
+        cost: what the limit counts: padded tokens, or a memory model in bytes.
+        budget: the limit.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.time is None:
+            raise OptionError(
+                "scheduler 'fastest' needs a time model; give time=<a cost model in seconds>, "
+                "or take the scheduler 'budget', which pads little without one"
+            )
 
 
 def mean_lengths(sizes: SampleSizes, patch: int) -> tuple[float, float]:
@@ -215,11 +286,14 @@ def _deal_images(sizes: SampleSizes, rows: Ints, num_windows: int, rng: np.rando
     """(n,) window of each row: samples of one image go round the windows from a random one.
 
     There are as many windows as half of the samples have on their image, if that is more than asked for: samples of one
-    image may not meet in a batch anyway, and separating them beforehand pads less than exchanging them afterwards.
+    image may not meet in a batch anyway, and separating them beforehand pads less than exchanging them afterwards. But
+    each window ends every run of like samples with a batch that is not full. So there are at most `_FEW_WINDOWS` where
+    more would hold less than `_SMALLEST_WINDOW` samples each; exchanges do the rest.
     """
     images = images_of(sizes, rows)
     of_one_image = np.sort(np.bincount(images.number)[images.number])
-    num_windows = max(num_windows, int(of_one_image[len(rows) // 2]))
+    enough = max(_FEW_WINDOWS, len(rows) // _SMALLEST_WINDOW)
+    num_windows = max(num_windows, min(int(of_one_image[len(rows) // 2]), enough))
     first_window = rng.integers(num_windows, size=len(images.starts) - 1)
     return (first_window[images.number] + images.occurrence) % num_windows
 

@@ -74,7 +74,7 @@ class PlanReport:
     peak_cost: float
     peak_over_budget: float | None  # peak cost / budget; 1 is a full batch
     num_over_budget: int  # batches above it
-    straggler: float  # 1 - mean / max work (`metrics.work`) over the batches of one step, one a rank
+    straggler: float  # 1 - mean / max work (`metrics.work`) or predicted seconds over the batches of one step
     randomness: float | None  # R of this and the next epoch (`metrics.randomness`); None if only one is known
     collision_ratio: float  # share of samples with another sample of the same image in their batch
     coverage: float  # share of the samples that are in the plan
@@ -115,7 +115,8 @@ def report_plan(
     sample_work = work(text) + work(image)
     text, image = text[batches.order], image[batches.order]
     padded_text, padded_image, batch_work = _padded(plan, text, image, patch)
-    costs = plan.costs()
+    costs, time = plan.costs(), plan.limits.time
+    seconds = None if time is None else plan.costs(time)
     peak_cost = float(costs.max(initial=0.0))
     shares = {}
     if isinstance(plan.source, EpochBlocks):
@@ -134,7 +135,7 @@ def report_plan(
         peak_cost=peak_cost,
         peak_over_budget=peak_cost / budget if budget else None,
         num_over_budget=int((costs > budget).sum()) if budget else 0,
-        straggler=straggler(batch_work, num_ranks),
+        straggler=straggler(batch_work if seconds is None else seconds, num_ranks),
         randomness=score,
         collision_ratio=collision_ratio(batches, sizes.group),
         coverage=float((times_drawn > 0).mean()) if len(sizes) else 1.0,

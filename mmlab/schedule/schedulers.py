@@ -12,7 +12,7 @@ from typing import Any
 from mmlab.errors import OptionError, unknown_name
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import AspectBucket, BatchScheduler, Bucket, LengthGrouped, Random
-from mmlab.schedule.dense import Budget, Memory
+from mmlab.schedule.dense import Budget, Fastest, Memory
 from mmlab.schedule.packed import Packed
 
 SCHEDULERS: dict[str, type[Scheduler]] = {
@@ -23,6 +23,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
     "aspect_bucket": AspectBucket,
     "budget": Budget,
     "memory": Memory,
+    "fastest": Fastest,
     "packed": Packed,
 }
 

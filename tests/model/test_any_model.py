@@ -26,7 +26,12 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SIDE = 32
 BYTES = MaxPolynomial([[0.0, 1.0, 0.01]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], unit="bytes")
-OPTIONS = {"budget": {"budget": 600}, "memory": {"cost": BYTES, "budget": 300}}
+SECONDS = MaxPolynomial([[0.03, 1e-5]], [(0, 0, 0), (1, 0, 1)], unit="seconds")
+OPTIONS = {
+    "budget": {"budget": 600},
+    "memory": {"cost": BYTES, "budget": 300},
+    "fastest": {"budget": 600, "time": SECONDS},
+}
 PADDED = [name for name in SCHEDULERS if name != "packed"]
 
 

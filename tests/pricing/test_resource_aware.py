@@ -530,10 +530,13 @@ def measured_memory() -> MaxPolynomial:
     return fit_rows(np.array(list(kept)), np.array(list(kept.values())), largest=(64, 40, 25))
 
 
+ONE_EACH = MaxPolynomial([[1.0]], [(0, 0, 0)], unit="seconds")  # the fewest batches are the fastest
+
+
 def full_planner(limit_bytes: float, scale: float = 1.0) -> Scheduler:
     """Plans full batches by the measured model times `scale`."""
     memory = replace(measured_memory(), coefficients=scale * measured_memory().coefficients)
-    options = {"allow_collisions": True, "overhead_ratio": 1.0}
+    options = {"allow_collisions": True, "time": ONE_EACH}
     return make_scheduler("memory", cost=memory, budget=limit_bytes, **options)
 
 

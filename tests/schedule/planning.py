@@ -28,6 +28,9 @@ PAIRS = MaxPolynomial(
     [(0, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 0)],
     unit="bytes",
 )
+TIME = MaxPolynomial(  # a small model on two cores
+    [[0.034, 0.0009, 21e-6, 21e-6]], [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)], unit="seconds"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ def any_scheduler(name: str, sizes: SampleSizes, **options: object) -> Scheduler
     """A scheduler of this name with a budget that the sizes respect."""
     if name == "memory":
         options |= {"cost": BYTES, "budget": 1.1 * BYTES(largest_shape(sizes)) + 20_000}
+    elif name == "fastest":
+        options |= {"cost": BYTES, "budget": 1.1 * BYTES(largest_shape(sizes)) + 20_000, "time": TIME}
     elif name in ("budget", "packed"):
         options |= {"budget": 4200 + 300}
     return make_scheduler(name, **options)

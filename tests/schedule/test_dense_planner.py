@@ -1,5 +1,6 @@
 """The dense planner pads least among its cuts, never exceeds its budget, and honours its options."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,46 +10,49 @@ from hypothesis import strategies as st
 
 from mmlab.errors import OptionError
 from mmlab.schedule._dense_loops import cut_optimally
-from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
+from mmlab.schedule.metrics import straggler
+from mmlab.schedule.preview import read_lengths
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import SampleSizes
-from tests.schedule.planning import BYTES, PAIRS, SlowTokens, make_sizes
+from mmlab.types import Aspect, SampleSizes
+from tests.schedule.planning import BYTES, COCO_LENGTHS, PAIRS, TIME, SlowTokens, make_sizes
 
 SIZES = make_sizes(3000)
 ALIKE = make_sizes(3000, captions=1, most_patches=6)
+SOME_PER_BATCH = MaxPolynomial([[200.0, 1.0, 1.0]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], unit="seconds")
+EXPONENTS = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 2, 0), (2, 0, 0)]
 
 
-def price_of_cut(text, high, wide, edges, overhead):
+def price_of_cut(cost, text, high, wide, edges):
     spans = [slice(start, end) for start, end in pairwise(edges)]
-    return sum(
-        (span.stop - span.start) * (max(text[span]) + max(high[span]) * max(wide[span])) + overhead
-        for span in spans
-    )
+    return [
+        cost.at(span.stop - span.start, max(text[span]), max(high[span]) * max(wide[span])) for span in spans
+    ]
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_the_cut_is_the_best_of_all_cuts(data):
     num = data.draw(st.integers(1, 7))
-    text, high, wide = (
-        np.array(data.draw(st.lists(st.integers(0, 9), min_size=num, max_size=num))) for _ in range(3)
-    )
-    budget, overhead = data.draw(st.integers(90, 400)), data.draw(st.integers(0, 50))
-    cost = PaddedTokens().as_polynomial()
+    columns = [np.array(data.draw(st.lists(st.integers(0, 9), min_size=num, max_size=num))) for _ in range(3)]
+    budget, most = data.draw(st.integers(90, 400)), data.draw(st.integers(1, 7))
+    limit = PaddedTokens().as_polynomial()
+    numbers = st.lists(st.integers(0, 50), min_size=len(EXPONENTS), max_size=len(EXPONENTS))
+    rows = data.draw(st.lists(numbers, min_size=1, max_size=2))
+    objective = MaxPolynomial(rows, EXPONENTS)
     ends = cut_optimally(
-        text, high, wide, np.zeros(num, np.int64), cost.coefficients, cost.exponents,
-        float(budget), float(overhead), 4096,
-    )  # fmt: skip
-    found = price_of_cut(text, high, wide, [0, *ends], overhead)
+        *columns, np.zeros(num, np.int64), limit.columns, objective.columns, float(budget), most
+    )
+    found = sum(price_of_cut(objective, *columns, [0, *ends]))
     every_cut = [
         [0, *(place for place in range(1, num) if mask >> place & 1), num] for mask in range(0, 2**num, 2)
     ]
     allowed = [
         edges
         for edges in every_cut
-        if all(price_of_cut(text, high, wide, pair, 0) <= budget for pair in pairwise(edges))
+        if max(np.diff(edges)) <= most and max(price_of_cut(limit, *columns, edges)) <= budget
     ]
-    assert found == min(price_of_cut(text, high, wide, edges, overhead) for edges in allowed)
+    assert found == min(sum(price_of_cut(objective, *columns, edges)) for edges in allowed)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,8 @@ def test_the_cut_is_the_best_of_all_cuts(data):
 )
 def test_batches_are_full_but_never_above_the_budget(cost):
     budget = 20_000.0 if cost.unit == "bytes" else 1000.0
-    plan = make_scheduler("budget", cost=cost, budget=budget, overhead_ratio=0.2).plan(ALIKE)
+    time = None if isinstance(cost, SlowTokens) else SOME_PER_BATCH
+    plan = make_scheduler("budget", cost=cost, budget=budget, time=time).plan(ALIKE)
     costs = batch_costs(cost, plan.shape_columns)
     assert costs.max() <= budget
     assert costs.mean() > 0.75 * budget
@@ -91,13 +96,41 @@ def test_no_batch_has_more_samples_than_asked_for(cost):
     assert plan.columns.counts.max() == 10
 
 
-def test_fewer_fuller_batches_pad_more():
-    few, many = (
-        make_scheduler("budget", budget=20_000, overhead_ratio=ratio).plan(SIZES).report()
-        for ratio in (0.5, 0.0)
+@pytest.mark.parametrize("name", ["budget", "fastest"])
+def test_the_fastest_plan_has_fewer_batches_and_more_padding(name):
+    least_padding = make_scheduler("budget", budget=3000).plan(SIZES)
+    fastest = make_scheduler(name, budget=3000, time=TIME).plan(SIZES)
+    assert fastest.costs(TIME).sum() < 0.8 * least_padding.costs(TIME).sum()
+    assert len(fastest) < 0.7 * len(least_padding)
+    assert fastest.report().combined_waste > least_padding.report().combined_waste
+    assert fastest.costs().max() <= 3000
+
+
+@pytest.mark.parametrize("constant_s", [0.03, 0.15])
+def test_keeping_captions_of_one_image_apart_costs_few_seconds(constant_s):
+    """As many samples as 720 images with five captions have, of the shapes that small aspect buckets have."""
+    rng = np.random.default_rng(0)
+    image, rows = np.arange(3600) // 5, np.array([4, 6, 5, 3])
+    shape = rng.choice(4, 720, p=[0.65, 0.25, 0.07, 0.03])[image]
+    tokens = np.clip(rng.lognormal(2.6, 0.3, 3600), 8, 60).astype(np.int32)
+    sizes = SampleSizes(num_tokens=tokens, height=16 * rows[shape], width=16 * rows[::-1][shape], group=image)
+    time = replace(TIME, coefficients=[[constant_s, 0.0009, 21e-6, 21e-6]])
+    loose, strict = (
+        make_scheduler("fastest", budget=2900, time=time, allow_collisions=allowed).plan(sizes)
+        for allowed in (True, False)
     )
-    assert few.num_batches < many.num_batches
-    assert few.combined_waste > many.combined_waste
+    assert loose.report().collision_ratio > 0.05
+    assert strict.report().collision_ratio == 0
+    assert strict.costs(time).sum() < 1.05 * loose.costs(time).sum()
+
+
+def test_ranks_wait_little_in_predicted_seconds():
+    sizes = read_lengths(COCO_LENGTHS).resized(Aspect(384 * 384))
+    plan = make_scheduler("fastest", budget=32 * 530, time=TIME, world_size=8).plan(sizes)
+    report = plan.report()
+    assert report.straggler == straggler(plan.costs(TIME), 8) < 0.01
+    assert report.randomness > 0.9
+    assert report.collision_ratio == 0
 
 
 @pytest.mark.parametrize(("captions", "most_batches"), [(2, 1.3), (5, 1.6), (40, 6.0)])
@@ -136,7 +169,12 @@ def test_small_batches_are_pointed_out():
         ({"budget": 0}, "budget must be above 0 padded tokens, found 0"),
         ({"budget": -5.0}, "budget must be above 0"),
         ({"window": 0}, "window must be at least 1, found 0"),
-        ({"overhead_ratio": -0.1}, "overhead_ratio must be at least 0"),
+        ({"time": PaddedTokens()}, "time must be a cost model in seconds.*PaddedTokens in padded tokens"),
+        (
+            {"time": TIME, "cost": SlowTokens()},
+            "have as_polynomial.*found time=MaxPolynomial.*cost=SlowTokens",
+        ),
+        ({"time": replace(TIME, patch=32)}, "time counts image patches of 32 pixels and cost those of 16"),
         ({"max_batch_size": 0}, "max_batch_size must be at least 1, found 0"),
         ({"world_size": 0}, "world_size must be at least 1"),
         ({"bugdet": 5}, "has no option 'bugdet'"),
@@ -158,3 +196,8 @@ def test_memory_plans_below_its_share_of_the_device():
         make_scheduler("memory", budget=1e9)
     with pytest.raises(OptionError, match=r"target_ratio must lie in \(0, 1\], found 1.5"):
         make_scheduler("memory", cost=BYTES, budget=1e9, target_ratio=1.5)
+
+
+def test_the_fastest_plan_needs_a_time_model():
+    with pytest.raises(OptionError, match=r"'fastest' needs a time model; give time=.*or take .*'budget'"):
+        make_scheduler("fastest", budget=1000)

@@ -39,7 +39,7 @@ def make_sizes(
 
 SIZES = make_sizes()
 EQUAL = dict.fromkeys(MODALITIES, 1.0)
-INNER = [name for name in SCHEDULERS if name != "memory"]  # which needs a fitted model
+INNER = [name for name in SCHEDULERS if name not in ("memory", "fastest")]  # which need a fitted model
 
 
 def modalities_of_batches(plan) -> list[set[int]]:

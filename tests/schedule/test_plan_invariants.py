@@ -30,7 +30,7 @@ def test_every_sample_comes_exactly_once_and_no_batch_is_empty(name, data):
     assert len(plan.dropped) == 0
 
 
-@pytest.mark.parametrize("name", ["budget", "memory"])
+@pytest.mark.parametrize("name", ["budget", "memory", "fastest"])
 @quick
 @given(data=st.data())
 def test_no_batch_costs_more_than_its_budget(name, data):
