@@ -139,7 +139,9 @@ def measure_rule(sizes: SampleSizes) -> dict[str, Any]:
         float(make_scheduler("fastest", allow_collisions=allowed, **options).plan(few).costs(TIME).sum())
         for allowed in (False, True)
     )
-    print(f"fastest, {NUM_IMAGES} images of five captions: {apart_s:.2f} s, {together_s:.2f} s with collisions")
+    print(
+        f"fastest, {NUM_IMAGES} images of five captions: {apart_s:.2f} s, {together_s:.2f} s with collisions"
+    )
     return {
         "kind": "rule", "num_images": NUM_IMAGES, "num_samples": len(few), "apart_s": apart_s, "together_s": together_s,
     }  # fmt: skip
@@ -304,11 +306,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         at_least("memory of the limit, as predicted: mean", memory["mean_of_limit"], 0.92)
         at_most("memory of the limit, as predicted: peak", memory["peak_of_limit"], 0.97)
     ours = [row for row in rows if row["kind"] == "quality" and row["package"] == "mmlab"]
-    ruled = [
-        row
-        for row in ours
-        if row["scheduler"] in BUDGETED or "no coll" in row["scheduler"]
-    ]
+    ruled = [row for row in ours if row["scheduler"] in BUDGETED or "no coll" in row["scheduler"]]
     budgeted = [row for row in ours if row["scheduler"] in BUDGETED]
     at_most(
         "same-image collisions, all data, wherever ruled out", max(row["collision_ratio"] for row in ruled), 0

@@ -156,6 +156,8 @@ def _find_place(state, sample, reach, limit, objective, budget, max_size, tried,
     best = np.inf
     chosen_batch = chosen = -1
     for step in range(2, 2 * reach + 2):  # one place back, one forth, two back, two forth, ...
+        if best <= 0:
+            break
         other = sample + step // 2 if step % 2 else sample - step // 2
         if other < 0 or other >= len(state.batch_of):
             continue
@@ -183,8 +185,6 @@ def _find_place(state, sample, reach, limit, objective, budget, max_size, tried,
             and not _would_collide(state, there, sample)
         ):
             best, chosen_batch, chosen = added, there, other
-            if added == 0:
-                break
     return chosen_batch, chosen
 
 
@@ -210,7 +210,12 @@ def separate_samples(
     value, tried = np.zeros(num_batches), np.full(num_batches, -1, np.int64)
     state = _State(size, batch_of, image, members, starts, most, num_samples, value)
     for sample in range(len(image)):
-        _put(state, sample, batch_of[sample], 1, objective, price)
+        batch = batch_of[sample]
+        num_samples[batch] += 1
+        for side in range(3):
+            most[batch, side] = max(most[batch, side], size[sample, side])
+    for batch in range(num_batches):
+        value[batch] = _value(state, batch, num_samples[batch], objective, price)
     for sample in range(len(image)):
         batch = batch_of[sample]
         if not _would_collide(state, batch, sample):
