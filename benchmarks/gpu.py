@@ -163,7 +163,7 @@ def live_bytes(bench: Bench) -> Result:
     """Live bytes counted operation by operation against the peak that torch's allocator reports, for one step."""
     import torch
 
-    from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
+    from mmlab.runs.meters import LiveBytes
 
     batch = _batch(bench, bench.batch_sizes[-1])
     rows = []
@@ -177,9 +177,9 @@ def live_bytes(bench: Bench) -> Result:
         measured: dict[str, Any] = {"precision": precision}
         if bench.device.startswith("cuda"):
             other_bytes = torch.cuda.memory_allocated(bench.device) - LiveBytes().add(*held).current_bytes
-            reset_peak_bytes(bench.device)
+            torch.cuda.reset_peak_memory_stats(bench.device)
             trainer.train_step([batch])
-            measured["allocator_peak_bytes"] = peak_bytes(bench.device) - other_bytes
+            measured["allocator_peak_bytes"] = torch.cuda.max_memory_allocated(bench.device) - other_bytes
         with LiveBytes().add(*held) as live:
             trainer.train_step([batch])
         measured["live_peak_bytes"] = live.peak_bytes

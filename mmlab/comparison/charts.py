@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WASTE = {"text_waste": "#56B4E9", "image_waste": "#E69F00", "combined_waste": "#444444"}
+WASTES = {"text_waste": "#56B4E9", "image_waste": "#E69F00", "combined_waste": "#444444"}
 
 
 def draw_comparison(
@@ -38,7 +38,7 @@ def draw_comparison(
     figure.suptitle(title, fontsize=13)
     colours = colours_of(table.index)
     (waste, throughput, time), (memory, costs, loss) = figure.subplots(2, 3)
-    draw_waste(waste, table[list(_WASTE)])
+    draw_waste(waste, table[list(WASTES)])
     planned = 100 * table["planned_combined_waste"]
     on_its_bar = [index + 0.8 / 3 for index in range(len(table))]
     waste.plot(on_its_bar, planned, "D", color="#D55E00", ms=5, label="combined, as planned")
@@ -77,7 +77,7 @@ def draw_comparison(
 def draw_waste(axes: Axes, shares: pd.DataFrame) -> None:
     """Bars of the padding that each scheduler causes: of texts, of images, of both."""
     (100 * shares).rename(columns=lambda name: name.split("_")[0]).plot.bar(
-        ax=axes, width=0.8, rot=0, color=list(_WASTE.values())
+        ax=axes, width=0.8, rot=0, color=list(WASTES.values())
     )
     axes.set(title="Padding waste, %", ylabel="% of padded elements", xlabel="")
     axes.legend(frameon=False, fontsize=8)

@@ -8,6 +8,7 @@ device, and real training steps. Takes about fifteen seconds, most of them for r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from html import escape
 from itertools import cycle
@@ -37,7 +38,7 @@ _NUM_IMAGES = 64  # that are decoded
 _NUM_TEXTS = 4096
 _NUM_BATCHES = 4  # that are trained on in turn
 _STEPS_S = 3.0
-_NUM_COPIES = 50
+_COPY_S = 0.5
 _COLUMNS = ("stage", "samples_per_s", "mib_per_s", "how")
 
 
@@ -62,32 +63,35 @@ class IoBench:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One row a measurement: `stage`, `samples_per_s`, `mib_per_s` (of files or batches), `how` it was measured."""
-        read, cores = self.reading, self.num_cores
-        to_device = [] if self.copy_per_s is None else [("copy", self.copy_per_s, f"to {self.device}")]
-        reads = (("read, cold", read.cold_s), ("read, warm", read.warm_s))
-        on_files = [
-            (name, read.num_bytes / seconds / self.image_bytes, "one reader, at random places")
-            for name, seconds in reads
-            if seconds
-        ]
-        on_files.append(
-            ("decode", cores * self.decode_per_core, f"{cores} cores, {self.decode_per_core:,.0f} each")
+        read, cores, image, padded = self.reading, self.num_cores, self.image_bytes, self.padded_bytes
+        cold = None if read.cold_s is None else read.num_bytes / read.cold_s / image
+        reader, step = (
+            "one reader, at random places",
+            f"{self.model} on {self.device}, batches of {self.batch_size}",
         )
-        texts = ("tokenise", cores * self.tokenise_per_core, f"{cores} cores, once, before the first epoch")
-        on_batches = [
-            ("collate", self.collate_per_core, "one core"),
-            *to_device,
-            ("train", self.train_per_s, f"{self.model} on {self.device}, batches of {self.batch_size}"),
-        ]
+        measured = (
+            ("read, cold", cold, image, reader),
+            ("read, warm", read.num_bytes / read.warm_s / image, image, reader),
+            (
+                "decode",
+                cores * self.decode_per_core,
+                image,
+                f"{cores} cores, {self.decode_per_core:,.0f} each",
+            ),
+            (
+                "tokenise",
+                cores * self.tokenise_per_core,
+                None,
+                f"{cores} cores, once, before the first epoch",
+            ),
+            ("collate", self.collate_per_core, padded, "one core"),
+            ("copy", self.copy_per_s, padded, f"to {self.device}"),
+            ("train", self.train_per_s, padded, step),
+        )
         return [
-            {
-                "stage": stage,
-                "samples_per_s": rate,
-                "mib_per_s": None if size is None else rate * size / MIB,
-                "how": how,
-            }
-            for part, size in ((on_files, self.image_bytes), ([texts], None), (on_batches, self.padded_bytes))
-            for stage, rate, how in part
+            dict(zip(_COLUMNS, (stage, rate, None if size is None else rate * size / MIB, how), strict=True))
+            for stage, rate, size, how in measured
+            if rate is not None
         ]
 
     @property
@@ -133,12 +137,9 @@ class IoBench:
 
     def as_dict(self) -> dict[str, Any]:
         """What `mmlab bench io --json` prints."""
+        reading = asdict(self.reading) | {"really_cold": self.reading.really_cold}
         found = {"rows": self.rows, "bottleneck": self.bottleneck, "sentence": self.sentence}
-        return (
-            asdict(self)
-            | found
-            | {"reading": asdict(self.reading) | {"really_cold": self.reading.really_cold}}
-        )
+        return asdict(self) | found | {"reading": reading}
 
     def __str__(self) -> str:
         cold = "" if self.reading.really_cold else "\nCold and warm are alike: the disk is in memory."
@@ -205,14 +206,17 @@ def bench_io(
         collate_per_core = work_rate(lambda: collate(samples[0]), batch_size)
         batches = [collate(batch) for batch in samples]
         show("copying and training")
-        copy_per_s = _copy_rate(batches[0], device)
+        copy_per_s = None
+        if device.startswith("cuda"):
+            pinned = [batch.pin_memory() for batch in batches]
+            copy_per_s = _rate(Copier(pin=True, device=device), pinned, _COPY_S, device)
         trainer = FusionTrainer(
             build_model(model, vocab_size=len(dataset.tokenizer)),
             objectives={"contrastive": Contrastive()},
             precision=precision,
             device=device,
         )
-        train_per_s = _train_rate(trainer, batches)
+        train_per_s = _rate(lambda batch: trainer.train_step([batch]), batches, _STEPS_S, device)
         bar.update()
     num_bytes = sum(tensor.nbytes for batch in batches for tensor in batch.tensors())
     return IoBench(
@@ -244,28 +248,20 @@ def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
     ]
 
 
-def _copy_rate(batch: Batch, device: str) -> float | None:
-    if not device.startswith("cuda"):
-        return None
-    copier = Copier(pin=True, device=device)
-    pinned = batch.pin_memory()
-    copier(pinned)
-    torch.cuda.synchronize(device)
-    started = perf_counter()
-    for _ in range(_NUM_COPIES):
-        copier(pinned)
-    torch.cuda.synchronize(device)
-    return _NUM_COPIES * len(batch) / (perf_counter() - started)
+def _rate(work: Callable[[Batch], object], batches: list[Batch], least_s: float, device: str) -> float:
+    """Samples/s of work on batches that are there already, in turns; the first two are left out."""
 
+    def now_s() -> float:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        return perf_counter()
 
-def _train_rate(trainer: FusionTrainer, batches: list[Batch]) -> float:
-    """Samples/s of training steps on batches that are there already, the first two left out."""
     turns = cycle(batches)
     for _ in range(2):
-        trainer.train_step([next(turns)])
-    num_samples, started = 0, perf_counter()
-    while perf_counter() - started < _STEPS_S:
+        work(next(turns))
+    num_samples, started = 0, now_s()
+    while perf_counter() - started < least_s:
         batch = next(turns)
-        trainer.train_step([batch])
+        work(batch)
         num_samples += len(batch)
-    return num_samples / (perf_counter() - started)
+    return num_samples / (now_s() - started)

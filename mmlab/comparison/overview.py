@@ -6,16 +6,17 @@ Reads metadata only; planning a hundred thousand pairs takes about a second.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.comparison.charts import draw_waste
+from mmlab.comparison.charts import WASTES, draw_waste
 from mmlab.errors import DataError
 from mmlab.runs.figures import save_figure
-from mmlab.schedule.preview import preview
+from mmlab.schedule.preview import Preview, preview
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,19 +36,18 @@ class Overview:
 
     records: Records
     policy: ImagePolicy
-    waste: dict[str, dict[str, float | None]]  # scheduler -> figures of `mmlab.schedule.preview`
+    preview: Preview
 
     @property
     def columns(self) -> dict[str, NDArray[Any]]:
         """The distributions shown: sides in pixels, aspect (width / height), tokens; samples without them left out."""
         images = self.records.height > 0
         height, width = self.records.height[images], self.records.width[images]
-        tokens = self.records.num_tokens[self.records.num_tokens > 0]
         columns: dict[str, NDArray[Any]] = {
             "height": height,
             "width": width,
             "aspect": width / np.maximum(height, 1),
-            "num_tokens": tokens,
+            "num_tokens": self.records.num_tokens[self.records.num_tokens > 0],
         }
         return {name: column for name, column in columns.items() if len(column)}
 
@@ -56,41 +56,26 @@ class Overview:
         """Quantiles of every distribution."""
         import pandas as pd
 
-        rows = {
-            name: {label: float(np.quantile(column, at)) for label, at in _QUANTILES.items()}
-            for name, column in self.columns.items()
-        }
-        return pd.DataFrame.from_dict(rows, orient="index").round(2)
-
-    @property
-    def waste_table(self) -> pd.DataFrame:
-        """Padding waste of each scheduler in per cent."""
-        import pandas as pd
-
-        table = pd.DataFrame.from_dict(self.waste, orient="index")[
-            ["num_batches", "text_waste", "image_waste", "combined_waste"]
-        ]
-        shares = table.columns[1:]
-        table[shares] = (100 * table[shares]).round(1)
-        return table.rename(columns={name: name.replace("_", " ") + " %" for name in shares})
+        rows = {name: np.quantile(column, [*_QUANTILES.values()]) for name, column in self.columns.items()}
+        return pd.DataFrame.from_dict(rows, orient="index", columns=[*_QUANTILES]).round(2)
 
     def as_dict(self) -> dict[str, Any]:
         """What `mmlab data inspect --json` prints."""
         records = self.records
+        splits = Counter(filter(None, records.splits or ()))
         return {
             "source": records.source,
             "num_records": len(records),
             "num_images": len(np.unique(records.group)),
-            "splits": _counts(records.splits),
+            "splits": dict(sorted(splits.items())),
             "image_policy": str(self.policy),
             "distributions": self.table.to_dict(orient="index"),
-            "waste": self.waste,
+            "waste": self.preview.as_dict(),
             "bad_rows": [str(row) for row in records.bad_rows],
         }
 
     def figure(self) -> Figure:
         """Four panels: sizes, aspects, text lengths, waste."""
-        import pandas as pd
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(12, 3.4), layout="constrained")
@@ -104,10 +89,7 @@ class Overview:
         if "num_tokens" in columns:
             lengths.hist(columns["num_tokens"], bins=40, color="#E69F00")
         lengths.set(title="Text lengths", xlabel="tokens", ylabel="records")
-        table = pd.DataFrame.from_dict(self.waste, orient="index")[
-            ["text_waste", "image_waste", "combined_waste"]
-        ]
-        draw_waste(waste, table)
+        draw_waste(waste, self.preview.table[[*WASTES]])
         waste.set(title=f"Padding waste, {self.policy}", ylabel="%")
         return figure
 
@@ -120,28 +102,23 @@ class Overview:
         save_figure(self.figure(), path)
 
     def __str__(self) -> str:
-        records = self.records
-        head = f"{records.source}: {len(records)} records of {len(np.unique(records.group))} images"
-        splits = ", ".join(f"{name} {count}" for name, count in _counts(records.splits).items())
-        bad = (
-            [f"left out {len(records.bad_rows)} bad rows:", *map(str, records.bad_rows)]
-            if records.bad_rows
-            else []
-        )
-        return "\n".join(
-            [
-                head + (f" ({splits})" if splits else ""),
-                "",
-                self.table.to_string(),
-                "",
-                f"padding that each scheduler would cause, images as {self.policy}:",
-                self.waste_table.to_string(),
-                *bad,
-            ]
-        )
+        found, bad_rows = self.as_dict(), self.records.bad_rows
+        splits = ", ".join(f"{name} {count}" for name, count in found["splits"].items())
+        lines = [
+            f"{found['source']}: {found['num_records']} records of {found['num_images']} images"
+            + (f" ({splits})" if splits else ""),
+            "",
+            self.table.to_string(),
+            "",
+            f"what each scheduler's batches would be, images as {self.policy}:",
+            str(self.preview),
+        ]
+        if bad_rows:
+            lines += [f"left out {len(bad_rows)} bad rows:", *map(str, bad_rows)]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return self.table.to_html(border=0) + self.waste_table.to_html(border=0)
+        return self.table.to_html(border=0) + self.preview._repr_html_()
 
 
 def overview(records: Records, policy: ImagePolicy) -> Overview:
@@ -152,10 +129,5 @@ def overview(records: Records, policy: ImagePolicy) -> Overview:
     """
     if not len(records):
         raise DataError(f"{records.source or 'the data set'} has no records to look at")
-    figures = preview(records.sizes(policy), SHOWN_SCHEDULERS, ranks=1).as_dict()
-    return Overview(records=records, policy=policy, waste=figures)
-
-
-def _counts(splits: list[str | None] | None) -> dict[str, int]:
-    names = [name for name in splits or () if name]
-    return {name: names.count(name) for name in sorted(set(names))}
+    found = preview(records.sizes(policy), SHOWN_SCHEDULERS, ranks=1)
+    return Overview(records=records, policy=policy, preview=found)

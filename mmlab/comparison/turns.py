@@ -34,7 +34,7 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.follow import RunState
-from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
+from mmlab.runs.meters import LiveBytes
 from mmlab.runs.summaries import WARMUP_STEPS, summarize
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Memory
@@ -91,9 +91,10 @@ class ComparisonSetup:
         trainer = self.make_trainer(plan, total_steps=2)
         trainer.train_step([batch])
         if on_gpu:
-            reset_peak_bytes(trainer.device)
+            torch.cuda.reset_peak_memory_stats(trainer.device)
             trainer.train_step([batch])
-            return peak_bytes(trainer.device) - before_bytes, "torch allocator, costliest batch"
+            peak_bytes = torch.cuda.max_memory_allocated(trainer.device)
+            return peak_bytes - before_bytes, "torch allocator, costliest batch"
         with LiveBytes().add(trainer.model, trainer.optimizer) as live:
             trainer.train_step([batch])
         return live.peak_bytes, "live tensors, costliest batch"

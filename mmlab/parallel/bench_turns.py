@@ -30,7 +30,7 @@ from mmlab.parallel.probe import clock, costs_from, network_from, probe_network,
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
 from mmlab.parallel.timeline import Timeline
-from mmlab.runs.meters import LiveBytes, peak_bytes, reset_peak_bytes
+from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
@@ -288,7 +288,7 @@ def _measured(prepared: Prepared, device: torch.device) -> dict[str, Any]:
         "rss_bytes": process_rss_bytes(),
     }
     if device.type == "cuda":
-        reset_peak_bytes(device)
+        torch.cuda.reset_peak_memory_stats(device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             started = clock(device)
             prepared.step()
@@ -299,7 +299,10 @@ def _measured(prepared: Prepared, device: torch.device) -> dict[str, Any]:
             # kernels of NCCL wait for other ranks
             if event.device_type == torch.autograd.DeviceType.CUDA and "nccl" not in event.name.lower()
         ]
-        found |= {"kernel_ratio": covered_ratio(spans, wall_s), "peak_bytes": peak_bytes(device)}
+        found |= {
+            "kernel_ratio": covered_ratio(spans, wall_s),
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+        }
         found["memory_source"] = "torch allocator"
     return found
 

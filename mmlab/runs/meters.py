@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmlab.errors import OptionError
 from mmlab.machine import num_usable_cores, process_rss_bytes, total_memory_bytes
 from mmlab.runs.nvml import Gpu
 
@@ -154,20 +153,6 @@ class DeviceMeter:
         return min(1.0, cpu_s / (max(wall_s, 1e-9) * num_usable_cores()))
 
 
-def peak_bytes(device: str | torch.device) -> int:
-    """Peak bytes of live tensors on a CUDA device since `reset_peak_bytes`, as torch's allocator counted.
-
-    Raises:
-        OptionError: the device is not a CUDA one; measure the step within `LiveBytes` instead.
-    """
-    return torch.cuda.max_memory_allocated(_cuda(device))
-
-
-def reset_peak_bytes(device: str | torch.device) -> None:
-    """Begin a new peak on a CUDA device at what is allocated now."""
-    torch.cuda.reset_peak_memory_stats(_cuda(device))
-
-
 def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str, Any]:
     """What a `step` event tells of memory: the peak since it was reset, and what counted it; see docs/memory.md."""
     rss_bytes = process_rss_bytes()
@@ -285,15 +270,6 @@ def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _cuda(device: str | torch.device) -> torch.device:
-    device = torch.device(device)
-    if device.type != "cuda":
-        raise OptionError(
-            f"peak memory of {device}: torch counts it on CUDA devices only; measure it within LiveBytes()"
-        )
-    return device
 
 
 def _held_by(thing: Held) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,23 +88,16 @@ class DeviceMonitor:
         with self._make_meter() as meter:
             while True:
                 started = time.perf_counter()
-                reading = meter.read()
-                if news := [note for note in reading.notes if note not in told]:
+                values = asdict(meter.read())
+                notes, details = values.pop("notes"), values.pop("details")
+                if news := [note for note in notes if note not in told]:
                     told |= set(news)
                     self._warn("; ".join(news))
-                elif failing and not reading.notes:
+                elif failing and not notes:
                     self._warn("every source of device readings answers again")
-                failing = bool(reading.notes)
-                values = {
-                    "device": reading.device,
-                    "memory_bytes": reading.memory_bytes,
-                    "memory_total_bytes": reading.memory_total_bytes,
-                    "memory_source": reading.memory_source,
-                    "utilization_ratio": reading.utilization_ratio,
-                    "utilization_source": reading.utilization_source,
-                    "allocated_bytes": reading.allocated_bytes,
-                    "reserved_bytes": reading.reserved_bytes,
-                    **reading.details,
+                failing = bool(notes)
+                values |= {
+                    **details,
                     "rss_bytes": process_rss_bytes(),
                     "reading_s": time.perf_counter() - started,
                     "monitor_cpu_s": time.thread_time(),
