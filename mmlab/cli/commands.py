@@ -137,16 +137,33 @@ def plan(
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
     schedulers: Names = "random,sorted,bucket,length_grouped,aspect_bucket,budget,packed",
     max_side: Annotated[int, "images keep their aspect within this side squared"] = 384,
+    model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,
+    device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
+    price_per_hour: Annotated[float | None, "of one device: adds epoch_price"] = None,
+    precision: Precision = "fp32",
     **options: Annotated[Any, _PlanOptions],
 ) -> Any:
-    """Show what each scheduler's batches would waste, before any training."""
+    """Show what each scheduler's batches would waste, and what an epoch would take, before any training."""
     from mmlab.schedule.preview import preview, read_lengths
     from mmlab.types import Aspect
 
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
+    if model is None and (device_name, price_per_hour) != (None, None):
+        raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
     sizes = read_lengths(lengths) if lengths else _measured_records(data).sizes()
-    return preview(sizes.resized(Aspect(max_side**2, options["patch"])), _names(schedulers), **options)
+    sizes = sizes.resized(Aspect(max_side**2, options["patch"]))
+    if model is None:
+        return preview(sizes, _names(schedulers), **options)
+    from mmlab.pricing.plan_prices import price_plans
+
+    prices = price_plans(
+        model, sizes, device_name=device_name, precision=precision, price_per_hour=price_per_hour
+    )
+    found = preview(sizes, _names(schedulers), prices=prices.figures, **options)
+    method = prices.time.conditions["method"]
+    document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
+    return Printed(document=document, text=f"{prices}\n{found}")
 
 
 @dataclass(kw_only=True)

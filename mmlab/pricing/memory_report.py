@@ -17,8 +17,8 @@ from mmlab.data.readers import read_records
 from mmlab.data.text import load_tokenizer, measure_tokens
 from mmlab.errors import DataError
 from mmlab.machine import GIB, MemoryLimit, memory_limit
-from mmlab.pricing.empty import empty_model
 from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.named_model import named_model
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.figures import PALETTE, save_figure
 from mmlab.schedule.cost import batch_costs, max_batch_size
@@ -257,7 +257,7 @@ def memory_report(
         raise DataError(f"{data} has no records to price")
     tokens = load_tokenizer(tokenizer, records=records)
     sizes = measure_tokens(records, tokens).sizes(parse_image_policy(image))
-    network = empty_model(model, vocab_size=len(tokens), tokenizer=tokens)
+    network = named_model(model, vocab_size=len(tokens), tokenizer=tokens)
     setting["device"] = device.partition(":")[0]
     asked = StepSetting(**setting)
     other_precision = "bf16" if asked.precision == "fp32" else "fp32"

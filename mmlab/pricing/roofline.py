@@ -33,7 +33,7 @@ def predict_time(
     device: Device | str,
     *,
     cost: CostModel | None = None,
-    budget: float = 32_768,
+    budget: float = 131_072,
     progress: bool = True,
     **setting: Any,
 ) -> TimeModel:
@@ -46,7 +46,7 @@ def predict_time(
         sizes: of the data, after the image policy: shapes are drawn from what batches of them can be.
         device: a name in `mmlab.pricing.devices.DEVICES`, or a `Device`.
         cost: what bounds the batches, for example a `MemoryModel`; None counts padded tokens.
-        budget: the most that a batch costs.
+        budget: the most that a batch costs. Larger batches are extrapolated.
         setting: fields of `mmlab.pricing.trace.StepSetting` but `device`: `precision`, `checkpointing`, ...
 
     Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +24,7 @@ from mmlab.types import PATCH, SampleSizes
 if TYPE_CHECKING:
     import pandas as pd
 
+    from mmlab.schedule.plan import BatchPlan
     from mmlab.types import Samples
 
 _OVER_EPOCHS: dict[
@@ -40,6 +41,12 @@ _OVER_EPOCHS: dict[
     "coverage": min,
     "num_duplicates": max,
 }
+_PRICES: dict[str, Callable[[list[float]], float]] = {
+    "epoch_s": fmean,
+    "peak_bytes": max,
+    "epoch_price": fmean,
+}
+Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan that so many ranks share
 _LARGEST = 2**31 - 1
 
 
@@ -59,7 +66,10 @@ class Preview:
         """One row a scheduler, one column a figure."""
         import pandas as pd
 
-        return pd.DataFrame.from_dict(self.figures, orient="index", columns=[*_OVER_EPOCHS, "plan_cpu_s"])
+        columns = dict.fromkeys(name for figures in self.figures.values() for name in figures)
+        return pd.DataFrame.from_dict(
+            self.figures, orient="index", columns=[*columns] or [*_OVER_EPOCHS, "plan_cpu_s"]
+        )
 
     def __str__(self) -> str:
         table = self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
@@ -78,6 +88,7 @@ def preview(
     ranks: int = 8,
     epochs: int = 2,
     seed: int = 0,
+    prices: Prices | None = None,
     **changes: Any,
 ) -> Preview:
     """Plan `epochs` epochs with each scheduler and measure the plans.
@@ -91,6 +102,7 @@ def preview(
         patch: side of an image patch in pixels.
         ranks: ranks that step together, for `straggler`, and for which plans are made even.
         epochs: how many to plan; figures are means over them, peaks are the highest.
+        prices: gives further figures of a plan: `epoch_s`, `peak_bytes`, `epoch_price`.
         changes: options of schedulers, such as `window=4096`; each scheduler takes those that it has.
 
     Raises:
@@ -111,10 +123,13 @@ def preview(
     options |= {"patch": patch, "batch_size": max(1, round(budget / max(1.0, mean))), **changes}
     kinds = {name: scheduler_type(name) for name in schedulers}
     planners = {name: kind(**kind.options_among(options)) for name, kind in kinds.items()}
-    return Preview({name: _measure(kind, sizes, budget, epochs) for name, kind in planners.items()}, budget)
+    figures = {name: _measure(planner, sizes, budget, epochs, prices) for name, planner in planners.items()}
+    return Preview(figures, budget)
 
 
-def _measure(scheduler: Scheduler, sizes: SampleSizes, budget: float, epochs: int) -> dict[str, float | None]:
+def _measure(
+    scheduler: Scheduler, sizes: SampleSizes, budget: float, epochs: int, prices: Prices | None
+) -> dict[str, float | None]:
     few = sizes.take(np.arange(min(len(sizes), 64)))
     rng = np.random.default_rng(0)
     scheduler.make_batches(few, np.arange(len(few)), rng, scheduler.limits(sizes))  # compiles, off the clock
@@ -127,10 +142,14 @@ def _measure(scheduler: Scheduler, sizes: SampleSizes, budget: float, epochs: in
         report_plan(plan, budget=budget, num_ranks=scheduler.world_size, following=following)
         for plan, following in zip_longest(plans, plans[1:])
     ]
+    found = [{name: getattr(report, name) for name in _OVER_EPOCHS} for report in reports]
+    if prices is not None:
+        for row, plan in zip(found, plans, strict=True):
+            row |= prices(plan, scheduler.world_size)
     figures: dict[str, float | None] = {}
-    for name, over_epochs in _OVER_EPOCHS.items():
-        values = [value for report in reports if (value := getattr(report, name)) is not None]
-        figures[name] = over_epochs(values) if values else None
+    for name in found[0]:
+        values = [row[name] for row in found if row[name] is not None]
+        figures[name] = {**_OVER_EPOCHS, **_PRICES}[name](values) if values else None
     return figures | {"plan_cpu_s": plan_cpu_s}
 
 

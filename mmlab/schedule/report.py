@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmlab.machine import GIB
 from mmlab.schedule.columns import Ints
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.epoch import EpochBlocks
@@ -33,7 +34,11 @@ _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collis
 
 
 def shown(name: str, value: float | str | None) -> str:
-    """A figure of a plan as people read it: shares in per cent, other numbers in five digits."""
+    """A figure of a plan as people read it: shares in per cent, bytes in GiB, other numbers in five digits."""
+    if value is None or value != value:  # pandas makes None NaN
+        return "-"
+    if name.endswith("_bytes") and isinstance(value, float):
+        return f"{value / GIB:.2f} GiB"
     if name in _PER_CENT:
         return f"{value:.2%}"
     return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -55,6 +55,7 @@ def test_compare_takes_every_option_of_a_comparison(capsys: pytest.CaptureFixtur
         (["compare", "--data", "no/such/place"], "no/such/place"),
         (["data", "inspect", "no/such/place"], "no/such/place"),
         (["plan", "--lengths", "no/such.csv"], "no/such.csv"),
+        (["plan", "--lengths", "x.csv", "--device-name", "A100"], "give --model"),
     ],
 )
 def test_bad_usage_exits_with_2_and_one_line(
@@ -115,6 +116,32 @@ def test_plan_reads_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     table.write_text("image_id,height,width,num_tokens\n" + "\n".join(rows) + "\n")
     assert main(["plan", "--lengths", str(table), "--schedulers", "sorted,bucket", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == ["sorted", "bucket"]
+
+
+def test_plan_predicts_seconds_and_money_on_a_named_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, wide = tmp_path / "lengths.csv", tmp_path / "wide.csv"
+    rows = [f"{96 + 16 * (index % 3)},{96 + 16 * (index % 2)},{8 + index % 9}" for index in range(400)]
+    table.write_text("height,width,num_tokens\n" + "\n".join(rows) + "\n")
+    words = ["plan", "--lengths", str(table), "--model", "tiny", "--schedulers", "random,budget,packed"]
+    asked = [*words, "--device-name", "t4", "--price-per-hour", "0.5", "--precision", "fp16"]
+    assert main([*asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for name, figures in document.items():
+        assert figures["seconds"] == "predicted, not measured"
+        assert 0 < figures["epoch_s"] < 60
+        assert figures["epoch_price"] == pytest.approx(figures["epoch_s"] * 8 * 0.5 / 3600)  # eight ranks
+        assert (figures["peak_bytes"] is None) == (name == "packed")
+    assert main([*words, "--device-name", "K9"]) == 2
+    assert "unknown device 'K9'. Known: A100 80GB" in capsys.readouterr().err
+    assert main([*words, "--device-name", "T4", "--precision", "bf16"]) == 2
+    assert "T4 has no bf16" in capsys.readouterr().err
+    wide.write_text("height,width,num_tokens\n96,96,8\n16000,16000,8\n")
+    too_large = ["plan", "--lengths", str(wide), "--max-side", "16000", *asked[3:]]
+    assert main(too_large) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "sample 1 (8 tokens, 16000 x 16000 pixels) alone needs" in said
 
 
 def test_make_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

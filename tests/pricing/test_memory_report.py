@@ -18,10 +18,10 @@ from mmlab.data.text import load_tokenizer
 from mmlab.errors import OptionError
 from mmlab.machine import CONTEXT_BYTES, GIB
 from mmlab.pricing.breakdown import price
-from mmlab.pricing.empty import empty_model
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.memory_report import MemoryReport, memory_report, plan_memory
+from mmlab.pricing.named_model import named_model
 from mmlab.types import SampleSizes
 
 MEMORY_GB = 0.63  # of which 600 MiB are the context: some 45 MiB for training
@@ -121,13 +121,13 @@ def test_a_sample_that_does_not_fit_leaves_no_plan_and_is_counted(report: Memory
 
 
 def test_a_model_without_weights_takes_no_memory_and_an_unknown_one_is_named(tmp_path: Path) -> None:
-    model = empty_model("base", vocab_size=1000)
+    model = named_model("base", vocab_size=1000)
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
     with pytest.raises(OptionError, match="'no/such/model' is neither a preset"):
-        empty_model("no/such/model", vocab_size=1000)
+        named_model("no/such/model", vocab_size=1000)
     transformers.BertConfig().save_pretrained(tmp_path)
     with pytest.raises(OptionError, match="names no architecture"):
-        empty_model(str(tmp_path), vocab_size=1000)
+        named_model(str(tmp_path), vocab_size=1000)
 
 
 def test_a_model_that_tells_hidden_tokens_is_priced_with_the_datas_tokenizer(
@@ -136,7 +136,7 @@ def test_a_model_that_tells_hidden_tokens_is_priced_with_the_datas_tokenizer(
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     transformers.BertConfig(**sizes, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
     tokenizer = load_tokenizer("builtin", records=read_records(scenes, limit=4))
-    network = empty_model(str(tmp_path), vocab_size=1000, tokenizer=tokenizer)
+    network = named_model(str(tmp_path), vocab_size=1000, tokenizer=tokenizer)
     assert price(network, (2, 8, 32, 32)).peak_bytes > 0
     assert fingerprint(network) == fingerprint(network.module)
 

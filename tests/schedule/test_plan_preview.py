@@ -89,3 +89,17 @@ def test_a_bad_file_is_refused_with_row_and_column(text, named, tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"no file .*nowhere\.csv"):
         read_lengths(tmp_path / "nowhere.csv")
+
+
+def test_prices_of_a_plan_are_further_figures():
+    def prices(plan, num_ranks):
+        return {"epoch_s": float(len(plan)), "peak_bytes": None if num_ranks == 3 else 2.0**30}
+
+    found = preview(make_sizes(300), ["random", "budget"], ranks=2, prices=prices)
+    figures = found.as_dict()["budget"]
+    assert figures["epoch_s"] > 0
+    assert figures["peak_bytes"] == 2**30
+    assert "1.00 GiB" in str(found)
+    without = preview(make_sizes(300), ["random"], ranks=3, prices=prices)
+    assert without.as_dict()["random"]["peak_bytes"] is None
+    assert " - " in str(without)

@@ -1,4 +1,4 @@
-"""Models by name as pricing needs them: the shapes of their weights without the weights."""
+"""Models by name as pricing needs them: the shapes of their weights, without the weights or with first ones."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import PRESETS, build_model
 
 
-def empty_model(name: str, *, vocab_size: int, tokenizer: Any = None) -> nn.Module:
-    """A preset, or a transformers model from its configuration alone, without memory for its weights.
+def named_model(name: str, *, vocab_size: int, tokenizer: Any = None, device: str = "meta") -> nn.Module:
+    """A preset, or a transformers model from its configuration alone.
 
     Args:
         vocab_size: of a preset.
+        device: "meta" makes no weights and takes no memory.
         tokenizer: of the data; a model that predicts hidden tokens is priced with its mask token.
 
     Raises:
         OptionError: neither a preset nor a configuration that transformers finds.
     """
-    with torch.device("meta"):
+    with torch.device(device):
         if name in PRESETS:
             return build_model(name, vocab_size=vocab_size)
         import transformers

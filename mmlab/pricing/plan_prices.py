@@ -1,0 +1,96 @@
+"""What a plan's epoch takes on a device: seconds, the largest batch's bytes and, for a rented device, money."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmlab.errors import OptionError
+from mmlab.machine import CONTEXT_BYTES, GIB, memory_limit, resolve_device
+from mmlab.pricing.devices import find_device
+from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.named_model import named_model
+from mmlab.pricing.roofline import predict_time
+from mmlab.pricing.time_model import TimeModel
+from mmlab.pricing.timing import fit_time
+from mmlab.schedule.cost import batch_costs, costliest_sample
+from mmlab.schedule.plan import BatchPlan
+from mmlab.types import SampleSizes
+
+_VOCAB_SIZE = 8192  # of a preset: the builtin tokenizer's at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPrices:
+    """Bytes and seconds of a model's steps on one device, for plans of one data set."""
+
+    memory: MemoryModel
+    time: TimeModel
+    limit_bytes: int  # what the tensors of a step may take
+    price_per_hour: float | None = None
+
+    def figures(self, plan: BatchPlan, num_ranks: int = 1) -> dict[str, float | None]:
+        """`epoch_s`, `peak_bytes` and, given a price, `epoch_price` of all ranks in its currency.
+
+        A packed plan has no `peak_bytes`: a packed step cannot be priced.
+        """
+        epoch_s = self.time.epoch_s(plan, num_ranks=num_ranks)
+        is_padded = plan.limits.streams is None
+        peak_bytes = float(batch_costs(self.memory, plan.shape_columns).max()) if is_padded else None
+        found: dict[str, float | None] = {"epoch_s": epoch_s, "peak_bytes": peak_bytes}
+        if self.price_per_hour is not None:
+            found["epoch_price"] = epoch_s / 3600 * self.price_per_hour * num_ranks
+        return found
+
+    def __str__(self) -> str:
+        conditions = self.time.conditions
+        return (
+            f"seconds on {conditions['device']} in {conditions['precision']}: {conditions['method']}; "
+            f"a step may take {self.limit_bytes / GIB:.1f} GiB"
+        )
+
+
+def price_plans(
+    model: str,
+    sizes: SampleSizes,
+    *,
+    device_name: str | None = None,
+    precision: str = "fp32",
+    price_per_hour: float | None = None,
+    progress: bool = True,
+) -> PlanPrices:
+    """Price the steps of a model on a named device, or measure them here.
+
+    Args:
+        model: a preset's name, or the path or name of a transformers model, of which only the configuration is read.
+        sizes: of the data, after the image policy.
+        device_name: a name in `mmlab.pricing.devices.DEVICES`, whose seconds are predicted; None measures the device at
+            hand.
+
+    Raises:
+        OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device.
+    """
+    if price_per_hour is not None and not price_per_hour > 0:
+        raise OptionError(f"the price per hour must be above 0, found {price_per_hour}")
+    here = resolve_device("auto") if device_name is None else None
+    named = None if device_name is None else find_device(device_name)
+    if named is not None:
+        named.check_precision(precision)
+    kind = named.kind if named else str(here).partition(":")[0]
+    limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(str(here)).usable_bytes
+    network = named_model(model, vocab_size=_VOCAB_SIZE, device="meta" if named else "cpu")
+    memory = fit_memory(network, precision=precision, device=kind, num_held_out=0, progress=progress)
+    row, largest_bytes = costliest_sample(memory, sizes, enough=limit_bytes)
+    if largest_bytes > limit_bytes:
+        raise OptionError(
+            f"sample {row} ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) alone needs "
+            f"{largest_bytes / GIB:.1f} GiB in a step, {device_name or here} gives {limit_bytes / GIB:.1f}; make images "
+            "smaller, or take a larger device"
+        )
+    if named:
+        time = predict_time(
+            network, sizes, named, precision=precision, cost=memory, budget=limit_bytes, progress=progress
+        )
+    else:
+        time = fit_time(network, sizes, device=here, precision=precision, progress=progress)
+    return PlanPrices(memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour)
