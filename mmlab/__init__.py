@@ -82,7 +82,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "Mixed",
             "PaddedTokens",
             "PlanReport",
-            "RatioController",
             "SCHEDULERS",
             "Weighted",
             "make_scheduler",

@@ -26,7 +26,9 @@ class SamplingOptions:
     """Which samples an epoch consists of, and how much each counts; by default each once, and all alike."""
 
     ratios: Annotated[
-        Mapping[str, float] | None, "share of each modality, as in image-text=0.7,text-only=0.3"
+        Mapping[str, float] | tuple[tuple[int, Mapping[str, float]], ...] | None,
+        "share of each modality, as in image-text=0.7,text-only=0.3 (from Python and in run files also points: "
+        "an epoch and the shares there)",
     ] = None
     adaptive: Annotated[
         Literal["off", "sampling", "loss"],

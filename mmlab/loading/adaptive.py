@@ -6,8 +6,7 @@ reported (`report()`), and can be corrected for: drawn in proportion to difficul
 expected loss and gradient are those of the data as they are.
 
 The first use on a data set decodes every image once at low resolution (`mmlab.data.complexity`: 1 to 2 ms of a core each);
-later ones read a sidecar file. Difficulty is a guess from the outside: it does not follow the loss (for whole
-modalities `mmlab.schedule.ratio.RatioController` does).
+later ones read a sidecar file. Difficulty is a guess from the outside: it does not follow the loss.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "mixing": ["Mixed"],
         "plan": ["BatchPlan"],
         "preview": ["Preview", "preview", "read_lengths"],
-        "ratio": ["RatioController"],
         "report": ["PlanReport"],
         "schedulers": ["SCHEDULERS", "make_scheduler"],
         "weighted": ["Weighted"],

@@ -5,8 +5,8 @@ has one modality: a text-only sample in a batch of pairs would be padded with a 
 one a rank, have one modality as well, so that no rank waits for another that has images to encode.
 `homogeneous=False` mixes modalities.
 
-The ratio counts samples, not tokens. Plans are pure, so a ratio that follows the losses is computed outside, by
-`mmlab.schedule.ratio.RatioController`, and given as `ratios`.
+The ratio counts samples, not tokens. It may change from epoch to epoch, along points given beforehand: plans are pure, so
+they do not follow the losses.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_augmentation_and_sampling_are_chosen_in_the_file(config: Path, tmp_path
         ("plain", []),
         ("colour", ["augment.name=colour"]),
         ("drawn", ["sampling.adaptive=sampling", "sampling.correct=true", "scheduler.name=random"]),
-        ("mixed", ['sampling.ratios={"image-text" = 1}', "sampling.length=undersample"]),
+        ("mixed", ['sampling.ratios=[[0, {"image-text" = 1}]]', "sampling.length=undersample"]),
     ):
         train(load_config(config, [*small, f"name={name}", *changes]), runs=tmp_path, progress=False)
         found.append(steps_of(tmp_path / name))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mmlab.errors import OptionError
 from mmlab.schedule.drawing import MODALITIES, modality_of
 from mmlab.schedule.mixing import Mixed
-from mmlab.schedule.ratio import RatioController
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.schedule.weighted import Weighted, systematic_counts
 from mmlab.types import SampleSizes
@@ -127,19 +126,6 @@ def test_a_schedule_moves_in_straight_lines():
         scheduler.plan(sizes, epoch=epoch).report().sources["text-only"].realised_ratio for epoch in range(8)
     ]
     assert shares == pytest.approx([0, 0, 0, 0.125, 0.25, 0.375, 0.5, 0.5], abs=0.003)
-
-
-def test_a_controllers_history_is_a_schedule():
-    control = RatioController({"image-text": 0.6, "text-only": 0.3, "image-only": 0.1})
-    for epoch in range(6):
-        losses = {"image-text": 3 * 0.7**epoch, "text-only": 5.0, "image-only": 2 * 0.9**epoch}
-        control.update(losses)
-    scheduler = Mixed(ratios=control.points)
-    for epoch, shares in control.points:
-        found = scheduler.plan(SIZES, epoch=epoch).report().sources
-        assert {name: share.realised_ratio for name, share in found.items()} == pytest.approx(
-            shares, abs=0.005
-        )
 
 
 def test_sources_of_your_own():
