@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -118,9 +118,9 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
         for heading in _COLUMNS
         if heading == "run" or any(line[heading] not in ("", "-") for line in lines)
     }
-    for heading in sorted(filter(_COLUMNS.get, widths), key=lambda heading: -_COLUMNS[heading]):
+    for heading in _FIRST_TO_GO:
         if sum(widths.values()) > width:
-            del widths[heading]
+            widths.pop(heading, None)
     waits = "" if found["runs"] else ": waiting for a run"
     table = Table(title=f"{found['folder']}{waits}", title_justify="left", box=None, pad_edge=False)
     for heading in widths:
@@ -131,50 +131,15 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
     return table
 
 
-_COLUMNS = {  # heading -> which columns go first where the terminal is narrow; 0 stays
-    "run": 0,
-    "rank": 9,
-    "status": 0,
-    "done": 0,
-    "left": 4,
-    "step": 2,
-    "loss": 3,
-    "samples/s": 1,
-    "step ms": 11,
-    "wait %": 6,
-    "ranks %": 7,
-    "waste %": 8,
-    "memory GiB": 5,
-    "use %": 10,
-    "W": 12,
-}
-
-
 def _lines(name: str, run: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """A line a rank: what stands under each heading. What is of the whole run stands in the first."""
-    of_run = {
-        "run": name,
-        "status": run["status"],
-        "done": _number(run["done_ratio"], 100, "%"),
-        "left": _duration(run["left_s"]) if run["status"] in ACTIVE else "",
-    }
-    for rank, row in run["ranks"].items():
-        steps = f"{row['steps']}" + (f"/{row['planned_steps']}" if row["planned_steps"] else "")
+    several = len(run["ranks"]) > 1
+    for index, (rank, row) in enumerate(run["ranks"].items()):
+        values = {**run, **row, "run": name, "rank": rank if several else ""}
         yield {
-            **of_run,
-            "rank": rank if len(run["ranks"]) > 1 else "",
-            "step": steps,
-            "loss": _number(row["loss"], digits=3),
-            "samples/s": _number(row["samples_per_s"], digits=1),
-            "step ms": _number(row["step_s"], 1000, digits=1),
-            "wait %": _number(row["data_wait_ratio"], 100),
-            "ranks %": _number(row["rank_wait_ratio"], 100),
-            "waste %": _number(row["combined_waste"], 100, digits=1),
-            "memory GiB": _memory(row),
-            "use %": _number(row["utilization_ratio"], 100),
-            "W": _number(row["power_w"]),
+            heading: "" if index and heading in _OF_THE_RUN else show(values)
+            for heading, show in _COLUMNS.items()
         }
-        of_run = dict.fromkeys(of_run, "")
 
 
 def page_of(found: Mapping[str, Any], width: int) -> Group:
@@ -211,6 +176,30 @@ def _memory(row: Mapping[str, Any]) -> str:
         return "-"
     total = "" if row["memory_total_bytes"] is None else f" of {row['memory_total_bytes'] / GIB:.0f}"
     return f"{row['memory_bytes'] / GIB:.2f}{total} {row['memory_source'] or ''}"
+
+
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {  # heading -> how a rank's values are shown
+    "run": lambda row: row["run"],
+    "rank": lambda row: row["rank"],
+    "status": lambda row: row["status"],
+    "done": lambda row: _number(row["done_ratio"], 100, "%"),
+    "left": lambda row: _duration(row["left_s"]) if row["status"] in ACTIVE else "",
+    "step": lambda row: f"{row['steps']}" + (f"/{row['planned_steps']}" if row["planned_steps"] else ""),
+    "loss": lambda row: _number(row["loss"], digits=3),
+    "samples/s": lambda row: _number(row["samples_per_s"], digits=1),
+    "step ms": lambda row: _number(row["step_s"], 1000, digits=1),
+    "wait %": lambda row: _number(row["data_wait_ratio"], 100),
+    "ranks %": lambda row: _number(row["rank_wait_ratio"], 100),
+    "waste %": lambda row: _number(row["combined_waste"], 100, digits=1),
+    "memory GiB": _memory,
+    "use %": lambda row: _number(row["utilization_ratio"], 100),
+    "W": lambda row: _number(row["power_w"]),
+}
+_OF_THE_RUN = ("run", "status", "done", "left")
+_FIRST_TO_GO = (  # where the terminal is narrow
+    *("W", "step ms", "use %", "rank", "waste %", "ranks %", "wait %", "memory GiB", "left", "loss", "step"),
+    "samples/s",
+)
 
 
 def _finite(value: Any) -> Any:
