@@ -152,24 +152,22 @@ class RunState:
             OptionError: no event of this kind has the key, though there are some.
         """
         columns = self._columns.get((kind, rank), {})
-        if not columns:
-            return np.empty(0)
-        if key not in columns:
+        if columns and key not in columns:
             raise unknown_name(f"key of {kind} events", key, columns)
-        return np.array(columns[key][start:stop])
+        return self.column_or_nan(key, kind, rank, start, stop)
 
     def column_or_nan(
         self, key: str, kind: str = "step", rank: int = 0, start: int = 0, stop: int | None = None
     ) -> NDArray[np.float64]:
         """The same, all NaN where no event has the key."""
-        known = self._columns.get((kind, rank), {})
-        column = self.column(key if key in known else "step", kind, rank, start, stop)
-        return column if key in known else np.full_like(column, nan)
+        return self.rows([key], kind, rank, start, stop)[0]
 
-    def rows(self, keys: Sequence[str], kind: str, rank: int, start: int, stop: int) -> NDArray[np.float64]:
+    def rows(
+        self, keys: Sequence[str], kind: str, rank: int, start: int = 0, stop: int | None = None
+    ) -> NDArray[np.float64]:
         """(K, N) columns of several keys; NaN where no event has a key."""
         columns = self._columns.get((kind, rank), {})
-        blank = [nan] * (min(stop, self.count(kind, rank)) - start)
+        blank = [nan] * len(range(self.count(kind, rank))[start:stop])
         return np.array([columns[key][start:stop] if key in columns else blank for key in keys])
 
     def _read(self) -> int:
