@@ -7,10 +7,12 @@ belongs to an epoch: its position, bad samples and reports.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
+from operator import length_hint
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,29 +126,20 @@ class PlannedLoader:
         )
         self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
         self._backend = self._make_backend(backend, Setting(workers, ahead))
-        self._tuner = (
-            Tuner(
-                self._backend.setting,
-                ram_bytes=self._backend.ram_bytes,
-                max_bytes=self._max_bytes,
-                keeps_prefetch=prefetch is not None,
-            )
-            if num_workers == "auto"
-            else None
-        )
+        self._tuner: Tuner | None = None
+        if num_workers == "auto":
+            start, limit = self._backend.setting, self._max_bytes
+            keeps_prefetch = prefetch is not None
+            self._tuner = Tuner(start, self._backend.ram_bytes, limit, keeps_prefetch=keeps_prefetch)
         self._begin(0)
 
     def _begin(self, epoch: int, plan: BatchPlan | None = None, num_before: int = 0) -> None:
         """Stand at the start of an epoch, or of what is left of it after batches for another number of ranks."""
         self.epoch = epoch
         self.plan = self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
-        self._num_before = self._num_done = (
-            num_before  # batches that were delivered, or had nothing to deliver
-        )
+        self._num_before = self._num_done = num_before  # done: delivered, or with nothing to deliver
         self._num_bad = 0  # bad samples of the epoch, those before a resume included
-        self._place: Mapping[str, Any] | None = (
-            None  # of the plan's iterator, behind the last batch delivered
-        )
+        self._place: Mapping[str, Any] | None = None  # of the plan's iterator behind the last batch done
         self._goes_on = False  # the next iteration begins at that place
 
     @property
@@ -218,14 +211,12 @@ class PlannedLoader:
                 "number of ranks, or plan without following from the start"
             )
         place, num_batches = state.get("plan"), state["num_batches"]
+        here = getattr(self.scheduler, "world_size", 1)
         if "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
-            others = False
-        else:  # batches so far that were planned for another number of ranks
-            here = getattr(self.scheduler, "world_size", 1)
-            others = any(num and world_size != here for world_size, num in (place or {}).get("taken", ()))
-        if others:
-            self._begin(state["epoch"], self.scheduler.resume(self._loader.sizes, place or {}), num_batches)
+            self._begin(state["epoch"])
+        elif place is not None and any(num and ranks != here for ranks, num in place.get("taken", ())):
+            self._begin(state["epoch"], self.scheduler.resume(self._loader.sizes, place), num_batches)
         else:
             self._begin(state["epoch"])
         self._num_done, self._num_bad = num_batches, state["num_bad_samples"]
@@ -249,7 +240,7 @@ class PlannedLoader:
     def _deliver(self) -> Iterator[Batch]:
         requests = self._requests()
         if self._tuner is not None:
-            self._tuner.begin_epoch(len(self.plan))
+            self._tuner.begin_epoch(length_hint(self.plan, sys.maxsize))
         try:
             with closing(self._backend.run(requests)) as loaded_batches:
                 while (loaded := self._take(loaded_batches)) is not None:

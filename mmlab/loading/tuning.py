@@ -61,9 +61,9 @@ class Tuner:
     def __init__(
         self,
         start: Setting,
-        *,
         ram_bytes: Callable[[Setting], int],
         max_bytes: int,
+        *,
         keeps_prefetch: bool = False,
     ) -> None:
         self.trials = Tuning()

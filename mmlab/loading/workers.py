@@ -183,9 +183,8 @@ def _pickled(loader: SampleLoader) -> bytes:
     return content
 
 
-_worker: Any = (
-    None  # in a worker process: its loader, the function that is told each row, the epochs left so far
-)
+# in a worker process: its loader, the function that is told each row, the number of epochs left so far
+_worker: Any = None
 
 
 def _begin(content: bytes, holding: Any, num_begun: Any, num_abandoned: Any) -> None:

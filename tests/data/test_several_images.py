@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from mmlab.data.readers import read_records
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError
 from tests.data.sample_files import encoded
 
 datasets.disable_progress_bars()
@@ -39,9 +39,6 @@ def test_rows_with_a_list_of_images(images, kind):
     assert records.texts == ["both", "both", "one", "three", "three", "three"]
     assert records.width.tolist() == [20, 21, 22, 23, 24, 25]
     assert records.group.tolist() == [0, 0, 1, 2, 2, 2]
-    first = read_records(path, images_per_sample="first")
-    assert first.ids == ["p#0", "q#0", "r#0"]
-    assert first.width.tolist() == [20, 22, 23]
 
 
 def test_several_images_with_several_texts_are_all_pairs(images):
@@ -78,8 +75,6 @@ def test_what_is_wrong_with_one_image_is_told_of_that_one(images):
         ("", "no image"),
         ("", "no image"),
     ]
-    with pytest.raises(OptionError, match="images_per_sample= 'last'"):
-        read_records(images.path, images_per_sample="last")
 
 
 @pytest.mark.parametrize("kind", ["images", "bytes", "paths"])

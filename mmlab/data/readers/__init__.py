@@ -36,7 +36,6 @@ def read_records(
     tokenizer: PreTrainedTokenizerFast | None = None,
     split: str | None = None,
     limit: int | None = None,
-    images_per_sample: str = "each",
     errors: str = "raise",
     allow_missing_modality: bool = False,
     progress: bool = True,
@@ -51,8 +50,6 @@ def read_records(
         tokenizer: measures text lengths; without it they are estimated (`mmlab.data.text.estimate_num_tokens`).
         split: keep one split; rows of others are not checked.
         limit: keep the first so many records.
-        images_per_sample: of a sample with a list of images, `"each"` makes a record, all in one group, or only the
-            `"first"` does.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
         allow_missing_modality: keep records that have a text only or an image only.
         progress: show a bar while image headers are read, if stderr is a terminal.
@@ -63,16 +60,12 @@ def read_records(
     """
     if errors not in ("raise", "report"):
         raise unknown_name("errors=", errors, ("raise", "report"))
-    if images_per_sample not in ("each", "first"):
-        raise unknown_name("images_per_sample=", images_per_sample, ("each", "first"))
     if limit is not None and limit < 1:
         raise OptionError(f"limit must be at least 1 record, found {limit}")
     folder = None if images is None else Path(images).expanduser()
     if folder is not None and not folder.is_dir():
         raise OptionError(f"images={images}: not a folder")
     table = _table(source, texts, folder, allow_missing_modality, progress)
-    if images_per_sample == "first":
-        table.rows = [row for row in table.rows if row.place == 0]
     if folder is not None and not isinstance(table.store, FileStore):
         warnings.warn("images= has no effect: these data hold their images themselves", stacklevel=2)
     records = to_records(

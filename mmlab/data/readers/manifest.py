@@ -151,10 +151,10 @@ def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, st
     row_id = values.get("id")
     no_id = f"no {columns['id']}" if "id" in columns and row_id is None else ""
     sample = object() if isinstance(values.get("image"), list) else None
-    for place, image_number, image in _each(values.get("image")):
+    for image_number, image in _each(values.get("image")):
         is_path = image is None or isinstance(image, str)
         problem = "" if is_path else f"{columns['image']} must be a path, found {type(image).__name__}"
-        for _, text_number, text in _each(values.get("text")):
+        for text_number, text in _each(values.get("text")):
             yield Row(
                 where,
                 image if is_path else None,
@@ -165,16 +165,15 @@ def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, st
                 group=None if values.get("group") is None else str(values["group"]),
                 problem=problem or no_id,
                 sample=sample,
-                place=place,
             )
 
 
-def _each(value: Any) -> Iterator[tuple[int, str, Any]]:
-    """The values of a list, at least one, each with its place and what its place adds to the id; else the value."""
+def _each(value: Any) -> Iterator[tuple[str, Any]]:
+    """The values of a list, at least one, each with what its place adds to the id; else the value."""
     if isinstance(value, list):
-        yield from ((place, f"#{place}", item) for place, item in enumerate(value or [None]))
+        yield from ((f"#{place}", item) for place, item in enumerate(value or [None]))
     else:
-        yield 0, "", value
+        yield "", value
 
 
 def decode_text(path: Path) -> str:
@@ -238,10 +237,7 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
         except ValueError as error:
             yield f"line {number}", f"not JSON: {error}"
         else:
-            yield (
-                f"line {number}",
-                entry if isinstance(entry, dict) else f"expected an object, found {line.strip():.40}",
-            )
+            yield f"line {number}", _object(entry)
 
 
 def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
@@ -250,10 +246,11 @@ def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for number, entry in enumerate(entries):
-        yield (
-            f"item {number}",
-            entry if isinstance(entry, dict) else f"expected an object, found {entry!r:.40}",
-        )
+        yield f"item {number}", _object(entry)
+
+
+def _object(entry: object) -> dict[str, Any] | str:
+    return entry if isinstance(entry, dict) else f"expected an object, found {entry!r:.40}"
 
 
 @contextmanager

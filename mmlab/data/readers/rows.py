@@ -48,7 +48,6 @@ class Row:
     group: object = None
     problem: str = ""  # what the format's reader found wrong
     sample: object = None  # what the rows of a sample with several images have in common
-    place: int = 0  # of the image among them
 
 
 @dataclass(slots=True, kw_only=True)
