@@ -15,12 +15,13 @@ from torch import distributed
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.parameters import learning, parameter_groups
 from mmlab.model.presets import build_model
-from mmlab.parallel.predict import predict
-from mmlab.parallel.probe import costs_from, network_from, probe_network, probe_parts
+from mmlab.parallel.predict import Network, StepCosts, predict
+from mmlab.parallel.probe import probe_costs, probe_network
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.strategy import Strategy
 from mmlab.types import Batch, BatchShape
 
 ONE, TWO, CUT, PEER = "one device", "two ranks", "layers moved", "torch.distributed.pipelining, 1f1b"
@@ -64,14 +65,12 @@ class Plan(NamedTuple):
 def take_turns(sizes: Sizes, num_rounds: int) -> tuple[Plan, dict[str, dict[str, list[float]]]]:
     """Predict every way; then seconds and losses of their steps, as this rank saw them; rank 0 alone has `one device`."""
     torch.set_num_threads(1)
-    probing = _trainer(sizes)  # before there is a group
-    window = sizes.window()
-    parts = probe_parts(probing, [window[0], window[0].part(slice(0, sizes.batch_size // 2))])
-    ways: dict[str, Callable[[], float | None]] = {ONE: _trained(sizes)}
+    ways: dict[str, Callable[[], float | None]] = {ONE: _trained(sizes)}  # before there is a group
     distributed.init_process_group("gloo")
-    rank, everywhere = distributed.get_rank(), [None, None]
-    distributed.all_gather_object(everywhere, (parts, probe_network(torch.device("cpu"))))
-    plan = _planned(sizes, everywhere)
+    rank, window = distributed.get_rank(), sizes.window()
+    batches = [window[0], window[0].part(slice(0, sizes.batch_size // 2))]
+    costs = probe_costs(_trainer(sizes, strategy=Strategy()), batches)
+    plan = _planned(sizes, costs, probe_network(torch.device("cpu")))
     ways |= {
         TWO: _trained(sizes, strategy=make_strategy(ParallelOptions(strategy="branch", ahead=AHEAD))),
         CUT: _trained(
@@ -99,18 +98,18 @@ def take_turns(sizes: Sizes, num_rounds: int) -> tuple[Plan, dict[str, dict[str,
     return plan, found
 
 
-def _planned(sizes: Sizes, everywhere: list[Any]) -> Plan:
-    costs = costs_from([parts for parts, _ in everywhere])
-    network, _ = network_from([links for _, links in everywhere])
+def _planned(sizes: Sizes, costs: StepCosts, network: Network) -> Plan:
     options = {"num_micro_batches": sizes.num_micro_batches, "ahead": AHEAD}
     size = sizes.batch_size * sizes.num_micro_batches
     one = predict("single", costs, network, num_devices=1, batch_size=size, **options)
     two, cut = (
         predict("branch", chosen, network, num_devices=2, batch_size=size / 2, **options)
-        for chosen in (replace(costs, image_layers=()), costs)
+        for chosen in (replace(costs, num_image_layers=0), costs)
     )
-    assert cut.image_layers is not None, "no cut is predicted to pay"
-    return Plan(cut.image_layers, {ONE: one.step_s, TWO: two.step_s, CUT: cut.step_s})
+    image_layers = (
+        cut.image_layers or costs.num_image_layers - 1
+    )  # one that is not predicted to pay is tried too
+    return Plan(image_layers, {ONE: one.step_s, TWO: two.step_s, CUT: cut.step_s})
 
 
 def _trainer(sizes: Sizes, **options: Any) -> FusionTrainer:

@@ -9,9 +9,10 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch import distributed
 
 from mmlab.model.parameters import learning, parameter_groups
-from mmlab.parallel.bench_turns import OBJECTIVES, BenchStrategy, Prepared, Setting, make_batch, seeded_model
+from mmlab.parallel.bench import OBJECTIVES, Arm, BenchOptions, BuildArm, make_batch, seeded_model
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import parse_objectives
 from mmlab.types import Batch
@@ -30,49 +31,47 @@ class WithLoss(torch.nn.Module):
         return LossTerms(counts).add({name: goal(output, batch) for name, goal in self.objectives.items()})
 
 
-def _prepared(setting: Setting, rank: int) -> tuple[torch.nn.Module, Any, Batch]:
-    module = WithLoss(seeded_model(setting)).to(setting.device(rank))
+def _prepared(options: BenchOptions, rank: int) -> tuple[torch.nn.Module, Any, Batch]:
+    module = WithLoss(seeded_model(options)).to(options.device_of(rank))
     optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay=0.01), lr=1e-4, fused=True)
-    batch = make_batch(setting, rank, setting.num_ranks).to(setting.device(rank))
+    batch = make_batch(options, rank, distributed.get_world_size()).to(options.device_of(rank))
     return module, optimizer, batch
 
 
-def _prepare_steps(
-    module: torch.nn.Module, wrapped: Any, optimizer: Any, batch: Batch, backward: Any
-) -> Prepared:
+def _prepare_steps(module: torch.nn.Module, wrapped: Any, optimizer: Any, batch: Batch, backward: Any) -> Arm:
     weights = learning(module)
 
-    def step() -> float:
+    def step() -> dict[str, float]:
         loss = wrapped(batch)
         backward(loss)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return {"loss": float(loss.detach())}
 
-    return Prepared(step, (module, optimizer, *batch.tensors()))
+    return Arm(step, (module, optimizer, *batch.tensors()))
 
 
-def by_hand(setting: Setting, rank: int, cut: int | None = None) -> Prepared:
+def by_hand(options: BenchOptions, rank: int, cut: int | None = None) -> Arm:
     """`torch.nn.parallel.DistributedDataParallel` and nothing else."""
-    module, optimizer, batch = _prepared(setting, rank)
+    module, optimizer, batch = _prepared(options, rank)
     wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     return _prepare_steps(module, wrapped, optimizer, batch, torch.Tensor.backward)
 
 
-def accelerate(setting: Setting, rank: int, cut: int | None = None) -> Prepared:
+def accelerate(options: BenchOptions, rank: int, cut: int | None = None) -> Arm:
     """Hugging Face accelerate."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=setting.device_type == "cpu")
-    module, optimizer, batch = _prepared(setting, rank)
+    accelerator = Accelerator(cpu=options.device == "cpu")
+    module, optimizer, batch = _prepared(options, rank)
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     return _prepare_steps(module, wrapped, optimizer, batch, accelerator.backward)
 
 
-def peers() -> dict[str, BenchStrategy]:
+def peers() -> dict[str, BuildArm]:
     """Those that are installed, by name."""
-    found = {"DDP by hand": BenchStrategy(by_hand)}
+    found: dict[str, BuildArm] = {"DDP by hand": by_hand}
     if importlib.util.find_spec("accelerate"):
-        found["accelerate"] = BenchStrategy(accelerate)
+        found["accelerate"] = accelerate
     return found

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from _trainer_tables import table
 
 Row = Mapping[str, Any]
@@ -41,10 +42,10 @@ def strategies(rows: Sequence[Row]) -> str:
                 f"`{row['strategy']}`",
                 f"{row['processes']} x {row['threads']}",
                 f"{row['samples_per_s']:.1f}",
-                f"{1e3 * row['step_p50_s']:.0f}",
-                f"{1e3 * row['step_p95_s']:.0f}",
+                f"{1e3 * np.percentile(row['steps_s'], 50):.0f}",
+                f"{1e3 * np.percentile(row['steps_s'], 95):.0f}",
                 ", ".join(f"{100 * ratio:.0f}" for ratio in row["idle_ratio"]),
-                f"{max(row['sent_bytes']) / MIB:.1f}",
+                _mib(row["sent_bytes"]),
                 ", ".join(f"{size / MIB:.0f}" for size in row["memory_bytes"]),
                 f"{100 * row['efficiency']:.0f}",
                 "" if row["predicted_s"] is None else f"{1e3 * row['predicted_s']:.0f}",
@@ -61,6 +62,7 @@ def outlook(row: Row) -> str:
         dict.fromkeys(point["strategy"] for point in row["scaling"] if point["strategy"] != "single")
     )
     rates = {(point["strategy"], point["num_devices"]): point for point in row["scaling"]}
+    alone = rates["single", 1]["samples_per_s"]
     counts = sorted({point["num_devices"] for point in row["scaling"]} - {1})
     return table(
         (
@@ -72,7 +74,7 @@ def outlook(row: Row) -> str:
             (
                 str(count),
                 *(
-                    f"{rates[name, count]['samples_per_s']:.0f} ({100 * rates[name, count]['efficiency']:.0f})"
+                    f"{rates[name, count]['samples_per_s']:.0f} ({100 * rates[name, count]['samples_per_s'] / (count * alone):.0f})"
                     for name in names
                 ),
                 ", ".join(
@@ -85,6 +87,12 @@ def outlook(row: Row) -> str:
             for count in counts
         ),
     )
+
+
+def _mib(sent_bytes: list[float] | float | None) -> str:
+    """Measured by rank in older results, predicted in newer ones."""
+    most = max(sent_bytes) if isinstance(sent_bytes, list) else sent_bytes
+    return "" if most is None else f"{most / MIB:.1f}"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from _common import add_common_options, goal, print_goals, write_results
 from _parallel_balance import measure_balance
+from _parallel_figure import draw
+from _parallel_overlap import overlap, timed_branch
 from _parallel_peers import peers
+from _parallel_winners import winners
 
 from mmlab.parallel.bench import bench_parallel
-from mmlab.parallel.bench_report import ParallelBench
-from mmlab.parallel.links import Line
-from mmlab.parallel.predict import StepCosts, predict
+from mmlab.parallel.bench_report import DEVICES, ParallelBench
+from mmlab.parallel.predict import STRATEGIES, Line, StepCosts, predict
+from mmlab.runs.figures import save_figure
 
 SMALL: dict[str, Any] = {"model": "small", "batch_size": 8, "image_side": 128, "num_tokens": 32}
 ARTICLE: dict[str, Any] = {"model": "resnet50", "batch_size": 4, "image_side": 224, "num_tokens": 32}
@@ -39,7 +42,6 @@ QUICK: dict[str, Any] = {
     "steps": 1,
     "rounds": 1,
 }
-KNOWN = ("reduce", "ddp", "fsdp", "branch")
 
 
 def main() -> None:
@@ -65,17 +67,18 @@ def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every strategy, and peers."""
     sizes = QUICK if options.quick else {**SMALL, "steps": 2, "rounds": 3}
     names = ["single", "ddp", "fsdp", "branch", "reduce", *peers()]
-    bench = bench_parallel(names, device=options.device, more=peers(), **sizes)
+    bench = bench_parallel(names, device=options.device, more={**peers(), "branch": timed_branch}, **sizes)
     print(bench, flush=True)
     if options.out and not options.quick:
-        bench.save_figure(str(options.out.parents[1] / "docs/images/parallel.png"))
+        save_figure(draw(bench), str(options.out.parents[1] / "docs/images/parallel.png"))
     return _rows("strategies", bench)
 
 
 def article(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The article's encoders, each branch by itself and both at once."""
     sizes = {**QUICK, "model": "resnet18"} if options.quick else {**ARTICLE, "steps": 1, "rounds": 5}
-    bench = bench_parallel(["single", "ddp", "branch"], device=options.device, **sizes)
+    more = {"branch": timed_branch}
+    bench = bench_parallel(["single", "ddp", "branch"], device=options.device, more=more, **sizes)
     print("", bench, sep="\n", flush=True)
     return _rows("article", bench)
 
@@ -87,18 +90,17 @@ def extrapolate(options: argparse.Namespace) -> list[dict[str, Any]]:
     few = bench_parallel(names, ranks=2, device=options.device, **sizes)
     many = bench_parallel(names, ranks=4, device=options.device, **sizes)
     print("", many, sep="\n", flush=True)
-    sharing = 4 * many.setting.threads_per_rank / many.num_cores
-    slower = sharing / (2 * few.setting.threads_per_rank / few.num_cores)
+    busy = [bench.options.ranks * bench.options.num_threads("ddp") for bench in (few, many)]
+    slower = busy[1] / busy[0]  # by the cores that ranks share
     rows = _rows("extrapolate", many)
     for row in rows:
-        if row["kind"] == "strategy" and row["strategy"] in KNOWN and few.network is not None:
+        if row["kind"] == "strategy" and row["predicted_s"]:
             found = predict(
                 row["strategy"],
                 slowed(few.costs, max(1.0, slower)),
                 few.network,
                 num_devices=4,
-                batch_size=sizes["batch_size"] / 4,
-                overlap=few.as_dict()["overlap"],
+                **many.sizes,
             )
             row |= {"from_two_s": found.step_s, "from_two_error": found.step_s / row["step_s"] - 1}
             print(f"{row['strategy']}: from two ranks {found.step_s:.3f} s, measured {row['step_s']:.3f} s")
@@ -107,14 +109,17 @@ def extrapolate(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def slowed(costs: StepCosts, factor: float) -> StepCosts:
     """The same on devices that take `factor` times as long."""
-    changed: dict[str, Any] = {}
-    for item in fields(costs):
-        value = getattr(costs, item.name)
-        if isinstance(value, Line):
-            changed[item.name] = Line(factor * value.fixed_s, factor * value.each_s)
-        elif item.name.endswith("_s"):
-            changed[item.name] = factor * value
-    return replace(costs, **changed)
+
+    def scaled(lines: Mapping[str, Line]) -> dict[str, Line]:
+        return {part: Line(factor * line.fixed_s, factor * line.each_s) for part, line in lines.items()}
+
+    return replace(
+        costs,
+        forward=scaled(costs.forward),
+        backward=scaled(costs.backward),
+        optimizer_s=factor * costs.optimizer_s,
+        other_s=factor * costs.other_s,
+    )
 
 
 def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -170,9 +175,22 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _rows(part: str, bench: ParallelBench) -> list[dict[str, Any]]:
     """One row a strategy, then one with the model."""
     document = bench.as_dict()
-    same = {"part": part, "model": bench.setting.model, "num_ranks": bench.setting.num_ranks}
-    strategies = [{"kind": "strategy", **same, **row} for row in document.pop("rows")]
-    return [*strategies, {"kind": "model", **same, **document}]
+    same = {"part": part, "model": bench.options.model, "num_ranks": bench.options.ranks}
+    rows = []
+    for row in document.pop("rows"):
+        by_rank = row.pop("values")
+        row["losses"] = [[step["loss"] for step in turn] for turn in by_rank[0]]
+        row["overlap_ratios"] = []
+        if "spans" in by_rank[0][0][0]:
+            turns = ([[span for step in turn for span in step["spans"]] for turn in rank] for rank in by_rank)
+            row["overlap_ratios"] = [overlap(image, text) for image, text in zip(*turns, strict=True)]
+        rows.append({"kind": "strategy", **same, **row})
+    names = [name for name in STRATEGIES if name == "single" or name in bench.turns]
+    document["winners"] = {
+        str(count): winners(bench.costs, bench.network, names, num_devices=count, **bench.sizes)
+        for count in DEVICES[1:]
+    }
+    return [*rows, {"kind": "model", **same, **document}]
 
 
 def _shown(value: Any) -> str:

@@ -11,3 +11,20 @@ text_depth = 1
 hidden_dim = 32
 embed_dim = 16
 """
+
+# formatted with the folder of scenes; options of the trainer may follow
+BUDGET_RUN = (
+    """
+[data]
+path = "{scenes}"
+image = "aspect:32"
+num_workers = 0
+"""
+    + TINY_MODEL
+    + """[scheduler]
+name = "budget"
+budget = 400
+[trainer]
+device = "cpu"
+"""
+)

@@ -320,6 +320,7 @@ class _ParallelOptions:
     ranks: Annotated[int, "processes; on CUDA one a GPU"] = 2
     model: Model = "small"
     batch_size: Annotated[int, "samples a step, over all ranks"] = 16
+    micro_batches: Annotated[int, "of a step, in each process"] = 1
     image_side: Annotated[int, "pixels"] = 128
     num_tokens: Annotated[int, "of the longest text"] = 32
     steps: Annotated[int, "timed in a row"] = 4
@@ -332,19 +333,12 @@ class _ParallelOptions:
 def bench_parallel(
     *,
     strategies: Annotated[str | None, "names, separated by commas (default: all that can run)"] = None,
-    plot: Plot = None,
     **options: Annotated[Any, _ParallelOptions],
 ) -> Any:
     """Train with several parallel strategies in real processes; say who wins, and what more devices would give."""
     from mmlab.parallel.bench import bench_parallel
-    from mmlab.runs.figures import check_plot_name
 
-    if plot:  # measuring takes a while
-        check_plot_name(plot)
-    found = bench_parallel(None if strategies is None else _names(strategies), **options)
-    if plot:
-        found.save_figure(plot)
-    return found
+    return bench_parallel(None if strategies is None else _names(strategies), **options)
 
 
 def doctor(*, data: Annotated[str | None, "measure the disk that holds this"] = None) -> Any:

@@ -151,7 +151,7 @@ class RunConfig:
 _HARMLESS = (  # to change in a resume
     "checkpoint",
     "events",
-    *(f"parallel.{name}" for name in names_of(RanksOptions) if name not in ("strategy", "compression")),
+    *(f"parallel.{name}" for name in names_of(RanksOptions) if name != "strategy"),
     *(f"data.{name}" for name in (*names_of(LoaderOptions), "cache", "cache_limit_gib")),
 )
 

@@ -47,7 +47,7 @@ def named_scheduler(
     """
     if name != "memory":
         return dataclasses.replace(make_scheduler(name, **options), world_size=world_size)
-    group = ProcessGroup()
+    group = ProcessGroup(device)
     scheduler: Any = memory_scheduler(
         model(),
         device=device,
@@ -59,7 +59,7 @@ def named_scheduler(
         **options,
     )
     # what is free differs between ranks and moments; plans must not: the least counts
-    least = -group.largest(-scheduler.budget, torch.device(device))
+    least = -group.largest(-scheduler.budget)
     return dataclasses.replace(scheduler, budget=int(least))
 
 
@@ -103,7 +103,7 @@ def plan_run(
     memory = scheduler.cost if isinstance(scheduler, Memory) else None
     whole, weights = sampled(scheduler, dataset, config.sampling, progress=run.rank == 0)
     if whole is scheduler and memory is not None and follow:
-        agree = partial(ProcessGroup().largest, device=torch.device(device))
+        agree = ProcessGroup(device).largest
         following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)
         return following, weights, memory
     return _Share(whole=whole, rank=rank, seed=whole.seed, world_size=num_shares), weights, memory

@@ -10,7 +10,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "bench": ["bench_parallel"],
-        "branch": ["BranchRanks"],
         "launch": ["run_on_ranks"],
         "reduce": ["ParallelOptions"],
         "strategies": ["make_strategy"],

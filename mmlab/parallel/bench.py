@@ -1,123 +1,282 @@
-"""`bench_parallel`: how strategies of parallel training compare on this machine, and what more devices would give."""
+"""`bench_parallel`: how strategies of parallel training compare on this machine, and what more devices would give.
+
+Strategies take turns, so that whatever else the machine does affects all of them. Each turn builds its model from the
+same seed, and memory holds one model per rank at a time. `one core` and `single` run on rank 0 while the others wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch import distributed
+from tqdm.auto import tqdm
 
 from mmlab.errors import OptionError, unknown_name
 from mmlab.machine import cpu_name, num_usable_cores, resolve_device
-from mmlab.model.presets import PRESETS
+from mmlab.model.fusion_model import FusionModel
+from mmlab.model.presets import PRESETS, build_model
 from mmlab.parallel.bench_report import ParallelBench
-from mmlab.parallel.bench_turns import BENCH_STRATEGIES, BenchStrategy, Setting, measure_on_rank
 from mmlab.parallel.launch import run_on_ranks
+from mmlab.parallel.predict import predict
+from mmlab.parallel.probe import clock, probe_costs, probe_network
+from mmlab.parallel.reduce import ParallelOptions
+from mmlab.parallel.strategies import make_strategy
+from mmlab.runs.meters import LiveBytes
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.precision import Precision
+from mmlab.training.strategy import Strategy
+from mmlab.types import Batch
 
-_DEFAULT = ("single", "ddp", "fsdp", "branch")
+VOCAB_SIZE = 30_522  # of bert-base-uncased: its embedding is reduced like any other weight
+OBJECTIVES = ("contrastive", "matching")
+_ALONE = ("one core", "single")  # strategies of one process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Sizes of the benchmark, the same for every strategy.
+
+    Args:
+        ranks: processes; on CUDA one per GPU.
+        batch_size: samples of a step, over all ranks.
+        micro_batches: into which each process splits its samples of a step.
+        image_side: pixels.
+        num_tokens: of the longest text.
+        steps: timed in a row, after one that is not.
+        rounds: turns of every strategy.
+
+    Raises:
+        OptionError: a value that cannot work; the message names it.
+    """
+
+    model: str = "small"
+    ranks: int = 2
+    batch_size: int = 16
+    micro_batches: int = 1
+    image_side: int = 128
+    num_tokens: int = 32
+    steps: int = 4
+    rounds: int = 3
+    device: str = "auto"
+    precision: str = "fp32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", resolve_device(self.device).partition(":")[0])
+        for name, least in (
+            ("ranks", 2),
+            ("micro_batches", 1),
+            ("batch_size", 2 * self.ranks * self.micro_batches),
+            ("image_side", 16),
+            ("num_tokens", 2),
+            ("steps", 1),
+            ("rounds", 1),
+        ):
+            if (found := getattr(self, name)) < least:
+                raise OptionError(f"{name} must be at least {least}, found {found}")
+        if self.model not in PRESETS:
+            raise unknown_name("model preset", self.model, PRESETS)
+        if self.batch_size % (self.ranks * self.micro_batches):
+            raise OptionError(
+                f"batch_size must divide by the {self.ranks} ranks' micro-batches, found {self.batch_size}"
+            )
+        if self.device == "cuda" and self.ranks > torch.cuda.device_count():
+            raise OptionError(f"{self.ranks} ranks need a GPU each, found {torch.cuda.device_count()}")
+        Precision(self.precision, self.device)
+
+    def device_of(self, rank: int) -> torch.device:
+        return torch.device(self.device, rank) if self.device == "cuda" else torch.device("cpu")
+
+    def num_threads(self, name: str) -> int:
+        """Threads of one process of a strategy: together all have the same number, except `one core`."""
+        threads = max(1, num_usable_cores() // self.ranks)
+        return threads * self.ranks if name == "single" else threads
+
+
+class Arm(NamedTuple):
+    """A strategy that is ready to step."""
+
+    step: Callable[[], Mapping[str, Any]]  # returns `loss`, and whatever else its row is to keep
+    held: tuple[Any, ...]  # models, optimizers and tensors that stay between steps
+
+
+BuildArm = Callable[
+    [BenchOptions, int, int | None], Arm
+]  # from the rank, and the best cut of the image branch
+
+
+def seeded_model(options: BenchOptions) -> FusionModel:
+    """The model that every strategy starts from."""
+    torch.manual_seed(options.seed)
+    model = build_model(options.model, vocab_size=VOCAB_SIZE)
+    model.token_head.requires_grad_(False)  # no objective here predicts hidden tokens
+    return model
+
+
+def make_batch(options: BenchOptions, share: int = 0, num_shares: int = 1) -> Batch:
+    """A share of the batch that every strategy trains on: noise, nothing padded."""
+    size, side, length = options.batch_size, options.image_side, options.num_tokens
+    draw = torch.Generator().manual_seed(options.seed)
+    whole = Batch(
+        pixel_values=torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=draw),
+        pixel_mask=torch.ones(size, side, side, dtype=torch.bool),
+        input_ids=torch.randint(0, VOCAB_SIZE, (size, length), generator=draw),
+        attention_mask=torch.ones(size, length, dtype=torch.bool),
+        labels=None,
+        record_ids=[str(number) for number in range(size)],
+        groups=torch.arange(size),
+    )
+    return whole.part(slice(share * size // num_shares, (share + 1) * size // num_shares))
+
+
+def _make_trainer(options: BenchOptions, rank: int, strategy: Strategy) -> FusionTrainer:
+    return FusionTrainer(
+        seeded_model(options),
+        objectives=OBJECTIVES,
+        precision=options.precision,
+        device=options.device_of(rank),
+        seed=options.seed,
+        strategy=strategy,
+    )
+
+
+def train_arm(name: str, options: BenchOptions, rank: int, cut: int | None) -> Arm:
+    """`FusionTrainer` with a strategy of mmlab, on this rank's share of the samples."""
+    strategy = Strategy()
+    if name not in _ALONE:
+        strategy = make_strategy(
+            ParallelOptions(strategy=name, image_layers=cut if name == "branch" else None)
+        )
+    trainer = _make_trainer(options, rank, strategy)
+    batch = make_batch(options, rank % strategy.num_shares, strategy.num_shares).to(trainer.device)
+    size = len(batch) // options.micro_batches
+    window = [batch.part(slice(start, start + size)) for start in range(0, len(batch), size)]
+    held = (trainer.model, trainer.optimizer, *batch.tensors())
+    return Arm(lambda: {"loss": trainer.train_step(window)["loss"]}, held)
+
+
+ARMS: dict[str, BuildArm] = {
+    name: partial(train_arm, name) for name in ("one core", "single", "ddp", "fsdp", "branch", "reduce")
+}
 
 
 def bench_parallel(
     strategies: Sequence[str] | None = None,
     *,
-    model: str = "small",
-    ranks: int = 2,
-    batch_size: int = 16,
-    micro_batches: int = 1,
-    image_side: int = 128,
-    num_tokens: int = 32,
-    steps: int = 4,
-    rounds: int = 3,
-    device: str = "auto",
-    precision: str = "fp32",
-    seed: int = 0,
-    more: Mapping[str, BenchStrategy] | None = None,
+    more: Mapping[str, BuildArm] | None = None,
     progress: bool = True,
+    **sizes: Any,
 ) -> ParallelBench:
     """Train with every strategy in turns, in real processes, and predict what more devices would give.
 
-    All strategies get the same samples, weights, global batch and, on a CPU, the same cores: a single process gets the
-    threads of all ranks together. Memory holds one model per rank at a time; no data set is read.
+    All strategies get the same samples, weights, global batch and, on a CPU, the same number of threads: a single
+    process gets those of all ranks. No data set is read.
 
     Args:
-        strategies: names in `BENCH_STRATEGIES`; None takes those that this number of ranks can run.
-        ranks: processes; on CUDA one per GPU.
-        batch_size: samples of a step, over all ranks.
-        micro_batches: that each process splits its samples of a step into.
-        image_side: pixels.
-        steps: timed in a row, after one that is not.
-        rounds: turns of every strategy.
-        more: strategies of your own, by name; they must be picklable.
+        strategies: names in `ARMS` or `more`; None takes those that this number of ranks can run, without `reduce`.
+        more: strategies of your own, by name; functions that can be pickled.
         progress: show a bar if stderr is a terminal.
+        sizes: of `BenchOptions`.
 
     Raises:
         OptionError: a strategy, a number or a device that cannot work; the message names it.
         RunError: a rank failed.
     """
-    device_type = resolve_device(device).split(":")[0]
-    for name, number, least in (
-        ("ranks", ranks, 1),
-        ("micro_batches", micro_batches, 1),
-        ("batch_size", batch_size, 2 * ranks * micro_batches),
-        ("image_side", image_side, 16),
-        ("num_tokens", num_tokens, 2),
-        ("steps", steps, 1),
-        ("rounds", rounds, 1),
-    ):
-        if number < least:
-            raise OptionError(f"{name} must be at least {least}, found {number}")
-    if model not in PRESETS:
-        raise unknown_name("model preset", model, PRESETS)
-    if batch_size % (ranks * micro_batches):
-        raise OptionError(f"batch_size must divide by the {ranks} ranks' micro-batches, found {batch_size}")
-    if device_type == "cuda" and ranks > torch.cuda.device_count():
-        raise OptionError(f"{ranks} ranks need a GPU each, found {torch.cuda.device_count()}")
-    Precision(precision, device_type)
-    num_cores = num_usable_cores()
-    setting = Setting(
-        strategies=_names(strategies, {**BENCH_STRATEGIES, **(more or {})}, ranks, device_type),
-        model=model,
-        num_ranks=ranks,
-        threads_per_rank=max(1, num_cores // ranks),
-        batch_size=batch_size,
-        num_micro_batches=micro_batches,
-        image_side=image_side,
-        num_tokens=num_tokens,
-        num_steps=steps,
-        num_rounds=rounds,
-        device_type=device_type,
-        precision=precision,
-        seed=seed,
-        progress=progress,
-        more=more or {},
-    )
-    found = run_on_ranks(measure_on_rank, setting, num_processes=ranks, shows_progress=progress)
-    name = torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
-    return ParallelBench(setting=setting, device=name, num_cores=num_cores, ranks=found)
-
-
-def _names(
-    strategies: Sequence[str] | None, known: Mapping[str, BenchStrategy], ranks: int, device_type: str
-) -> tuple[str, ...]:
-    """The strategies that were asked for, or all usual ones that can run."""
+    options, known = BenchOptions(**sizes), {**ARMS, **(more or {})}
     if strategies is None:
-        usual = (*_DEFAULT, *(name for name in known if name not in BENCH_STRATEGIES))
-        strategies = [name for name in usual if _obstacle(name, known[name], ranks) is None]
+        strategies = [name for name in known if name != "reduce" and (name != "branch" or options.ranks == 2)]
     elif not strategies:
         raise OptionError(f"strategies must name at least one of {', '.join(known)}")
     for name in strategies:
         if name not in known:
             raise unknown_name("strategy", name, known)
-        if (obstacle := _obstacle(name, known[name], ranks)) is not None:
-            raise OptionError(obstacle)
+    if "branch" in strategies and options.ranks != 2:
+        raise OptionError(f"strategy 'branch' needs 2 ranks, found {options.ranks}")
     names = [name for name in dict.fromkeys(strategies) if name != "one core"]
-    # what efficiency is measured against; elsewhere `single` is that
-    return tuple(["one core", *names] if device_type == "cpu" and ranks > 1 else names)
+    if options.device == "cpu":  # efficiency is measured against it; on GPUs `single` is it
+        names.insert(0, "one core")
+    arms = {name: known[name] for name in names}
+    ranks = run_on_ranks(
+        _measure, options, arms, progress, num_processes=options.ranks, shows_progress=progress
+    )
+    return ParallelBench(
+        options=options,
+        device=torch.cuda.get_device_name() if options.device == "cuda" else cpu_name(),
+        num_cores=num_usable_cores(),
+        costs=ranks[0]["costs"],
+        network=ranks[0]["network"],
+        image_layers=ranks[0]["image_layers"],
+        turns={name: [turns for rank in ranks if (turns := rank["turns"][name])] for name in names},
+    )
 
 
-def _obstacle(name: str, strategy: BenchStrategy, ranks: int) -> str | None:
-    if strategy.num_ranks not in (None, ranks):
-        return f"strategy {name!r} needs {strategy.num_ranks} ranks, found {ranks}"
-    if strategy.joins and ranks < 2:
-        return f"strategy {name!r} needs at least 2 ranks, found {ranks}"
-    return None
+def _measure(options: BenchOptions, arms: Mapping[str, BuildArm], progress: bool) -> dict[str, Any]:
+    """What one rank does: probes, then the strategies in turns, another one first in each round."""
+    distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    rank, names = distributed.get_rank(), list(arms)
+    device = options.device_of(rank)
+    if options.device == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(options.num_threads("ddp"))
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    hidden = None if progress and rank == 0 else True
+    with tqdm(total=1 + options.rounds * len(names), desc="probing", disable=hidden) as bar:
+        batches = [make_batch(options, 0, shares).to(device) for shares in (2 * options.ranks, options.ranks)]
+        costs = probe_costs(_make_trainer(options, rank, Strategy()), batches)
+        network = probe_network(device)
+        plan = predict(
+            "branch",
+            costs,
+            network,
+            num_devices=2,
+            batch_size=options.batch_size / 2,
+            num_micro_batches=options.micro_batches,
+        )
+        bar.update()
+        for number in range(options.rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                bar.set_description(name)
+                if rank == 0 or name not in _ALONE:
+                    turns[name].append(
+                        _turn(options, name, arms[name], rank, plan.image_layers, measures=number == 0)
+                    )
+                gc.collect()
+                distributed.barrier()
+                bar.update()
+    distributed.destroy_process_group()
+    return {"costs": costs, "network": network, "image_layers": plan.image_layers, "turns": turns}
+
+
+def _turn(
+    options: BenchOptions, name: str, build: BuildArm, rank: int, cut: int | None, *, measures: bool
+) -> dict[str, Any]:
+    """Construct a strategy, warm it up and time it; memory is counted in a step of its own."""
+    device, values = options.device_of(rank), []
+    torch.set_num_threads(options.num_threads(name))
+    arm = build(options, rank, cut)
+    arm.step()
+    if name not in _ALONE:
+        distributed.barrier()
+    marks, cpu_s = [clock(device)], time.process_time()
+    for _ in range(options.steps):
+        values.append(arm.step())
+        marks.append(clock(device))
+    cpu_s = time.process_time() - cpu_s
+    found = {
+        "steps_s": [after - before for before, after in pairwise(marks)],
+        "cpu_s": cpu_s,
+        "values": values,
+    }
+    if measures:
+        with LiveBytes(device_type=device.type).add(*arm.held) as live:
+            arm.step()
+        found["peak_bytes"] = live.peak_bytes
+    return found

@@ -1,4 +1,4 @@
-"""`BranchRanks`: the image branch on rank 0; the text branch, the fusion and the losses on rank 1; layers can move.
+"""`BranchStrategy`: the image branch on rank 0; the text branch, the fusion and the losses on rank 1; layers can move.
 
     rank 0   image 0 | image 1 |        back 0 | image 2 | back 1 | ...
     rank 1   text 0  | fusion 0, back | text back 0 | text 1 | fusion 1, back | ...
@@ -12,8 +12,8 @@ Loss and gradients are bitwise those of one process with as many threads, in fp3
 is. Two exceptions: dropout in the image branch draws other masks (reproducible ones), and masked language modelling, which
 uses the text encoder twice, adds the same terms in another order over several micro-batches.
 
-A rank has the gradients of its own weights alone, so an optimizer over all weights updates only these. `share_weights` and
-`share_moments` give both ranks all of them, to evaluate or to save.
+A rank has the gradients of its own weights alone, so an optimizer over all weights updates only these. Before an
+evaluation the ranks exchange weights, before a checkpoint also the optimizer's state.
 
 Costs, per micro-batch: its image features and their gradient over the wire (only embeddings if all objectives are
 contrastive), and activations of `1 + ahead` micro-batches on rank 0. Does not split a step that ran out of memory, nor
@@ -26,23 +26,23 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 
 from mmlab.errors import OptionError, RunError
 from mmlab.model.fusion_model import IMAGE_MODULES, Encoded, FusionModel
-from mmlab.parallel.process_group import ProcessGroup
-from mmlab.parallel.timeline import BACKWARD, FORWARD, FUSION, IMAGE, TEXT, WAIT, Timeline
+from mmlab.parallel.reduce import RanksStrategy
 from mmlab.parallel.wire import PeerFailed, Wire
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.training.losses.names import parse_objectives
-from mmlab.training.precision import Precision
+from mmlab.training.precision import Parts, Precision
 from mmlab.types import Batch
+
+if TYPE_CHECKING:
+    from mmlab.training.split import Window
 
 _OF_IMAGES = (*(f"{name}." for name in IMAGE_MODULES), "pixel_")
 _BLOCKS, _AFTER_BLOCKS = "image_encoder.blocks.", ("image_encoder.norm.", "image_head.")
@@ -56,71 +56,62 @@ class _ImagePart(NamedTuple):
     mask: Tensor  # (B, P)
 
 
-class BranchRanks:
-    """One of two ranks; both construct it with the same arguments, after `torch.distributed.init_process_group`.
+class BranchStrategy(RanksStrategy):
+    """The strategy `branch`; every rank makes it with the same options."""
 
-    `FusionTrainer(..., strategy=make_strategy("branch"))` trains with it.
+    can_split = False
 
-    Args:
-        model: the same on both ranks; each trains its own branch.
-        objectives: names in `mmlab.training.losses.OBJECTIVES`, or objects by name.
-        precision: "fp32" or "bf16" ("tf32" on CUDA).
-        device: of this rank.
-        ahead: how many micro-batches rank 0 may be ahead.
-        image_layers: number of image encoder blocks on rank 0, the others on rank 1; None leaves all on rank 0.
-        ranks: measures how long this rank waits.
+    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
+        if self.world_size != 2:
+            raise OptionError(
+                "branch takes two ranks, one for the images and one for the texts, found "
+                f"{self.world_size}; start with torchrun --nproc-per-node 2"
+            )
+        if scales:
+            raise OptionError(
+                "fp16 scales the loss, and the scales of two ranks would differ; use bf16 or fp32"
+            )
+        if splits:
+            raise OptionError(
+                "with a branch on each rank one alone cannot run a micro-batch again in parts; use "
+                "on_out_of_memory='auto', and plan smaller batches"
+            )
+        if compiles:
+            raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")
 
-    Attributes:
-        timeline: if set, takes the spans of this rank.
-
-    Raises:
-        OptionError: not two ranks, fp16, a model without branches, negatives from all ranks, or an encoder that
-            cannot be cut.
-    """
-
-    def __init__(
+    def prepare(
         self,
         model: nn.Module,
         *,
-        objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",),
-        precision: str | Precision = "fp32",
-        device: torch.device | str = "cpu",
-        ahead: int = 1,
-        image_layers: int | None = None,
-        ranks: ProcessGroup | None = None,
-    ) -> None:
-        self.ranks, self.device = ranks or ProcessGroup(), torch.device(device)
-        if self.ranks.world_size != 2:
-            raise OptionError(
-                "branch takes two ranks, one for the images and one for the texts, found "
-                f"{self.ranks.world_size}; start with torchrun --nproc-per-node 2"
-            )
+        device: torch.device,
+        objectives: Mapping[str, Objective],
+        precision: Precision,
+    ) -> nn.Module:
+        """Put the model on the device.
+
+        Raises:
+            OptionError: a model without branches, negatives from all ranks, or an encoder that cannot be cut.
+        """
         if not isinstance(model, FusionModel):
             raise OptionError(
                 f"{type(model).__name__} has no image branch and text branch; branch needs a FusionModel"
             )
-        self.model, self.precision = model.to(self.device), Precision.parse(precision, self.device)
-        self.objectives = parse_objectives(model, objectives)
-        if self.precision.scales:
-            raise OptionError(
-                "fp16 scales the loss, and the scales of two ranks would differ; use bf16 or fp32"
-            )
-        if any(getattr(goal, "all_ranks", False) for goal in self.objectives.values()):
+        if any(getattr(goal, "all_ranks", False) for goal in objectives.values()):
             raise OptionError(
                 "both ranks read the same batches, so negatives come from all of them; use contrastive"
             )
-        if image_layers is not None:
-            model.require_cut(image_layers)
-        self.ahead, self._image_layers = ahead, image_layers
-        self.timeline: Timeline | None = None
-        self.has_images = self.ranks.rank == 0
-        peer = 1 - self.ranks.rank
+        self._image_layers = self.options.image_layers
+        if self._image_layers is not None:
+            model.require_cut(self._image_layers)
+        self.model = model.to(device)
+        self.device, self.objectives, self.precision = device, objectives, precision
+        self.has_images = self.rank == 0
         self._features, self._gradients = (
-            Wire(peer, distributed.new_group([0, 1]), self.device, self.ranks) for _ in range(2)
+            Wire(1 - self.rank, distributed.new_group([0, 1]), self) for _ in range(2)
         )
-        self._sends_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
-        self._number = 0  # micro-batches so far
+        self._sends_features = any(type(goal) is not Contrastive for goal in objectives.values())
         self._failed = False
+        return model
 
     def owns(self, name: str) -> bool:
         """Whether this rank trains the weight of that name."""
@@ -134,26 +125,8 @@ class BranchRanks:
         after_cut = self._image_layers is not None and name.startswith(_AFTER_BLOCKS)
         return int(after_cut or not name.startswith(_OF_IMAGES))
 
-    def gradient(
-        self,
-        batches: Sequence[Batch],
-        counts: Mapping[str, float],
-        weights: Mapping[str, float] | None = None,
-        *,
-        seed: Callable[[int], None],
-        doing: str = "the window",
-    ) -> dict[str, float]:
-        """Leave this rank's part of the window's gradient in its weights; a collective.
-
-        Args:
-            batches: micro-batches with something to learn from, on any device; the same on both ranks.
-            counts: by objective, over all micro-batches.
-            weights: by objective, the factor of its mean.
-            seed: seeds the random draws that follow; called with 0 and, per micro-batch, its number from 1.
-            doing: what this is a part of, for error messages.
-
-        Returns:
-            Mean losses, on both ranks.
+    def gradient(self, window: Window) -> dict[str, float]:
+        """Leave this rank's part of the window's gradient in its weights, and return mean losses on both ranks.
 
         Raises:
             RunError: the other rank failed, now or in an earlier window, or has other batches; an error of this rank
@@ -163,56 +136,69 @@ class BranchRanks:
             raise RunError(
                 "a rank failed in an earlier window, and what was sent is lost; resume from a checkpoint"
             )
+        batches, doing = window.learnable, f"step {window.step}"
         self._require_same(batches, doing)
-        terms = LossTerms(counts, weights)
+        terms = LossTerms(window.counts, window.weights)
         problem: Exception | None = None
-        seed(0)
+        window.seed(0)
         try:
             if self.has_images:
                 self._run_images(batches)
             else:
-                self._run_texts(batches, terms, seed)
-        except PeerFailed:  # the exchange below names it
-            self._give_up()
+                self._run_texts(batches, terms, window.seed)
         except Exception as error:
-            problem = error
-            self._give_up()
+            (self._features if self.has_images else self._gradients).give_up()
+            if not isinstance(error, PeerFailed):  # whom the exchange below names
+                problem = error
         self._failed = True
-        self.ranks.raise_if_any_failed(problem, self.device, doing)
+        self.raise_if_any_failed(problem, doing)
         self._failed = False
-        self._number += len(batches)
         for wire in (self._features, self._gradients):
             wire.wait()
         means = terms.means()  # empty on rank 0
-        sums = self.ranks.sums([means.get(name, 0.0) for name in counts], self.device)
-        return {name: mean for name, mean in zip(counts, sums, strict=True) if counts[name]}
+        sums = self.total([means.get(name, 0.0) for name in window.counts])
+        return {name: mean for name, mean in zip(window.counts, sums, strict=True) if window.counts[name]}
 
-    def part_norms(self, parts: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, float]:
-        """L2 norms of the parts' gradients over both ranks, bitwise those of one process; a collective."""
+    def part_norms(self, parts: Parts) -> dict[str, float]:
+        """L2 norms of the parts' gradients over both ranks, bitwise those of one process."""
         weights = [weight for of_part in parts.values() for weight in of_part]
-        has_gradient = [weight.grad is not None for weight in weights]
-        norms = iter([float(weight.grad.norm()) for weight in weights if weight.grad is not None])
-        sums = self.ranks.sums(
-            [*has_gradient, *(next(norms) if there else 0.0 for there in has_gradient)], self.device
+        gradients = [weight.grad for weight in weights]
+        sums = self.total(
+            [
+                *(gradient is not None for gradient in gradients),
+                *(0.0 if gradient is None else float(gradient.norm()) for gradient in gradients),
+            ]
         )
         both = zip(sums[: len(weights)], sums[len(weights) :], strict=True)
-        found = {}
-        for part, of_part in parts.items():
-            there = [norm for has_any, norm in islice(both, len(of_part)) if has_any]
-            if there:
-                found[part] = math.hypot(*there)
-        return found
+        norms = {
+            part: [norm for is_there, norm in islice(both, len(of_part)) if is_there]
+            for part, of_part in parts.items()
+        }
+        return {part: math.hypot(*of_part) for part, of_part in norms.items() if of_part}
 
-    def share_weights(self) -> None:
-        """Give each rank the weights and running statistics that the other one trains; a collective."""
+    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self.gather_weights()
+        self._share_moments(optimizer)
+        state = super().state_dict(model, optimizer)
+        self._forget_moments(optimizer)
+        return state
+
+    def load_state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        super().load_state_dict(model, optimizer, state)
+        self._forget_moments(optimizer)
+
+    def gather_weights(self) -> None:
+        """Give each rank the weights and running statistics that the other one trains."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             self._share(tensor.data, name)
 
-    def share_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give each rank AdamW's state of the other one's weights; a collective. `forget_moments` undoes it."""
+    def _share_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give each rank AdamW's state of the other one's weights; `_forget_moments` undoes it."""
         for name, weight in self.model.named_parameters():
             own, state = self.owns(name), optimizer.state
-            if not self.ranks.largest(float(own and weight in state), self.device):
+            if not self.largest(float(own and weight in state)):
                 continue
             if not own:
                 state[weight] = {
@@ -223,7 +209,7 @@ class BranchRanks:
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 self._share(state[weight][key], name)
 
-    def forget_moments(self, optimizer: torch.optim.Optimizer) -> None:
+    def _forget_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the optimizer's state of the weights that this rank does not train."""
         for name, weight in self.model.named_parameters():
             if not self.owns(name):
@@ -231,7 +217,7 @@ class BranchRanks:
 
     def _require_same(self, batches: Sequence[Batch], doing: str) -> None:
         digest = zlib.crc32(repr([(batch.shape, batch.record_ids) for batch in batches]).encode())
-        most, least = self.ranks.largest_of([digest, -digest], self.device)
+        most, least = self.largest_of([digest, -digest])
         if most != -least:
             raise RunError(
                 f"{doing}: the ranks have different batches; with branch both must read the same samples in the same "
@@ -245,21 +231,18 @@ class BranchRanks:
         if not self.owns(name):
             tensor.copy_(message)
 
-    def _give_up(self) -> None:
-        (self._features if self.has_images else self._gradients).give_up()
-
     def _run_images(self, batches: Sequence[Batch]) -> None:
         """Rank 0: encode ahead, and run each backward pass once its gradient has come."""
-        waiting: deque[tuple[int, _ImagePart]] = deque()
-        for number, batch in enumerate(batches):
-            with self._span(number, IMAGE, FORWARD), self.precision.autocast():
+        waiting: deque[_ImagePart] = deque()
+        for batch in batches:
+            with self.precision.autocast():
                 sent = self._lower_layers(*self._here(batch.pixel_values, batch.pixel_mask))
             self._features.send(sent)
-            waiting.append((number, sent))
-            if len(waiting) > self.ahead:
-                self._image_backward(*waiting.popleft())
+            waiting.append(sent)
+            if len(waiting) > self.options.ahead:
+                self._image_backward(waiting.popleft())
         while waiting:
-            self._image_backward(*waiting.popleft())
+            self._image_backward(waiting.popleft())
 
     def _lower_layers(self, pixel_values: Tensor, pixel_mask: Tensor) -> _ImagePart:
         if self._image_layers is not None:
@@ -278,49 +261,40 @@ class BranchRanks:
             features = embedding.new_zeros(*mask.shape, 1)
         return Encoded(embedding, features, mask)
 
-    def _image_backward(self, number: int, sent: _ImagePart) -> None:
-        if not any(tensor is not None and tensor.requires_grad for tensor in sent[:2]):
-            return
-        with self._span(number, IMAGE, WAIT):
-            feature_grads = self._gradients.receive()
-        with self._span(number, IMAGE, BACKWARD):
-            _backward_features(sent[:2], feature_grads)
+    def _image_backward(self, sent: _ImagePart) -> None:
+        if any(tensor is not None and tensor.requires_grad for tensor in sent[:2]):
+            backward_features(sent[:2], self._gradients.receive())
 
     def _run_texts(self, batches: Sequence[Batch], terms: LossTerms, seed: Callable[[int], None]) -> None:
         """Rank 1: encode texts, join them with the images, and send feature gradients before the texts' backward pass."""
         for number, batch in enumerate(batches):
-            with self._span(number, TEXT, FORWARD), self.precision.autocast():
+            with self.precision.autocast():
                 text = self.model.encode_text(*self._here(batch.input_ids, batch.attention_mask))
-            with self._span(number, TEXT, WAIT):
-                image = _ImagePart(*self._features.receive())  # type: ignore[arg-type]
-            # cut from its graph, so that the backward pass of the losses stops here
-            leaves = Encoded(
-                *(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in text[:2]), text.mask
-            )  # type: ignore[call-arg]
-            with self._span(number, FUSION, FORWARD):
-                with self.precision.autocast():
-                    output = self.model.join(self._upper_layers(image), leaves)
-                seed(number + 1)
-                here = batch.to(self.device)
-                with self.precision.autocast():
-                    loss = terms.add({name: goal(output, here) for name, goal in self.objectives.items()})
-                del output
-            with self._span(number, FUSION, BACKWARD):
-                self.precision.backward(loss)
+            image = _ImagePart(*self._features.receive())  # type: ignore[arg-type]
+            leaves = cut_from_graph(text)  # the backward pass of the losses stops here
+            with self.precision.autocast():
+                output = self.model.join(self._upper_layers(image), leaves)
+            seed(number + 1)
+            here = batch.to(self.device)
+            with self.precision.autocast():
+                loss = terms.add({name: goal(output, here) for name, goal in self.objectives.items()})
+            del output
+            self.precision.backward(loss)
             if any(tensor is not None and tensor.requires_grad for tensor in image[:2]):
                 self._gradients.send([None if tensor is None else tensor.grad for tensor in image[:2]])
-            with self._span(number, TEXT, BACKWARD):
-                _backward_features(text[:2], [leaves.embedding.grad, leaves.features.grad])
+            backward_features(text[:2], [leaf.grad for leaf in leaves[:2]])
 
     def _here(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
 
-    def _span(self, number: int, branch: str, phase: str) -> AbstractContextManager[None]:
-        timeline = self.timeline
-        return nullcontext() if timeline is None else timeline.span(self._number + number, branch, phase)
+
+def cut_from_graph(encoded: Encoded) -> Encoded:
+    """The same tensors as leaves of a new graph."""
+    embedding, features = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in encoded[:2])
+    return Encoded(embedding, features, encoded.mask)
 
 
-def _backward_features(tensors: Sequence[Tensor | None], feature_grads: Sequence[Tensor | None]) -> None:
+def backward_features(tensors: Sequence[Tensor | None], feature_grads: Sequence[Tensor | None]) -> None:
     """Run the backward pass of a branch from the gradients of its outputs."""
     pairs = [
         (tensor, gradient)

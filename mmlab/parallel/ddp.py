@@ -15,40 +15,33 @@ Running statistics of batch normalisation stay each rank's own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from mmlab.errors import OptionError
 from mmlab.machine import device_limit
-from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.reduce import ParallelOptions, ReduceStrategy
 from mmlab.parallel.torch_internals import finish_reduction
 from mmlab.training.strategy import CollectiveFailed
 
 NEAR_LIMIT = 0.9  # of the device's memory: from here on a step is likely enough to fail
-_CAREFUL_STEPS = 100  # after one that ran out of memory, where nothing predicts it
 
 
 class DDPStrategy(ReduceStrategy):
     """The strategy `ddp`."""
 
-    def __init__(self, options: ParallelOptions, group: ProcessGroup) -> None:
-        super().__init__(options, group)
-        self.scale = float(group.world_size)
+    def __init__(self, options: ParallelOptions) -> None:
+        super().__init__(options)
+        self.scale = float(self.world_size)
         self._used: set[int] = set()
         self._reduces = False  # in this micro-batch's backward pass
         self.is_armed = False  # the reduction waits for every weight
-        self._careful_until = 0
-        self._limit_bytes: int | None = None
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         """Wrap the trained weights; a collective.
@@ -57,14 +50,8 @@ class DDPStrategy(ReduceStrategy):
             OptionError: the model cannot be trained by DistributedDataParallel.
         """
         model = super()._prepare(model)
-        # under its old name in torch before 2.14
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        no_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        options: dict[str, Any] = {no_buffers: False, "bucket_cap_mb": self.options.bucket_mb}
         try:
-            self._ddp = DistributedDataParallel(
-                _Reduced(model, self.weights), gradient_as_bucket_view=True, **options
-            )
+            self._ddp = DistributedDataParallel(_Reduced(self.weights), gradient_as_bucket_view=True)
         except RuntimeError as error:
             raise OptionError(
                 f"the model cannot be trained by ddp: {' '.join(str(error).split())}"
@@ -72,19 +59,16 @@ class DDPStrategy(ReduceStrategy):
         self._settle_buckets()
         for index, weight in enumerate(self.weights):
             weight.register_post_accumulate_grad_hook(partial(self._note, index))
-        self._compress()
         return model
 
-    def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
+    @cached_property
+    def _limit_bytes(self) -> int:
+        return device_limit(self.device)
+
+    def should_overlap(self, predicted_bytes: float | None) -> bool:
         self._used.clear()
         self.is_armed = False
-        if self.options.overlap == "always":
-            return True
-        if predicted_bytes is None:
-            return step >= self._careful_until
-        if self._limit_bytes is None:
-            self._limit_bytes = device_limit(self.device)
-        return predicted_bytes <= NEAR_LIMIT * self._limit_bytes
+        return predicted_bytes is None or predicted_bytes <= NEAR_LIMIT * self._limit_bytes
 
     @contextmanager
     def sync(self, *, last: bool) -> Iterator[None]:
@@ -111,7 +95,7 @@ class DDPStrategy(ReduceStrategy):
             finish_reduction(self._ddp)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise CollectiveFailed(
-                f"rank {self.group.rank} failed inside the reduction of gradients, which cannot be taken up again: "
+                f"rank {self.rank} failed inside the reduction of gradients, which cannot be taken up again: "
                 f"{problem or error}; resume from the last checkpoint, with strategy='reduce' if memory ran out there"
             ) from error
 
@@ -122,9 +106,6 @@ class DDPStrategy(ReduceStrategy):
         for weight, num_ranks in zip(self.weights, sums, strict=False):  # none without overlap
             if not num_ranks:
                 weight.grad = None
-
-    def ran_out_of_memory(self, step: int) -> None:
-        self._careful_until = step + _CAREFUL_STEPS
 
     def _settle_buckets(self) -> None:
         """Have torch order the buckets now, by the reverse of the model's order.
@@ -151,43 +132,16 @@ class DDPStrategy(ReduceStrategy):
             if "ready only once" not in str(error):
                 raise
 
-    def _compress(self) -> None:
-        if self.options.compression == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=self.options.powersgd_rank,
-                start_powerSGD_iter=self.options.powersgd_start,
-            )
-            hook: Any = powerSGD_hook.powerSGD_hook
-            self._ddp.register_comm_hook(state, lambda state, bucket: hook(state, _WithoutScalars(bucket)))
-        elif self.options.compression != "none":
-            hooks: dict[str, Any] = {
-                "fp16": default_hooks.fp16_compress_hook,
-                "bf16": default_hooks.bf16_compress_hook,
-            }
-            self._ddp.register_comm_hook(None, hooks[self.options.compression])
-
-
-class _WithoutScalars:
-    """A bucket whose gradients all have a dimension, without which torch's PowerSGD fails."""
-
-    def __init__(self, bucket: GradBucket) -> None:
-        self._bucket = bucket
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bucket, name)
-
-    def gradients(self) -> list[Tensor]:
-        return [gradient if gradient.dim() else gradient.view(1) for gradient in self._bucket.gradients()]
-
 
 class _Reduced(nn.Module):
-    """What DistributedDataParallel sees of a model: its weights, and a root of the graph that reaches them all."""
+    """What DistributedDataParallel sees of a model: its trained weights, and a root of the graph that reaches them all.
 
-    def __init__(self, model: nn.Module, weights: Sequence[nn.Parameter]) -> None:
+    Without the model's buffers: each rank keeps its own running statistics.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self.model = model
-        self.weights = [*weights]
+        self.weights = nn.ParameterList(weights)
 
     def forward(self) -> Tensor:
         return _Reached.apply(*self.weights)

@@ -28,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmlab.errors import OptionError
-from mmlab.parallel.reduce import ReduceStrategy, Result
+from mmlab.parallel.reduce import ReduceStrategy
 from mmlab.training.precision import Parts, gradients_of, tensor_norms
-from mmlab.training.strategy import CollectiveFailed
+from mmlab.training.strategy import CollectiveFailed, Result
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|stages|h)\.\d+$")
 
@@ -67,7 +67,7 @@ class FSDPStrategy(ReduceStrategy):
             raise OptionError("fsdp shares weights out by rows, found others; use channels_last=False")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        mesh = init_device_mesh(self.device.type, (self.group.world_size,))
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         scalars = [
             weight for weight in model.parameters() if not weight.dim()
         ]  # which torch does not share out
@@ -94,21 +94,12 @@ class FSDPStrategy(ReduceStrategy):
 
     def drain_reduction(self, problem: Exception | None) -> None:
         raise CollectiveFailed(
-            f"rank {self.group.rank} failed where the ranks gather weights from each other: {problem}; resume from the "
+            f"rank {self.rank} failed where the ranks gather weights from each other: {problem}; resume from the "
             "last checkpoint, with smaller batches if memory ran out"
         )
 
-    def extra_stats(self) -> list[float]:
-        gradients = [weight.grad for weight in self._scalars]
-        return [
-            *(float(gradient is not None) for gradient in gradients),
-            *(0.0 if gradient is None else float(gradient) for gradient in gradients),
-        ]
-
     def apply_extra_stats(self, sums: Sequence[float]) -> None:
-        num_ranks, totals = sums[: len(self._scalars)], sums[len(self._scalars) :]
-        for weight, is_used, total in zip(self._scalars, num_ranks, totals, strict=False):
-            weight.grad = torch.full_like(weight, total) if is_used else None
+        self.add_gradients(self._scalars)
 
     def evaluate(self, work: Callable[[], Result]) -> Result:
         try:
@@ -163,13 +154,9 @@ class FSDPStrategy(ReduceStrategy):
     ) -> None:
         """Take this rank's shares of what one process has, or shares that were read already."""
         own = model.state_dict()
-        found = {name: tensor.shape for name, tensor in state["model"].items()}
-        if found != {name: tensor.shape for name, tensor in own.items()}:
-            raise ValueError(
-                f"its weights {list(found)[:3]}... have other names or sizes than {list(own)[:3]}..."
-            )
-        for name, tensor in own.items():
-            tensor.copy_(_share_of(state["model"][name], tensor))
+        model.load_state_dict(
+            {name: _share_of(tensor, own.get(name)) for name, tensor in state["model"].items()}
+        )
         optimizer.state.clear()
         for place, values in state["optimizer"]["state"].items():
             weight = self._order[place]
@@ -179,7 +166,7 @@ class FSDPStrategy(ReduceStrategy):
             }
 
 
-def _share_of(tensor: Tensor, like: Tensor) -> Tensor:
+def _share_of(tensor: Tensor, like: Tensor | None) -> Tensor:
     """This rank's share of a tensor, sharded as one like it; a share, or what is not sharded, as it is."""
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
         return tensor

@@ -20,9 +20,8 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +45,7 @@ _TOLD_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _NOISY = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.multiprocessing.spawn",
-)  # tell each failure again
+)  # repeat each failure
 _SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
 _LOG_CHARACTERS = 2000
 
@@ -74,12 +73,9 @@ def run_on_ranks(
         RunError: a rank failed otherwise, or was killed.
     """
     _check(function, arguments, num_processes)
-    with ExitStack() as stack:
-        errors = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmlab-ranks-")))
-        logs = errors if log_dir is None else Path(log_dir)
-        redirects = {
-            rank: Std.OUT if shows_progress and rank == 0 else Std.ALL for rank in range(num_processes)
-        }
+    redirects = {rank: Std.OUT if shows_progress and rank == 0 else Std.ALL for rank in range(num_processes)}
+    with tempfile.TemporaryDirectory(prefix="mmlab-ranks-") as folder, _undisturbed():
+        logs = Path(folder if log_dir is None else log_dir)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -93,12 +89,11 @@ def run_on_ranks(
             logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
             shutdown_timeout=_SHUTDOWN_S,
         )
-        stack.enter_context(_undisturbed())
         before = multiprocessing.active_children()
         try:
-            found = elastic_launch(config, _on_rank)(function, arguments, num_processes, str(errors))
+            found = elastic_launch(config, _on_rank)(function, arguments, num_processes)
         except ChildFailedError as failure:
-            _raise(failure, errors, logs)
+            _raise(failure, logs, config.run_id)
         except SignalException as stopped:
             for process in set(multiprocessing.active_children()).difference(before):
                 process.kill()  # the launcher ends those that it knows: none while it still starts them
@@ -108,45 +103,31 @@ def run_on_ranks(
     return [found[rank] for rank in range(num_processes)]
 
 
-def _on_rank(
-    function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int, errors: str
-) -> Any:
-    """What each process does; an error is left in a file, with the time, because ranks fail in each other's wake."""
+def _on_rank(function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int) -> Any:
+    """What each process does; the launcher writes its error into a file."""
     os.setsid()  # Jupyter interrupts its whole group; the launcher's would be the second, which waits for no step
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_usable_cores() // num_processes))
-    try:
-        return function(*arguments)
-    except Exception as error:
-        about = {
-            "rank": int(os.environ["RANK"]),
-            "time_ns": time.time_ns(),
-            "is_echo": broke_off(error),
-            "kind": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-        }
-        Path(errors, f"error-{about['rank']}.json").write_text(json.dumps(about), "utf-8")
-        raise
+    return function(*arguments)
 
 
-def _raise(failure: ChildFailedError, errors: Path, logs: Path) -> NoReturn:
-    """Raise what went wrong first."""
+def _raise(failure: ChildFailedError, logs: Path, run_id: str) -> NoReturn:
+    """Raise what went wrong first: ranks fail in each other's wake."""
     found = []
-    for path in errors.glob("error-*.json"):
+    for path in logs.glob(f"{run_id}_*/attempt_0/*/error.json"):
         with suppress(ValueError):  # ended while it was written
-            found.append(json.loads(path.read_text("utf-8")))
+            about = json.loads(path.read_text("utf-8"))["message"]
+            # an exchange that broke off is the echo of another rank's failure
+            is_echo = broke_off(RuntimeError(about["message"]))
+            found.append((is_echo, path.stat().st_mtime_ns, int(path.parent.name), about))
     if found:
-        # an exchange that broke off is the echo of another rank's failure
-        first = min(found, key=lambda about: (about["is_echo"], about["time_ns"]))
-        kind = _USER_ERRORS.get(first["kind"], RunError)
+        *_, rank, about = min(found, key=lambda each: each[:3])
+        kind = _USER_ERRORS.get(about["message"].partition(":")[0], RunError)
         raise kind(
-            f"rank {first['rank']} failed: {first['kind']}: {first['message']}\n\n{first['traceback']}"
+            f"rank {rank} failed: {about['message']}\n\n{about['extraInfo']['py_callstack']}"
         ) from None
     rank, process = failure.get_first_failure()
-    log = "".join(
-        path.read_text(errors="replace") for path in sorted(logs.glob(f"*/attempt_0/{rank}/stderr.log"))
-    )
+    log = "".join(path.read_text(errors="replace") for path in logs.glob(f"{run_id}_*/*/{rank}/stderr.log"))
     raise RunError(
         f"rank {rank} ended without a word: {process.message}\n\n{log[-_LOG_CHARACTERS:]}".rstrip()
     ) from None
@@ -175,21 +156,15 @@ def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_process
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Give back what the launcher changes in this process: signals, one variable; and let it not tell errors twice."""
+    """Give back what the launcher changes in this process: signals and a variable."""
     share_cores()
-    loggers = [logging.getLogger(name) for name in _NOISY]
-    before = [logger.disabled for logger in loggers], os.environ.get(_TOLD_SIGNALS)
+    for name in _NOISY:
+        logging.getLogger(name).disabled = True
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    for logger in loggers:
-        logger.disabled = True
     try:
         yield
     finally:
-        for logger, disabled in zip(loggers, before[0], strict=True):
-            logger.disabled = disabled
         os.environ.pop(_TOLD_SIGNALS, None)
-        if before[1] is not None:
-            os.environ[_TOLD_SIGNALS] = before[1]
         with suppress(ValueError):  # only the main thread may, and only there were they changed
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""How the ranks of a run share a step: the options, and `ReduceStrategy`, on which the others are built.
+"""How the ranks of a run share a step: the options, and `ReduceStrategy`, on which `ddp` and `fsdp` are built.
 
 ========  ==================================================================================================
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
@@ -12,10 +12,10 @@ branch    two ranks see all samples: one trains the images, one texts and fusion
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,90 +33,58 @@ if TYPE_CHECKING:
     from mmlab.training.split import Window
 
 STRATEGIES = ("ddp", "reduce", "fsdp", "branch")
-COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
-OVERLAPS = ("auto", "always", "never")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
     """Options of a run on several ranks; in a single process they change nothing.
 
-    >>> ParallelOptions.parse("reduce").strategy
-    'reduce'
-
     Args:
         strategy: a name in `STRATEGIES`.
-        bucket_mb: gradients that are sent together, in MiB (`ddp`).
-        compression: send gradients in 16 bits, `fp16` or `bf16`, or by `powersgd` as products of thin matrices (Vogels
-            et al. 2019, arXiv:1905.13727); the gradient is then no longer exact (`ddp`).
-        powersgd_rank: width of those matrices.
-        powersgd_start: the first steps, which are sent whole.
-        overlap: whether gradients are sent while the backward pass still runs (`ddp`). `auto` sends them afterwards
-            where memory is predicted to come near its limit: a step that fails then is cheaper to run again.
-        ahead: micro-batches that the image branch's ranks may be ahead of the last (`branch`, two ranks or more).
-        image_layers: first blocks of the image encoder that image ranks compute, where the last rank computes the rest;
-            None leaves it all to them (`branch`, two ranks or more).
+        ahead: micro-batches that the image rank may be ahead of the other (`branch`).
+        image_layers: first blocks of the image encoder that the image rank computes, where the other rank computes the
+            rest; None leaves all to the image rank (`branch`).
 
     Raises:
         OptionError: an unknown name, a number out of range, or a combination that has no meaning.
     """
 
     strategy: str = "ddp"
-    bucket_mb: float = 25.0
-    compression: str = "none"
-    powersgd_rank: int = 1
-    powersgd_start: int = 1000
-    overlap: str = "auto"
     ahead: int = 1
     image_layers: int | None = None
 
     def __post_init__(self) -> None:
-        for what, name, known in (
-            ("parallel strategy", self.strategy, STRATEGIES),
-            ("gradient compression", self.compression, COMPRESSIONS),
-            ("overlap", self.overlap, OVERLAPS),
-        ):
-            if name not in known:
-                raise unknown_name(what, name, known)
-        if not self.bucket_mb > 0:
-            raise OptionError(f"bucket_mb must be above 0, found {self.bucket_mb}")
-        for name, value, least in (
-            ("powersgd_rank", self.powersgd_rank, 1),
-            ("powersgd_start", self.powersgd_start, 2),
-            ("ahead", self.ahead, 0),
-            ("image_layers", 1 if self.image_layers is None else self.image_layers, 1),
-        ):
-            if value < least:
-                raise OptionError(f"{name} must be at least {least}, found {value}")
+        if self.strategy not in STRATEGIES:
+            raise unknown_name("parallel strategy", self.strategy, STRATEGIES)
+        if self.ahead < 0:
+            raise OptionError(f"ahead must be at least 0, found {self.ahead}")
+        if self.image_layers is not None and self.image_layers < 1:
+            raise OptionError(f"image_layers must be at least 1, found {self.image_layers}")
         if self.image_layers is not None and self.strategy != "branch":
             raise OptionError(
                 f"image_layers={self.image_layers} cuts the image branch, which strategy={self.strategy!r} leaves "
                 "whole; use strategy='branch'"
             )
-        if self.compression != "none" and (self.strategy != "ddp" or self.overlap == "never"):
-            raise OptionError(
-                f"compression={self.compression!r} is part of ddp's reduction during the backward pass, found "
-                f"strategy={self.strategy!r}, overlap={self.overlap!r}; use compression='none'"
-            )
-
-    @classmethod
-    def parse(cls, options: str | ParallelOptions) -> ParallelOptions:
-        """Options from a strategy's name; those that exist are passed through."""
-        return cls(strategy=options) if isinstance(options, str) else options
 
 
-class ReduceStrategy(Strategy):
-    """The strategy `reduce`: gradients are summed after the last backward pass.
+class RanksStrategy(ProcessGroup, Strategy):
+    """A strategy of several ranks: every exchange of `Strategy` goes through the process group."""
 
-    Args:
-        group: the ranks.
-    """
+    def __init__(self, options: ParallelOptions) -> None:
+        super().__init__()
+        self.options = options
 
-    def __init__(self, options: ParallelOptions, group: ProcessGroup) -> None:
-        self.options, self.group = options, group
-        self.rank = self.draw_rank = self.order_rank = group.rank
-        self.world_size = self.num_shares = group.world_size
+    def step_values(self, batches: Sequence[Batch]) -> dict[str, float]:
+        return {"rank_wait_s": self.waited_s}
+
+
+class ReduceStrategy(RanksStrategy):
+    """The strategy `reduce`: gradients are summed after the last backward pass."""
+
+    def __init__(self, options: ParallelOptions) -> None:
+        super().__init__(options)
+        self.draw_rank = self.order_rank = self.rank
+        self.num_shares = self.world_size
         self._most_work = 0.0  # that a rank had in this step
         self._is_packed = False
 
@@ -158,24 +126,6 @@ class ReduceStrategy(Strategy):
             distributed.broadcast(message, 0)
             tensor.data.copy_(message)
 
-    def note(self, step: int, doing: str) -> None:
-        self.group.note(step, doing)
-
-    def begin_step(self) -> None:
-        self.group.begin_step(self.device)
-
-    def total(self, numbers: Sequence[float]) -> list[float]:
-        return self.group.sums(numbers, self.device)
-
-    def largest(self, number: float) -> float:
-        return self.group.largest(number, self.device)
-
-    def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
-        return self.group.gather_objects(work, doing)
-
-    def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
-        return self.group.run_on_main(work, doing)
-
     def gradient(self, window: Window) -> dict[str, float]:
         counts, length, overlaps = self._exchange_counts(window)
         window.lengthen(length)
@@ -193,12 +143,13 @@ class ReduceStrategy(Strategy):
     def _exchange_counts(self, window: Window) -> tuple[dict[str, float], int, bool]:
         """Counts over all ranks; micro-batches that each rank must run; whether the backward pass reduces."""
         counts, equal = window.counts, self.requires_equal_steps
-        wants = equal or (not window.gathers and self.should_overlap(window.predicted_bytes, window.step))
-        by_rank = [
-            self.group.one_hot_by_rank(number)
-            for number in (self._work(window.learnable), len(window.batches))
-        ]
-        sums = iter(self.total([*counts.values(), not wants, *by_rank[0], *by_rank[1]]))
+        wants = equal or (not window.gathers and self.should_overlap(window.predicted_bytes))
+        by_rank = [0.0] * (2 * self.world_size)  # one place for each rank's work and number of micro-batches
+        by_rank[self.rank], by_rank[self.world_size + self.rank] = (
+            self._work(window.learnable),
+            len(window.batches),
+        )
+        sums = iter(self.total([*counts.values(), not wants, *by_rank]))
         totals = dict(zip(counts, islice(sums, len(counts)), strict=True))
         overlaps = not next(sums)
         self._most_work = max(islice(sums, self.world_size))
@@ -242,16 +193,16 @@ class ReduceStrategy(Strategy):
                 f"rank {self.rank} failed where the ranks gather embeddings from each other: {problem}; resume from the "
                 "last checkpoint, with smaller batches if memory ran out"
             ) from problem
-        self.group.raise_if_any_failed(problem, self.device, f"step {window.step}")
-        self.group.add_gradients(self.weights, self.device)
+        self.raise_if_any_failed(problem, f"step {window.step}")
+        self.add_gradients(self.weights)
         return terms
 
     def step_values(self, batches: Sequence[Batch]) -> dict[str, float]:
         """What the step waited for other ranks, and what it had to by the sizes of their batches."""
-        by_plan = (
-            {"predicted_wait_ratio": 1 - self._work(batches) / self._most_work} if self._most_work else {}
-        )
-        return {"rank_wait_s": self.group.waited_s, **by_plan}
+        values = super().step_values(batches)
+        if self._most_work:
+            values["predicted_wait_ratio"] = 1 - self._work(batches) / self._most_work
+        return values
 
     def _work(self, batches: Sequence[Batch]) -> float:
         """What plans for several ranks make alike in a step; 0 where padded shapes do not tell."""
@@ -264,7 +215,7 @@ class ReduceStrategy(Strategy):
             total += size * float(work(np.array([num_tokens, patches])).sum())
         return total
 
-    def should_overlap(self, predicted_bytes: float | None, step: int) -> bool:
+    def should_overlap(self, predicted_bytes: float | None) -> bool:
         """Whether this rank would have the coming window reduced during its backward pass; all must want it.
 
         Args:

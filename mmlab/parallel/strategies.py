@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmlab.parallel.branch_strategy import BranchStrategy
+from mmlab.parallel.branch import BranchStrategy
 from mmlab.parallel.ddp import DDPStrategy
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.reduce import ParallelOptions, ReduceStrategy
@@ -18,15 +18,13 @@ def make_strategy(options: str | ParallelOptions = "ddp") -> Strategy:
     Raises:
         OptionError: an unknown name.
     """
-    options, group = ParallelOptions.parse(options), ProcessGroup()
-    if group.world_size == 1:
+    if isinstance(options, str):
+        options = ParallelOptions(strategy=options)
+    if ProcessGroup().world_size == 1:
         return Strategy()
-    if options.strategy == "branch":
-        return BranchStrategy(options, group)
     if options.strategy == "fsdp":
         from mmlab.parallel.fsdp import FSDPStrategy  # 1.4 s to import
 
-        return FSDPStrategy(options, group)
-    if options.strategy == "ddp" and options.overlap != "never":
-        return DDPStrategy(options, group)
-    return ReduceStrategy(options, group)
+        return FSDPStrategy(options)
+    kinds = {"reduce": ReduceStrategy, "ddp": DDPStrategy, "branch": BranchStrategy}
+    return kinds[options.strategy](options)

@@ -107,7 +107,9 @@ EVENT_KEYS = {
     # time
     "step_s": Key("step", "s", "from the end of the step before to the end of this one, device synchronised"),
     "data_wait_s": Key("step", "s", "part of `step_s` spent waiting for the loader"),
-    "rank_wait_s": Key("step", "s", "part of `step_s` spent waiting for other ranks in short exchanges"),
+    "rank_wait_s": Key(
+        "step", "s", "part of `step_s` in short exchanges with other ranks, most of it waiting"
+    ),
     "predicted_wait_ratio": Key("step", "ratio 0-1", "wait to expect: 1 - its padded work / the most"),
     "samples_per_s": Key("step eval epoch", "samples/s", "samples over time"),
     "eval_s": Key("eval", "s", "duration of the evaluation"),

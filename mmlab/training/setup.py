@@ -219,7 +219,6 @@ class TrainerSetup:
 
     def _ran_out(self, phase: str, failure: str, num_parts: int) -> None:
         self.num_out_of_memory += 1
-        self.strategy.ran_out_of_memory(self.step)
         values = {"phase": phase, "operation": failure, "num_parts": num_parts}
         self._emit_event("out_of_memory", values)
 

@@ -104,9 +104,6 @@ class Strategy:
         """What a `step` event says of the other ranks."""
         return {}
 
-    def ran_out_of_memory(self, step: int) -> None:
-        """A step ran out of memory on this rank."""
-
     def gather_weights(self) -> None:
         """Make this rank's model whole, where ranks train parts of it; collective."""
 

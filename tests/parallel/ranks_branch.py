@@ -14,7 +14,6 @@ from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
-from mmlab.parallel.timeline import Timeline, overlap
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.losses.masked_language import MaskedLanguage
@@ -101,7 +100,7 @@ def same_gradient(rank: int) -> None:
         (expected, values), _ = one_process(objectives, changes=changes, **alike)
         ranks = branch_trainer(objectives, changes=changes, **options)
         found, told = gradients_of(ranks.model, ranks.optimizer, lambda: ranks.train_step(window()))  # noqa: B023
-        assert found.keys() == {name for name in expected if ranks.strategy.branches.owns(name)}
+        assert found.keys() == {name for name in expected if ranks.strategy.owns(name)}
         if "image_layers" in options:
             assert ("image_encoder.blocks.2.out.weight" in found) == (rank == 1)
         largest = max(float((found[name] - expected[name]).abs().max()) for name in found)
@@ -119,21 +118,14 @@ def weights_follow_one_process_with_clipping(rank: int) -> None:
         build(), ["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3, strategy=Strategy()
     )
     ranks = branch_trainer(["contrastive", "matching"], max_grad_norm=0.05, lr=1e-3)
-    timeline = ranks.strategy.branches.timeline = Timeline()
     for number in range(3):
         values = trainer.train_step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
         told = ranks.train_step([make_batch(SIZES, seed=number), make_batch(MISSING, seed=number)])
         assert told["loss"] == values["loss"]
         assert told["grad_norm"] == values["grad_norm"] > 0.05
         assert 0 < told["rank_wait_s"] < told["step_s"]
-    ranks.strategy.branches.share_weights()
+    ranks.strategy.gather_weights()
     assert_equal(ranks.model.state_dict(), trainer.model.state_dict())
-    spans = [None, None]
-    distributed.all_gather_object(spans, timeline.spans)
-    both = [span for spans_of_rank in spans for span in spans_of_rank]
-    assert {span.branch for span in both} == {"image", "text", "fusion"}
-    assert {span.number for span in both} == set(range(6))
-    assert 0 <= overlap(both) <= 1
 
 
 def a_frozen_branch_and_nothing_to_learn(rank: int) -> None:
@@ -168,7 +160,7 @@ def a_checkpoint_is_that_of_one_process(rank: int, *, image_layers: int | None, 
         assert_equal(moments[place], values)
     owned = {name for name, weight in ranks.model.named_parameters() if weight in ranks.optimizer.state}
     assert owned
-    assert all(map(ranks.strategy.branches.owns, owned))
+    assert all(map(ranks.strategy.owns, owned))
     found, values = ranks.evaluate([make_batch(SIZES)]), trainer.evaluate([make_batch(SIZES)])
     assert {key: found[key] for key in found if key != "eval_s"} == {
         key: values[key] for key in values if key != "eval_s"
@@ -177,7 +169,7 @@ def a_checkpoint_is_that_of_one_process(rank: int, *, image_layers: int | None, 
     again.load_state_dict(state)
     for step in (again.train_step, trainer.train_step):
         step(window())
-    again.strategy.branches.share_weights()
+    again.strategy.gather_weights()
     assert_equal(again.model.state_dict(), trainer.model.state_dict())
 
 
@@ -266,7 +258,7 @@ def a_message_that_cannot_be_made_leaves_nobody_waiting(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == broken:
                 error, message = KeyError, "broken"
-                patch.setattr("mmlab.parallel.wire._bytes_of", Broken())
+                patch.setattr("mmlab.parallel.wire._in_memory_order", Broken())
             with pytest.raises(error, match=message):
                 ranks.train_step(window())
 

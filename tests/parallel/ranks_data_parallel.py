@@ -11,7 +11,6 @@ from torch import distributed
 
 from mmlab.errors import OptionError, RunError
 from mmlab.model.presets import build_model
-from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
 from mmlab.pricing.breakdown import price
 from mmlab.runs.meters import LiveBytes
@@ -160,7 +159,7 @@ def all_negatives(rank: int, world_size: int) -> None:
 def one_model_on_all_ranks(rank: int) -> None:
     """Whatever the ranks were built with: under each strategy they train rank 0's weights, and differing models are
     refused."""
-    for options in (ParallelOptions(strategy="reduce"), ParallelOptions(overlap="never"), ParallelOptions()):
+    for options in ("reduce", "ddp"):
         torch.manual_seed(rank)
         model = build_model("tiny", vocab_size=50, **TINY)
         trainer = FusionTrainer(model, device="cpu", strategy=make_strategy(options))
@@ -203,7 +202,7 @@ def goes_on_whichever_operation_fails(rank: int) -> None:
 
     def updated(fail_at: int | None):
         device = Allocating()
-        trainer = make_trainer(device, objectives=goals, parallel=ParallelOptions(overlap="always"))
+        trainer = make_trainer(device, objectives=goals)
         trainer.train_step(mine)
         device.num_operations, device.fail_at = 0, fail_at if rank == 1 else None
         values = trainer.train_step(mine)
@@ -251,33 +250,12 @@ def all_raise_when_one_gives_up(rank: int) -> None:
     assert (weights(trainer) == before).all()
 
 
-def compressed(rank: int, world_size: int) -> None:
-    """16 bits round; the power method approximates at first, and what it leaves out comes in later steps."""
-    goals = {"distance": PairDistance()}
-    every = [batch for other in range(world_size) for batch in window(other, set())]
-    expected, _ = gradient(alone(objectives=goals), every)
-    for name, tolerance in (("fp16", 1e-3), ("bf16", 8e-3), ("powersgd", 0.95)):
-        options = ParallelOptions(compression=name, powersgd_rank=2, powersgd_start=2)
-        trainer = make_trainer(objectives=goals, parallel=options, lr=0.0)
-        differences = []
-        for _ in range(6):
-            found, _ = gradient(trainer, window(rank, set()))
-            differences.append(relative(found, expected))
-        assert largest(max(differences)) <= tolerance, (name, differences)
-        assert differences[-1] > 1e-5  # it was compressed
-        if name == "powersgd":
-            assert differences[0] <= 1e-6  # sent whole
-        if rank == 0:
-            print(f"{name} {world_size} ranks: {', '.join(f'{each:.1e}' for each in differences)}")
-        every_rank_has_the_same_weights(trainer)
-
-
 def memory_is_what_was_priced() -> None:
     """buckets are there all the time, for every weight, and gradients beside them where micro-batches add up."""
     batch = make_batch([(5, 64, 64), (9, 64, 48), (12, 48, 64)])
     for num_micro_batches in (1, 2):
         live, window = LiveBytes(), [batch] * num_micro_batches
-        trainer = make_trainer(live, objectives=["contrastive"], parallel=ParallelOptions(overlap="always"))
+        trainer = make_trainer(live, objectives=["contrastive"])
         live.add(*batch.tensors())
         for _ in range(3):
             peak_bytes = trainer.train_step(window)["peak_bytes"]
@@ -299,4 +277,3 @@ def main() -> None:
         memory_is_what_was_priced()
         goes_on_whichever_operation_fails(rank)
         all_raise_when_one_gives_up(rank)
-        compressed(rank, world_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -11,37 +10,24 @@ import torch
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train, train_on
 from mmlab.errors import OptionError
-from mmlab.parallel.branch import BranchRanks
+from mmlab.parallel.branch import BranchStrategy
+from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
-from mmlab.parallel.timeline import Span, overlap
 from mmlab.runs.events import read_events
 from mmlab.training.checkpoint.files import read_checkpoint
 from tests.batches import make_batch
-from tests.configs import TINY_MODEL
+from tests.configs import BUDGET_RUN
 from tests.parallel import ranks_branch
 from tests.parallel.ranks_branch import SIZES, build, trainer_of
 from tests.ranks import run_ranks
 
-CONFIG = (
-    """
-[data]
-path = "{scenes}"
-image = "aspect:32"
-num_workers = 0
-"""
-    + TINY_MODEL
-    + """[scheduler]
-name = "budget"
-budget = 400
-[trainer]
+CONFIG = f"""{BUDGET_RUN}
 objectives = ["contrastive", "matching"]
 accumulation_steps = 2
 eval_every = 3
-device = "cpu"
 [parallel]
 strategy = "branch"
 """
-)
 
 
 def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
@@ -50,7 +36,7 @@ def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
 
 def test_one_process_is_refused():
     with pytest.raises(OptionError, match=r"branch takes two ranks.*found 1; start with torchrun"):
-        BranchRanks(build())
+        BranchStrategy(ParallelOptions(strategy="branch")).check(scales=False, splits=False, compiles=False)
 
 
 def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_in_one(scenes: Path, tmp_path: Path):
@@ -88,15 +74,3 @@ def test_in_one_process_the_strategy_changes_nothing():
         trainer_of(build(), **options) for options in ({"strategy": make_strategy("branch")}, {})
     )
     assert branch.train_step(batches)["loss"] == plain.train_step(batches)["loss"]
-
-
-def test_overlap_is_the_share_of_the_less_busy_rank():
-    spans = [
-        Span(0, "image", "forward", 0.0, 4.0),
-        Span(0, "text", "forward", 3.0, 5.0),
-        Span(0, "text", "wait", 0.0, 3.0),
-        Span(0, "fusion", "forward", 5.0, 6.0),
-        Span(1, "image", "forward", 5.0, 6.0),
-    ]
-    assert overlap(spans) == pytest.approx(2 / 3)
-    assert math.isnan(overlap(spans[:1]))

@@ -37,12 +37,11 @@ def test_in_a_single_process_the_strategy_changes_nothing():
     ("options", "message"),
     [
         ({"strategy": "dp"}, "unknown parallel strategy 'dp'"),
-        ({"compression": "int8"}, "unknown gradient compression 'int8'"),
-        ({"overlap": "yes"}, "unknown overlap 'yes'"),
-        ({"bucket_mb": 0.0}, "bucket_mb must be above 0, found 0"),
-        ({"powersgd_start": 1}, "powersgd_start must be at least 2, found 1"),
-        ({"strategy": "fsdp", "compression": "bf16"}, "use compression='none'"),
-        ({"overlap": "never", "compression": "bf16"}, "use compression='none'"),
+        ({"ahead": -1}, "ahead must be at least 0, found -1"),
+        (
+            {"strategy": "fsdp", "image_layers": 2},
+            "cuts the image branch, which strategy='fsdp' leaves whole",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):

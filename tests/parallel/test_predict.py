@@ -9,56 +9,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmlab.errors import OptionError
-from mmlab.parallel.links import Line, Link, Network, ring
-from mmlab.parallel.predict import DEVICES, STRATEGIES, StepCosts, predict, scaling_rows, winners
-from mmlab.parallel.probe import costs_from, probe_parts
+from mmlab.parallel.bench_report import DEVICES
+from mmlab.parallel.predict import PARTS, STRATEGIES, Line, Network, StepCosts, exchange_s, predict, ring
+from mmlab.parallel.probe import probe_costs
 from tests.batches import make_batch
 from tests.parallel.ranks_branch import DEEP, SIZES, build, trainer_of
 
 WORK = StepCosts(
-    image_forward=Line(0.01, 0.02),
-    image_backward=Line(0.01, 0.04),
-    text_forward=Line(0.005, 0.01),
-    text_backward=Line(0.005, 0.02),
-    fusion_forward=Line(0.0, 0.002),
-    fusion_backward=Line(0.0, 0.004),
+    forward={"image": Line(0.01, 0.02), "text": Line(0.005, 0.01), "fusion": Line(0.0, 0.002)},
+    backward={"image": Line(0.01, 0.04), "text": Line(0.005, 0.02), "fusion": Line(0.0, 0.004)},
+    gradient_bytes={"image": 40e6, "text": 100e6, "fusion": 10e6},
     optimizer_s=0.03,
     other_s=0.004,
-    image_bytes=40e6,
-    text_bytes=100e6,
-    fusion_bytes=10e6,
     image_output_bytes=300e3,
+    image_layer_bytes=0.0,
 )
+ALL_BYTES = 150e6
 
 
 def links(latency_s: float, bytes_per_s: float) -> Network:
-    link = Link(latency_s, bytes_per_s)
-    return Network(all_reduce=link, all_gather=link, reduce_scatter=link, send=link)
+    collectives = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    return dict.fromkeys(collectives, Line(latency_s, 1 / bytes_per_s))
 
 
 FREE = links(0.0, 1e18)
 
 
 def step_s(
-    strategy: str, network: Network, num_devices: int = 2, work: StepCosts = WORK, **options: float
+    strategy: str, network: Network, num_devices: int = 2, work: StepCosts = WORK, **options: object
 ) -> float:
     found = predict(strategy, work, network, num_devices=num_devices, batch_size=8, **options)  # type: ignore[arg-type]
     return found.step_s
 
 
 def test_lines_and_links_come_back_from_their_own_points() -> None:
-    line = Line.fit([(size, Line(0.02, 0.005)(size)) for size in (4, 8, 16)])
+    line = Line.fit([(1, size, Line(0.02, 0.005)(size)) for size in (4, 8, 16)])
     assert (line.fixed_s, line.each_s) == pytest.approx((0.02, 0.005))
-    probes = [(6, size, 6 * 5e-5 + size / 2e9) for size in (1e3, 1e5, 1e7)]
-    found = Link.fit(probes)
-    assert (found.latency_s, found.bytes_per_s) == pytest.approx((5e-5, 2e9))
+    link = Line.fit([(6, size, 6 * 5e-5 + size / 2e9) for size in (1e3, 1e5, 1e7)])
+    assert (link.fixed_s, link.each_s) == pytest.approx((5e-5, 1 / 2e9))
 
 
 def test_no_part_of_a_line_is_negative_whatever_the_noise() -> None:
-    falling = Line.fit([(1, 3.0), (2, 2.0), (4, 1.0)])
+    falling = Line.fit([(1, 1, 3.0), (1, 2, 2.0), (1, 4, 1.0)])
     assert falling.each_s == 0
     assert falling.fixed_s > 0
-    steep = Line.fit([(1, 0.5), (2, 2.0), (4, 8.0)])
+    steep = Line.fit([(1, 1, 0.5), (1, 2, 2.0), (1, 4, 8.0)])
     assert steep.fixed_s == 0
 
 
@@ -74,23 +69,23 @@ def test_free_links_leave_shards_less_to_update() -> None:
 
 def test_free_links_leave_branches_the_longer_of_the_two() -> None:
     size = 16  # of both devices together
-    longer = WORK.image_forward(size) + WORK.image_backward(size)
-    fusion = WORK.fusion_forward(size) + WORK.fusion_backward(size)
-    update = WORK.optimizer_s * WORK.image_bytes / WORK.gradient_bytes
-    assert step_s("branch", FREE) == pytest.approx(longer + fusion + update + WORK.other_s)
+    computing = WORK.part_s("image", size) + WORK.part_s("fusion", size)
+    update = WORK.optimizer_s * WORK.gradient_bytes["image"] / ALL_BYTES
+    assert step_s("branch", FREE) == pytest.approx(computing + update + WORK.other_s)
 
 
 def branches(image_s: float, text_s: float, layers: int = 0) -> StepCosts:
     """Seconds forward and again backward of a micro-batch of one sample; fusion and losses take one each."""
-    free = dict.fromkeys(("optimizer_s", "other_s", "text_bytes", "fusion_bytes"), 0.0)
     lines = {"image": Line(0.0, image_s), "text": Line(0.0, text_s), "fusion": Line(0.0, 1.0)}
     return StepCosts(
-        **{f"{part}_{phase}": line for part, line in lines.items() for phase in ("forward", "backward")},
-        **free,
-        image_bytes=2.0**31,
+        forward=lines,
+        backward=lines,
+        gradient_bytes={"image": 2.0**31, "text": 0.0, "fusion": 0.0},
+        optimizer_s=0.0,
+        other_s=0.0,
         image_output_bytes=2.0**30,
         image_layer_bytes=2.0**30,
-        image_layers=(1 / layers,) * layers if layers else (),
+        num_image_layers=layers,
     )
 
 
@@ -123,36 +118,36 @@ def test_layers_move_to_where_they_balance_the_devices() -> None:
     assert whole.image_layers is None
 
 
-def test_several_devices_that_share_the_images_add_their_gradients() -> None:
-    assert branch_s(branches(3.0, 1.0), 1, num_devices=3).step_s == pytest.approx(1.5 + 2.0 + 1.5)
+def test_pairs_of_branches_add_their_gradients() -> None:
     slow = links(0.0, 2**30)
-    crossing_s, summed_s = 2 * 1.0, 2 * (1 / 2) * 2.0  # a ring over two: half of 2 GiB twice
-    assert branch_s(branches(3.0, 1.0), 1, slow, num_devices=3).step_s == pytest.approx(
-        5.0 + crossing_s + summed_s
-    )
+    crossing_s, summed_s = 2 * 1.0, 2.0  # a ring over two: half of 2 GiB twice
+    found = predict("branch", branches(3.0, 1.0), slow, num_devices=4, batch_size=0.5)
+    assert found.step_s == pytest.approx(8.0 + crossing_s + summed_s)
+    with pytest.raises(OptionError, match="devices in pairs, so num_devices must be even, found 3"):
+        branch_s(branches(3.0, 1.0), 1, num_devices=3)
 
 
 def test_what_a_step_costs_is_measured_part_by_part() -> None:
     trainer = trainer_of(build(**DEEP))
     batches = [make_batch(SIZES[:4], seed=1), make_batch(SIZES, seed=2)]
-    costs = costs_from([probe_parts(trainer, batches)])
-    assert len(costs.image_layers) == 3
-    assert sum(costs.image_layers) == pytest.approx(1)
+    costs = probe_costs(trainer, batches)
+    assert costs.num_image_layers == 3
+    assert costs.forward.keys() == costs.backward.keys() == set(PARTS)
     assert costs.step_s(4) > 0
     learning = [weight for weight in trainer.model.parameters() if weight.requires_grad]
-    assert costs.gradient_bytes == sum(weight.nbytes for weight in learning)
-    alone = costs_from([probe_parts(trainer_of(build(), ["contrastive"]), batches)])
+    assert sum(costs.gradient_bytes.values()) == sum(weight.nbytes for weight in learning)
+    alone = probe_costs(trainer_of(build(), ["contrastive"]), batches)
     assert alone.image_output_bytes == 16 * 4  # embeddings alone are sent for a contrastive loss
     assert costs.image_output_bytes > alone.image_output_bytes
-    assert costs_from([probe_parts(trainer_of(build(image="resnet18")), batches)]).image_layers == ()
+    assert probe_costs(trainer_of(build(image="resnet18")), batches).num_image_layers == 0
 
 
 def test_nothing_hides_without_overlap_and_only_the_last_bucket_shows_with_it() -> None:
     network = links(0.0, 5e9)
-    whole_s = network.seconds("all_reduce", WORK.gradient_bytes, 2)
-    assert step_s("ddp", network, overlap=0.0) == pytest.approx(WORK.step_s(8) + whole_s)
-    hidden = step_s("ddp", network, overlap=1.0)
-    last_s = network.seconds("all_reduce", 25 * 2**20, 2)
+    whole_s = exchange_s(network, "all_reduce", ALL_BYTES)
+    assert step_s("ddp", network, hides=False) == pytest.approx(WORK.step_s(8) + whole_s)
+    hidden = step_s("ddp", network, hides=True)
+    last_s = exchange_s(network, "all_reduce", 25 * 2**20)
     assert WORK.step_s(8) < hidden <= WORK.step_s(8) + last_s + 1e-9
 
 
@@ -161,7 +156,7 @@ def test_shards_send_half_as_much_again_as_whole_gradients() -> None:
         name: predict(name, WORK, FREE, num_devices=4, batch_size=8).sent_bytes
         for name in ("reduce", "ddp", "fsdp")
     }
-    assert sent["reduce"] == sent["ddp"] == pytest.approx(1.5 * WORK.gradient_bytes)
+    assert sent["reduce"] == sent["ddp"] == pytest.approx(1.5 * ALL_BYTES)
     assert sent["fsdp"] == pytest.approx(1.5 * sent["ddp"])
 
 
@@ -170,13 +165,13 @@ def test_shards_send_half_as_much_again_as_whole_gradients() -> None:
     num_devices=st.sampled_from(DEVICES),
     slow=st.floats(1e6, 1e11),
     factor=st.floats(1.0, 1e3),
-    overlap=st.floats(0.0, 1.0),
+    hides=st.booleans(),
 )
 def test_faster_links_never_hurt_and_no_link_beats_the_computation(
-    strategy: str, num_devices: int, slow: float, factor: float, overlap: float
+    strategy: str, num_devices: int, slow: float, factor: float, hides: bool
 ) -> None:
     times = [
-        step_s(strategy, links(1e-4, bandwidth), num_devices, overlap=overlap)
+        step_s(strategy, links(1e-4, bandwidth), num_devices, hides=hides)
         for bandwidth in (slow, slow * factor)
     ]
     assert times[1] <= times[0] * (1 + 1e-9)
@@ -191,34 +186,17 @@ def test_reducing_behind_the_backward_pass_is_never_later_with_free_starts(
     assert step_s("ddp", network, num_devices) <= step_s("reduce", network, num_devices) * (1 + 1e-9)
 
 
-def test_winners_cover_every_bandwidth_and_win_where_they_say() -> None:
-    found = winners(WORK, links(1e-4, 1e9), STRATEGIES, num_devices=8, batch_size=8)
-    assert found[0]["strategy"] == "single"  # nothing pays where messages take for ever
-    assert [part["from"] for part in found[1:]] == [part["to"] for part in found[:-1]]
-    assert len(found) > 1
-    for part in found:
-        network = links(1e-4, 1e9).with_bandwidth((part["from"] * part["to"]) ** 0.5)
-        rates = {
-            name: predict(
-                name,
-                WORK,
-                network,
-                num_devices=1 if name == "single" else 8,
-                batch_size=64 if name == "single" else 8,
-            ).samples_per_s
-            for name in STRATEGIES
-        }
-        assert max(rates, key=rates.__getitem__) == part["strategy"]
-
-
-def test_the_table_starts_at_one_device_and_no_strategy_beats_linear_but_by_sharing_the_update() -> None:
-    rows = scaling_rows(replace(WORK, optimizer_s=0.0), FREE, STRATEGIES, batch_size=8)
-    assert {row["strategy"] for row in rows} == set(STRATEGIES)
-    for row in rows:
-        if row["num_devices"] == 1:
-            assert row["efficiency"] == pytest.approx(1)
+def test_no_strategy_beats_linear_but_by_sharing_the_update() -> None:
+    work = replace(WORK, optimizer_s=0.0)
+    alone = predict("single", work, FREE, num_devices=1, batch_size=8).samples_per_s
+    for strategy in STRATEGIES:
+        assert predict(strategy, work, FREE, num_devices=1, batch_size=8).samples_per_s == pytest.approx(
+            alone
+        )
         # a pair of branches takes both devices' samples at once, and so half as many fixed costs
-        assert row["strategy"] == "branch" or row["efficiency"] <= 1 + 1e-9
+        for count in DEVICES if strategy != "branch" else ():
+            found = predict(strategy, work, FREE, num_devices=count, batch_size=8)
+            assert found.samples_per_s <= found.num_devices * alone * (1 + 1e-9)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -230,4 +208,4 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_a_ring_of_one_sends_nothing() -> None:
     assert ring("all_reduce", 1e6, 1) == (0, 0)
-    assert links(1e-3, 1e9).seconds("all_gather", 1e6, 1) == 0
+    assert exchange_s(links(1e-3, 1e9), "all_gather", 1e6, 1) == 0

@@ -9,31 +9,13 @@ from pathlib import Path
 import pytest
 
 from mmlab.runs.events import read_events
-from tests.configs import TINY_MODEL
-
-CONFIG = (
-    """
-name = "small"
-[data]
-path = "{scenes}"
-image = "aspect:32"
-num_workers = 0
-"""
-    + TINY_MODEL
-    + """[scheduler]
-name = "budget"
-budget = 400
-[trainer]
-num_epochs = 1
-device = "cpu"
-"""
-)
+from tests.configs import BUDGET_RUN
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "branch"])
 def test_two_ranks_train_and_save(strategy: str, scenes: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text(CONFIG.format(scenes=scenes))
+    config.write_text(f"name = 'small'\n{BUDGET_RUN}num_epochs = 1\n".format(scenes=scenes))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "mmlab", "train", str(config), "--runs", str(tmp_path)]
     command += ["--set", f"parallel.strategy={strategy}"]

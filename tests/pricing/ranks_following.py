@@ -64,7 +64,7 @@ def follow(data: str) -> None:
     )
     probe = PlannedLoader(dataset, make_scheduler("random", batch_size=8), num_workers=0)
     batch = next(iter(probe))
-    peak_bytes = ranks.largest(trainer.train_step([batch])["peak_bytes"], CPU)
+    peak_bytes = ranks.largest(trainer.train_step([batch])["peak_bytes"])
     shape = batch.shape
     a_token = 0.8 * peak_bytes / (shape.batch_size * (shape.num_tokens + shape.height * shape.width // 256))
     cost = MaxPolynomial([[a_token, a_token]], [(1, 1, 0), (1, 0, 1)], unit="bytes")
@@ -72,7 +72,7 @@ def follow(data: str) -> None:
         planner=make_scheduler("memory", cost=cost, budget=peak_bytes, world_size=2),
         rank=ranks.rank,
         emit=events.append,
-        agree=lambda number: ranks.largest(number, CPU),
+        agree=ranks.largest,
         free_ram=lambda: 0.5,
     )
     trainer.memory = cost
