@@ -25,6 +25,8 @@ from mmlab.errors import OptionError, unknown_name
 from mmlab.model.packing import Segments, attend
 from mmlab.types import PATCH
 
+Keys = Tensor | tuple[Segments, Segments]  # (B, 1, 1, P) True where attended to, or the segments of a stream
+
 
 class ImageEncoder(nn.Module, ABC):
     """What every image encoder offers; it has `dim` as well, the width of its features."""
@@ -71,28 +73,24 @@ class ViT(ImageEncoder):
         """See `ImageEncoder`; the last level is normalised."""
         features, mask = self._embedded(pixels, pixel_mask)
         segments = Segments(mask) if self.packed else None
-        keys: Tensor | tuple[Segments, Segments]
+        keys: Keys = _attended(mask)
         if segments is not None:
             features, keys = segments.pack(features), (segments, segments)
-        else:
-            keys = _attended(mask)
-        kept = []
-        *lower, _ = depths(len(self.blocks), num_levels)
-        for number, block in enumerate(self.blocks, start=1):
-            features = block(features, keys)
-            if number in lower:
-                kept.append(features)
-        kept.append(self.norm(features))
-        return kept if segments is None else [segments.unpack(level) for level in kept], mask
+        levels = []
+        for start, stop in pairwise([0, *depths(len(self.blocks), num_levels)]):
+            features = self._through(features, keys, start, stop)
+            levels.append(features)
+        levels[-1] = self.norm(features)
+        return levels if segments is None else [segments.unpack(level) for level in levels], mask
 
     def begin(self, pixels: Tensor, pixel_mask: Tensor, *, num_blocks: int) -> tuple[Tensor, Tensor]:
         """The first `num_blocks` blocks of `forward`: features (B, P, D) and mask (B, P), not packed."""
         features, mask = self._embedded(pixels, pixel_mask)
-        return self._through(features, mask, 0, num_blocks), mask
+        return self._through(features, _attended(mask), 0, num_blocks), mask
 
     def finish(self, features: Tensor, mask: Tensor, *, num_blocks: int) -> Tensor:
         """The rest of `forward` after the first `num_blocks` blocks, (B, P, D)."""
-        return self.norm(self._through(features, mask, num_blocks, len(self.blocks)))
+        return self.norm(self._through(features, _attended(mask), num_blocks, len(self.blocks)))
 
     def _embedded(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         pixels, pixel_mask = fill_grid(pixels, pixel_mask)
@@ -102,8 +100,7 @@ class ViT(ImageEncoder):
         features = self.embed_norm(rearrange(grid, "b d h w -> b (h w) d")) + positions.to(grid.dtype)
         return features, mask
 
-    def _through(self, features: Tensor, mask: Tensor, start: int, stop: int) -> Tensor:
-        keys = _attended(mask)
+    def _through(self, features: Tensor, keys: Keys, start: int, stop: int) -> Tensor:
         for block in islice(self.blocks, start, stop):
             features = block(features, keys)
         return features
@@ -155,7 +152,7 @@ class SelfAttention(nn.Module):
         self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, features: Tensor, keys: Tensor | tuple[Segments, Segments]) -> Tensor:
+    def forward(self, features: Tensor, keys: Keys) -> Tensor:
         """(B, P, D), attending where `keys` (B, 1, 1, P) is True, or inside the segments of a stream."""
         query, key, value = rearrange(
             self.query_key_value(self.norm(features)),

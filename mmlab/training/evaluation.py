@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from mmlab.errors import RunError
 from mmlab.model.fusion_model import FusionOutput
@@ -23,6 +22,7 @@ from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
 from mmlab.training.precision import Precision
 from mmlab.training.retrieval import Embeddings, candidate_losses, joined, of_pairs, recalls
+from mmlab.training.split import Leaves
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
 
@@ -60,44 +60,37 @@ def evaluate(
     strategy = strategy or Strategy()
     masked = [goal for goal in (objectives or {}).values() if isinstance(goal, MaskedLanguage)]
     each = objectives or {} if by_objective and not isinstance(model, LossModel) else {}
-    own = _Share()
 
-    def measure_own() -> _Share:
+    def measure_own() -> list[_Found]:
+        own: list[_Found] = []
         for number, held_out, is_extra in _own_batches(loader, strategy):
             measure = partial(_measure, model, precision, device, masked, each, number)
-            run = partial(_through, strategy, measure)
-            found = _in_parts(run, held_out, model, device, on_failure)
-            if not is_extra:
-                own.add(held_out, found)
-        return own.on_host() if strategy.world_size > 1 else own
+            parts = _in_parts(measure, held_out, model, device, on_failure, strategy)
+            own += [] if is_extra else parts
+        return [part.on_host() for part in own] if strategy.world_size > 1 else own
 
-    shares = strategy.gather_objects(measure_own, "evaluate")
+    found = [part for own in strategy.gather_objects(measure_own, "evaluate") for part in own]
 
     def figures() -> dict[str, Any]:
-        parts = [part for share in shares for part in share.embeddings]
+        parts = [part.pairs for part in found if part.pairs is not None]
         if not parts:
             return {}
         embeddings = joined(parts)
-        losses = candidate_losses(embeddings, shares[0].logit_scale, num_candidates=num_candidates)
+        losses = candidate_losses(embeddings, found[0].logit_scale, num_candidates=num_candidates)
         return {**recalls(embeddings), **losses, **describe_alignment(embeddings)}
 
-    measured: dict[str, Any] = {"num_samples": sum(share.num_samples for share in shares)}
+    measured: dict[str, Any] = {"num_samples": sum(part.num_samples for part in found)}
     measured |= strategy.run_on_main(figures, "evaluate")
     if isinstance(model, LossModel):
         measured["loss"] = math.nan
     sums: dict[str, list[float]] = {}
-    for share in shares:
-        for name, (value, count) in share.sums.items():
-            total = sums.setdefault(name, [0.0, 0.0])
-            total[0], total[1] = total[0] + value, total[1] + count
+    for name, value, count in (loss for part in found for loss in part.losses):
+        total = sums.setdefault(name, [0.0, 0.0])
+        total[0], total[1] = total[0] + value, total[1] + count
     means = {name: value / count for name, (value, count) in sums.items() if count}
     if each:
         measured["by_objective"] = {name: means.pop(_EACH + name) for name in each if _EACH + name in means}
     return measured | means
-
-
-def _through(strategy: Strategy, measure: Callable[[Batch], _Found], batch: Batch) -> _Found:
-    return strategy.evaluate(partial(measure, batch))
 
 
 def _own_batches(loader: Iterable[Batch], strategy: Strategy) -> Iterator[tuple[int, Batch, bool]]:
@@ -112,43 +105,23 @@ def _own_batches(loader: Iterable[Batch], strategy: Strategy) -> Iterator[tuple[
         first += len(group)
 
 
-@dataclass(slots=True)
-class _Share:
-    """What a rank found in its share of the batches."""
-
-    num_samples: int = 0
-    embeddings: list[Embeddings] = field(default_factory=list)
-    logit_scale: torch.Tensor = field(default_factory=lambda: torch.ones(()))
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # of a loss, and their counts
-
-    def add(self, batch: Batch, found: Sequence[_Found]) -> None:
-        """Take in a batch, measured in parts."""
-        self.num_samples += len(batch)
-        for part in found:
-            self.embeddings += part.embeddings
-            self.logit_scale = part.logit_scale
-            for name, value, count in part.losses:
-                total = self.sums.get(name, (0.0, 0.0))
-                self.sums[name] = (total[0] + value, total[1] + count)
-
-    def on_host(self) -> _Share:
-        """The same in the host's memory, to be sent."""
-        embeddings = [
-            Embeddings(part.image.cpu(), part.text.cpu(), part.groups.cpu(), part.record_ids)
-            for part in self.embeddings
-        ]
-        return _Share(self.num_samples, embeddings, self.logit_scale.cpu(), self.sums)
-
-
 _EACH = "objective "  # before the name of an objective whose mean is wanted
 
 
 class _Found(NamedTuple):
-    """What a batch adds to the figures."""
+    """What a batch, or a part of one, adds to the figures."""
 
-    embeddings: list[Any]  # of its pairs, where the model gives them
+    num_samples: int
+    pairs: Embeddings | None  # where the model gives them
     logit_scale: torch.Tensor
     losses: list[tuple[str, float, int]]  # name, sum and count
+
+    def on_host(self) -> _Found:
+        """The same in the host's memory, to be sent."""
+        pairs = self.pairs
+        if pairs is not None:
+            pairs = Embeddings(pairs.image.cpu(), pairs.text.cpu(), pairs.groups.cpu(), pairs.record_ids)
+        return self._replace(pairs=pairs, logit_scale=self.logit_scale.cpu())
 
 
 def _measure(
@@ -166,9 +139,10 @@ def _measure(
     if isinstance(model, LossModel):
         num_terms = int(model.num_terms(batch.host))
         has_pairs = getattr(output, "text_embeds", None) is not None
-        pairs = [of_pairs(batch, output.image_embeds, output.text_embeds)] if has_pairs else []
-        return _Found(pairs, torch.ones(()), [("loss", float(output.loss) * num_terms, num_terms)])
-    losses: list[tuple[str, float, int]] = []
+        pairs = of_pairs(batch, output.image_embeds, output.text_embeds) if has_pairs else None
+        losses = [("loss", float(output.loss) * num_terms, num_terms)]
+        return _Found(len(batch), pairs, torch.ones(()), losses)
+    losses = []
     with precision.autocast(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for goal in masked:
             losses += _masked_losses(goal, output, batch, seed=seed)
@@ -176,8 +150,8 @@ def _measure(
             torch.manual_seed(seed)
             alike = replace(batch, weights=None)
             losses.append((_EACH + name, float(objective(output, alike)), objective.count(alike)))
-    pairs = [of_pairs(batch, output.image_embedding, output.text_embedding)]
-    return _Found(pairs, output.logit_scale, losses)
+    pairs = of_pairs(batch, output.image_embedding, output.text_embedding)
+    return _Found(len(batch), pairs, output.logit_scale, losses)
 
 
 def _in_parts(
@@ -186,10 +160,11 @@ def _in_parts(
     model: nn.Module,
     device: torch.device,
     on_failure: Callable[[str], object],
+    strategy: Strategy,
 ) -> list[_Found]:
     """What is found in a batch, or in its halves where it does not fit into memory."""
     found: list[_Found] = []
-    failure = out_of_memory_in(lambda: found.append(measure(batch)))
+    failure = out_of_memory_in(lambda: found.append(strategy.evaluate(partial(measure, batch))))
     if failure is None:
         return found
     release_memory(device)
@@ -201,9 +176,10 @@ def _in_parts(
             f"the held-out batch of {size} from {batch.record_ids[0]!r} does not fit into memory ({failure}), and "
             f"{why}: it cannot be cut; evaluate smaller batches or samples, or use 16-bit precision"
         )
-    halves = (slice(0, size // 2), slice(size // 2, size))
     return [
-        part for rows in halves for part in _in_parts(measure, batch.part(rows), model, device, on_failure)
+        part
+        for rows in (slice(0, size // 2), slice(size // 2, size))
+        for part in _in_parts(measure, batch.part(rows), model, device, on_failure, strategy)
     ]
 
 
@@ -241,14 +217,7 @@ def offending(
         for row in range(len(batch)):
             sample = batch.part(slice(row, row + 1)).to(device)
             with precision.autocast():
-                output = model(sample)
-            tensors = [value for value in _values(output) if isinstance(value, torch.Tensor)]
+                tensors = Leaves.of(model(sample)).tensors
             if not all(tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()):
                 ids += sample.record_ids
     return ids
-
-
-def _values(output: Any) -> Iterable[Any]:
-    if is_dataclass(output) and not isinstance(output, Mapping):
-        return [getattr(output, item.name) for item in fields(output)]
-    return tree_leaves(output)

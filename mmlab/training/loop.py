@@ -1,9 +1,9 @@
 """The training loop: windows, forward, losses, backward, clip, step, schedule and evaluation.
 
 `FusionTrainer.fit` reads windows of micro-batches and calls `train_step`, which leaves the window's gradient in the
-weights, clips it and updates them. Forward, losses and backward of a micro-batch are in `gradient`. What wraps them
-stands elsewhere: `split` runs a window again in parts where memory ran out, `strategy` shares it with other devices,
-`step_meter` measures, and `setup` makes the parts and saves them.
+weights, clips it and updates them; `micro_step` below it is forward, losses and backward of one micro-batch. What wraps
+them stands elsewhere: `split` goes through a window, and again in parts where memory ran out, `strategy` shares it with
+other devices, `step_meter` measures, and `setup` makes the parts and saves them.
 
 The gradient of a step is that of the window's samples taken together: each objective's sum is divided by its count over
 the whole window, also in the last, shorter one. (A contrastive loss still finds its negatives inside each micro-batch,
@@ -22,9 +22,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from mmlab.errors import DataError, OptionError
+from mmlab.training.losses.base import LossTerms
+from mmlab.training.losses.names import refuse_bare
 from mmlab.training.randomness import RandomStream
 from mmlab.training.setup import TrainerSetup
 from mmlab.training.split import Window
@@ -132,8 +136,10 @@ class FusionTrainer(TrainerSetup):
         self.meter.begin()
         lr, num_failures = self._begin_step(), self.num_out_of_memory
         weights, norms = self.weighting.weights(), None
-        with self._random, self.meter.live or nullcontext(), self.precision.arithmetic():
-            window = self._window(batches, weights)  # counts what there is to learn, before any forward pass
+        with self.random, self.meter.live or nullcontext(), self.precision.arithmetic():
+            window = Window(self, batches, weights)  # counts what there is to learn, before any forward pass
+            if self.meter.live is not None:
+                self.meter.live.add(*(tensor for batch in window.learnable for tensor in batch.tensors()))
             if self.weighting.wants_grad_norms(self.step + 1):
                 norms = self._norms_by_objective(window)
             means = self._gradient(window)
@@ -160,6 +166,36 @@ class FusionTrainer(TrainerSetup):
             "num_out_of_memory": self.num_out_of_memory - num_failures,
             **self.strategy.step_values(batches),
         }
+
+    def micro_step(self, batch: Batch, number: int, terms: LossTerms) -> None:
+        """Add the gradient of one micro-batch to that of the weights.
+
+        Args:
+            number: of the micro-batch in its window, from 1.
+            terms: takes the losses; its counts are those of the whole window, so that a sum divided by them is the
+                micro-batch's share of the window's mean.
+        """
+        batch = batch.to(self.device)
+        self.backward(self.strategy.forward(lambda: self.loss(self.forward(batch), batch, number, terms)))
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's output."""
+        self.phase = "forward"
+        with self.precision.autocast():
+            output = self._call(batch)
+        refuse_bare(output, self.model, self.objectives)
+        return output
+
+    def loss(self, output: Any, batch: Batch, number: int, terms: LossTerms) -> Tensor:
+        """The micro-batch's share of the window's loss."""
+        self.seed(number)
+        with self.precision.autocast():
+            return terms.add({name: goal(output, batch) for name, goal in self.goals.items()})
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradient to that of the weights."""
+        self.phase = "backward"
+        self.precision.backward(loss)
 
     def _begin_step(self) -> float:
         """Put the model into training mode and set the learning rate, which is returned."""
@@ -229,7 +265,7 @@ class FusionTrainer(TrainerSetup):
     def _evaluate_in_fit(self, loader: Iterable[Batch]) -> StepValues:
         """Evaluate, emit the event, and let the weights follow held-out losses."""
         with RandomStream([self.device]):
-            measured = self._measure(loader, by_objective=self.options.weighting_on == "held_out")
+            measured = self.evaluate(loader, by_objective=self.options.weighting_on == "held_out")
         if means := measured.pop("by_objective", {}):
             self.weighting.update(self.step, means)
         self._emit_event("eval", measured)

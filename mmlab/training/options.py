@@ -106,17 +106,13 @@ class TrainOptions:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        by_part = isinstance(self.max_grad_norm, Mapping)
-        limits = (
-            dict(self.max_grad_norm) if isinstance(self.max_grad_norm, Mapping) else {"": self.max_grad_norm}
-        )
-        for part, limit in limits.items():
-            if by_part and part not in PARTS:
+        limits = self.max_grad_norm
+        by_part = limits if isinstance(limits, Mapping) else dict.fromkeys(PARTS, limits)
+        for part, limit in by_part.items():
+            if part not in PARTS:
                 raise unknown_name("part of the model", part, PARTS)
             if not limit > 0:
-                raise OptionError(
-                    f"max_grad_norm must be above 0 (infinity does not clip), found {self.max_grad_norm}"
-                )
+                raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {limits}")
 
 
 def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> TrainOptions:

@@ -23,7 +23,6 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.evaluation import evaluate, offending
-from mmlab.training.gradient import GradientAccumulator
 from mmlab.training.losses.all_ranks import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives
@@ -32,7 +31,7 @@ from mmlab.training.out_of_memory import Result, retried
 from mmlab.training.precision import Precision, StepResult
 from mmlab.training.randomness import RandomStream
 from mmlab.training.schedule import warmup_cosine
-from mmlab.training.split import Window, WindowRunner, dummy_batch
+from mmlab.training.split import Window, running_statistics
 from mmlab.training.step_meter import StepMeter, StepValues, key_of
 from mmlab.training.strategy import Strategy, alone
 from mmlab.training.weighting import Weighting, make_weighting
@@ -75,7 +74,8 @@ class TrainerSetup:
         self._make_model(model, objectives if isinstance(objectives, Mapping) else self.options.objectives)
         self.weighting = self._make_weighting(weighting)
         self._make_optimizer()
-        self._make_runner()
+        self.random = RandomStream([self.device])
+        self._order = RandomStream([self.device])  # of loaders that draw their order from torch's generator
         self.meter = StepMeter(
             self.device, memory=memory, live=live, packed=getattr(self.model, "is_packed", False)
         )
@@ -86,7 +86,7 @@ class TrainerSetup:
                 )
             live.add(self.model, self.optimizer)
         self.step = self.epoch = self.epoch_batches = self.num_samples = self.last_epoch = 0
-        self.num_out_of_memory = 0
+        self.num_out_of_memory, self.phase = 0, "forward"
         self.total_steps, self.schedule = self.options.total_steps, None
         self.saved_on = self.strategy.num_shares
         self._resumed_on_others = False
@@ -107,20 +107,22 @@ class TrainerSetup:
             model.to(memory_format=torch.channels_last)
         self.objectives = parse_objectives(model, asked)
         shared = {name: over_all_ranks(goal, self.device) for name, goal in self.objectives.items()}
-        self._goals = shared if self.strategy.num_shares > 1 else self.objectives
-        self._gathers = any(isinstance(goal, AllRanksContrastive) for goal in self._goals.values())
+        self.goals = shared if self.strategy.num_shares > 1 else self.objectives
+        self.gathers = any(isinstance(goal, AllRanksContrastive) for goal in self.goals.values())
         splits = options.on_out_of_memory
-        if splits == "split" and self._gathers:
+        if splits == "split" and self.gathers:
             raise OptionError(
                 "negatives from all ranks: the ranks exchange embeddings in every micro-batch, so that one alone cannot "
                 "run it again in parts; use on_out_of_memory='auto', and plan smaller batches"
             )
-        can_split = self.strategy.can_split and not self._gathers
-        self._splits = splits == "split" or (splits == "auto" and can_split)
-        self.strategy.check(scales=self.precision.scales, splits=self._splits, compiles=bool(options.compile))
+        can_split = self.strategy.can_split and not self.gathers
+        self.splits = splits == "split" or (splits == "auto" and can_split)
+        self.strategy.check(scales=self.precision.scales, splits=self.splits, compiles=bool(options.compile))
         self.model = self.strategy.prepare(
             model, device=self.device, objectives=self.objectives, precision=self.precision
         )
+        self.statistics = running_statistics(self.model)
+        self._call = self._compiled() if options.compile else self.model
 
     def _make_weighting(self, asked: str | Weighting | None) -> Weighting:
         if isinstance(asked, Weighting):
@@ -145,58 +147,12 @@ class TrainerSetup:
             self.strategy.optimizer_groups(groups), lr=options.lr, fused=self.device.type in ("cpu", "cuda")
         )
 
-    def _make_runner(self) -> None:
-        self._random = RandomStream([self.device])
-        self._order = RandomStream([self.device])  # of loaders that draw their order from torch's generator
-        accumulator = GradientAccumulator(
-            self._compiled() if self.options.compile else self.model,
-            self._goals,
-            self.precision,
-            self.device,
-            seed=lambda draw: self._random.seed(self._stream(self.step, draw)),
-            strategy=self.strategy,
-        )
-        self._runner = WindowRunner(
-            model=self.model,
-            accumulator=accumulator,
-            random=self._random,
-            splits=self._splits,
-            on_failure=self._ran_out,
-        )
-
     def _compiled(self) -> Compiled:
         def warn(message: str) -> None:
             self._emit_event("warning", {"message": message, "source": "compile"})
 
         name = "inductor" if self.options.compile is True else str(self.options.compile)
         return Compiled(self.model, self.device, backend=name, on_limit=warn)
-
-    def _window(self, batches: Sequence[Batch], weights: Mapping[str, float]) -> Window:
-        """The window, with the counts of what there is to learn from."""
-        length, dummy = len(batches), None
-        if self._gathers:  # all ranks count and gather equally often
-            length = int(self.strategy.largest(length))
-        if self._gathers or self.strategy.requires_equal_steps:
-            dummy = dummy_batch(batches[0])
-        places: list[Batch | None] = [*batches, *[None] * (length - len(batches))]
-        counted = [batch or dummy for batch in places]
-        counts = [
-            {name: goal.count(batch) for name, goal in self._goals.items()} for batch in counted if batch
-        ]
-        if not self._gathers:
-            places = [batch for batch, count in zip(batches, counts, strict=True) if any(count.values())]
-        if self.meter.live is not None:
-            self.meter.live.add(*(tensor for batch in places if batch for tensor in batch.tensors()))
-        return Window(
-            self._runner,
-            places,
-            {name: sum(count[name] for count in counts[: len(batches)]) for name in self._goals},
-            weights,
-            step=self.step,
-            predicted_bytes=self.meter.predicted_bytes(batches),
-            gathers=self._gathers,
-            dummy=dummy,
-        )
 
     def _not_finite(self, window: Window, means: Mapping[str, float], result: StepResult) -> None:
         """Name the samples at fault, and raise or go on, as asked."""
@@ -215,12 +171,17 @@ class TrainerSetup:
         self._emit_event("warning", {"message": message, "source": "trainer"})
 
     def _retry(self, work: Callable[[], Result]) -> Result:
-        return retried(work, self.device, lambda failure: self._ran_out("step", failure, 1))
+        return retried(work, self.device, lambda failure: self.ran_out("step", failure, 1))
 
-    def _ran_out(self, phase: str, failure: str, num_parts: int) -> None:
+    def ran_out(self, phase: str, failure: str, num_parts: int) -> None:
+        """Note that memory ran out; the work is done again in so many parts."""
         self.num_out_of_memory += 1
         values = {"phase": phase, "operation": failure, "num_parts": num_parts}
         self._emit_event("out_of_memory", values)
+
+    def seed(self, draw: int) -> None:
+        """Seed what a step draws: 0 before its window, a micro-batch's number, from 1, before its objectives."""
+        self.random.seed(self._stream(self.step, draw))
 
     def _stream(self, moment: int, draw: int = 0) -> str:
         """Name of the random stream of a draw in a step (from 0), or of an epoch's order (below 0)."""
@@ -265,7 +226,9 @@ class TrainerSetup:
             getattr(loader, "whole_epoch", num_batches) / each
         )
 
-    def evaluate(self, loader: Iterable[Batch], *, num_candidates: int = 32) -> StepValues:
+    def evaluate(
+        self, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
+    ) -> StepValues:
         """Measure on held-out samples, whose batches the ranks share; collective.
 
         How samples are batched matters only to a `LossModel` whose loss compares them. The model stays in evaluation
@@ -273,6 +236,7 @@ class TrainerSetup:
 
         Args:
             num_candidates: size of the candidate sets behind `loss`.
+            by_objective: also the mean of each objective, as training computes it, in the batches as they come.
 
         Returns:
             The values of an `eval` event: `loss`, the contrastive loss of each pair among a fixed number of
@@ -282,11 +246,6 @@ class TrainerSetup:
         Raises:
             DataError: retrieval without a single pair.
         """
-        return self._measure(loader, num_candidates=num_candidates)
-
-    def _measure(
-        self, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
-    ) -> StepValues:
         started = self.meter.clock()
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
@@ -298,7 +257,7 @@ class TrainerSetup:
             num_candidates=num_candidates,
             objectives=self.objectives,
             by_objective=by_objective,
-            on_failure=lambda failure: self._ran_out("evaluation", failure, 2),
+            on_failure=lambda failure: self.ran_out("evaluation", failure, 2),
             strategy=self.strategy,
         )
         means = measured.get("by_objective", {})

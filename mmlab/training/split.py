@@ -14,85 +14,67 @@ a copy of the running statistics, where there are any; with parts, a second forw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 from mmlab.errors import RunError
-from mmlab.training.gradient import GradientAccumulator
 from mmlab.training.losses.base import LossTerms
-from mmlab.training.losses.names import OwnLoss
+from mmlab.training.losses.names import OWN
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
-from mmlab.training.randomness import RandomStream
 from mmlab.types import Batch
 
-
-@dataclass(slots=True, kw_only=True)
-class WindowRunner:
-    """What the windows of a run have in common.
-
-    Args:
-        splits: run a window again in parts where memory runs out; else the error is raised.
-        on_failure: called with phase, the error's first line and the number of parts, each time memory ran out.
-    """
-
-    model: nn.Module
-    accumulator: GradientAccumulator
-    random: RandomStream
-    splits: bool
-    on_failure: Callable[[str, str, int], None]
-    statistics: list[Tensor] = field(init=False)  # the model's running statistics
-
-    def __post_init__(self) -> None:
-        self.statistics = [
-            buffer
-            for module in self.model.modules()
-            if getattr(module, "track_running_stats", False)
-            for buffer in module.buffers(recurse=False)
-        ]
-
-    def put_back(self, statistics: Sequence[Tensor]) -> None:
-        """Set the running statistics."""
-        for buffer, before in zip(self.statistics, statistics, strict=True):
-            buffer.copy_(before)
+if TYPE_CHECKING:
+    from mmlab.training.loop import FusionTrainer
 
 
 class Window:
-    """The micro-batches of one optimizer step.
+    """The micro-batches of one optimizer step, and how many terms each objective has in them.
+
+    Making one is a collective where objectives gather embeddings from all ranks.
 
     Args:
-        batches: on any device; those with nothing to learn from are left out already.
-        counts: by objective, what this rank's batches count.
+        trainer: whose model, objectives and random draws these are.
+        batches: on any device; those with nothing to learn from (every count zero) are left out.
         weights: by objective, the factor of its mean.
-        step: number of the optimizer step.
-        predicted_bytes: peak memory of the largest micro-batch; None where nothing predicts it.
-        gathers: an objective exchanges embeddings with other ranks.
-        dummy: run in the place of a micro-batch that other ranks have and this one has not.
 
     Attributes:
+        batches: None in the place of a micro-batch that other ranks have and this one has not.
+        dummy: run in its place.
+        counts: by objective, over this rank's batches.
+        predicted_bytes: peak memory of the largest micro-batch; None where nothing predicts it.
         num_parts: into which each micro-batch is cut.
     """
 
     def __init__(
-        self,
-        runner: WindowRunner,
-        batches: Sequence[Batch | None],
-        counts: Mapping[str, int],
-        weights: Mapping[str, float] | None = None,
-        *,
-        step: int = 0,
-        predicted_bytes: float | None = None,
-        gathers: bool = False,
-        dummy: Batch | None = None,
+        self, trainer: FusionTrainer, batches: Sequence[Batch], weights: Mapping[str, float]
     ) -> None:
-        self.runner, self.batches, self.counts, self.weights = runner, [*batches], dict(counts), weights
-        self.step, self.predicted_bytes, self.gathers, self._dummy = step, predicted_bytes, gathers, dummy
+        self.trainer, self.weights, self.step, self.gathers = trainer, weights, trainer.step, trainer.gathers
+        self.predicted_bytes = trainer.meter.predicted_bytes(batches)
+        length, self.dummy = len(batches), None
+        if self.gathers:  # all ranks count and gather equally often
+            length = int(trainer.strategy.largest(length))
+        if self.gathers or trainer.strategy.requires_equal_steps:
+            self.dummy = dummy_batch(batches[0])
+        self.batches: list[Batch | None] = [*batches, *[None] * (length - len(batches))]
+        counted = [batch or self.dummy for batch in self.batches]
+        counts = [
+            {name: goal.count(batch) for name, goal in trainer.goals.items()} for batch in counted if batch
+        ]
+        if not self.gathers:
+            self.batches = [
+                batch for batch, count in zip(batches, counts, strict=True) if any(count.values())
+            ]
+        self.counts = {name: sum(count[name] for count in counts[: len(batches)]) for name in trainer.goals}
+        self._begin()
+
+    def _begin(self) -> None:
         self.num_parts = [1] * len(self.batches)
-        self._statistics = [buffer.clone() for buffer in runner.statistics]
+        self._statistics = [buffer.clone() for buffer in self.trainer.statistics]
         self._number = 1  # of the micro-batch in hand
         self._rows = slice(0, 0)  # of the part in hand
 
@@ -103,15 +85,14 @@ class Window:
 
     def weighted(self, weights: Mapping[str, float]) -> Window:
         """The same window with other factors."""
-        other = Window(
-            self.runner, self.batches, self.counts, weights, gathers=self.gathers, dummy=self._dummy
-        )
-        other.step, other.predicted_bytes = self.step, self.predicted_bytes
+        other = copy(self)
+        other.weights, other.batches = weights, [*self.batches]
+        other._begin()
         return other
 
     def seed(self, draw: int) -> None:
         """Seed the random draws of the window (0) or of a micro-batch's objectives (its number, from 1)."""
-        self.runner.accumulator.seed(draw)
+        self.trainer.seed(draw)
 
     def lengthen(self, num_batches: int) -> None:
         """Add dummies until there are so many micro-batches."""
@@ -134,69 +115,77 @@ class Window:
 
     def attempt(self, counts: Mapping[str, float], *, reduce: bool = False) -> LossTerms | None:
         """Run the window once. None where memory ran out: call `reset`; the next attempt is in more parts."""
-        accumulator = self.runner.accumulator
-        terms = LossTerms(counts, self.weights, scale=accumulator.strategy.scale if reduce else 1.0)
-        run = partial(accumulator.run, self.batches, terms, reduce=reduce, micro_step=self._micro_step)
-        if not self.runner.splits:
-            run()
+        terms = LossTerms(counts, self.weights, scale=self.trainer.strategy.scale if reduce else 1.0)
+        if not self.trainer.splits:
+            self._run(terms, reduce)
             return terms
-        failure = out_of_memory_in(run)
+        failure = out_of_memory_in(lambda: self._run(terms, reduce))
         if failure is None:
             return terms
-        release_memory(accumulator.device)
+        release_memory(self.trainer.device)
         self._cut(failure)
         return None
 
     def reset(self) -> None:
         """Drop the gradients and set running statistics back to where the window began."""
-        self.runner.model.zero_grad(set_to_none=True)
-        self.runner.put_back(self._statistics)
+        self.trainer.model.zero_grad(set_to_none=True)
+        self._put_back(self._statistics)
+
+    def _put_back(self, statistics: Sequence[Tensor]) -> None:
+        for buffer, before in zip(self.trainer.statistics, statistics, strict=True):
+            buffer.copy_(before)
+
+    def _run(self, terms: LossTerms, reduce: bool) -> None:
+        self.seed(0)
+        for number, batch in enumerate(self.batches, 1):
+            self._number = number
+            with self.trainer.strategy.sync(last=reduce and number == len(self.batches)):
+                self._micro_step(batch, number, terms)
 
     def _micro_step(self, batch: Batch | None, number: int, terms: LossTerms) -> None:
-        accumulator, self._number = self.runner.accumulator, number
-        num_parts = self.num_parts[number - 1]
+        trainer, num_parts = self.trainer, self.num_parts[number - 1]
         if batch is None:
-            if self._dummy is not None:
-                accumulator.micro_step(self._dummy, number, LossTerms(terms.counts, scale=0.0))
+            if self.dummy is not None:
+                trainer.micro_step(self.dummy, number, LossTerms(terms.counts, scale=0.0))
                 return
-            loss = accumulator.strategy.forward(lambda: torch.zeros((), device=accumulator.device))
+            loss = trainer.strategy.forward(lambda: torch.zeros((), device=trainer.device))
             if loss.requires_grad:  # it takes part in the reduction of gradients
-                accumulator.backward(loss)
+                trainer.backward(loss)
             return
         parts = [
             slice(n * len(batch) // num_parts, (n + 1) * len(batch) // num_parts) for n in range(num_parts)
         ]
         self._rows = parts[0]
         if num_parts == 1:
-            accumulator.micro_step(batch, number, terms)
-        elif any(isinstance(goal, OwnLoss) for goal in accumulator.objectives.values()):
+            trainer.micro_step(batch, number, terms)
+        elif OWN in trainer.objectives:
             for self._rows in parts:
                 part = batch.part(self._rows)
-                if any(goal.count(part) for goal in accumulator.objectives.values()):
-                    accumulator.micro_step(part, number, terms)  # else its mean would be NaN
+                if trainer.objectives[OWN].count(part):
+                    trainer.micro_step(part, number, terms)  # else its mean would be NaN
         else:
             self._cached_step(batch, parts, number, terms)
 
     def _cached_step(self, batch: Batch, parts: Sequence[slice], number: int, terms: LossTerms) -> None:
         """Run the model on each part and the objectives on all of them: GradCache, see the module."""
-        accumulator, random = self.runner.accumulator, self.runner.random
+        trainer, random = self.trainer, self.trainer.random
         states, outputs = [], []
-        statistics = [buffer.clone() for buffer in self.runner.statistics]
+        statistics = [buffer.clone() for buffer in trainer.statistics]
         for rows in self._each(parts):
             states.append(random.state())
             with torch.no_grad():
-                outputs.append(_Leaves.of(accumulator.forward(batch.part(rows).to(accumulator.device))))
-        self.runner.put_back(statistics)
+                outputs.append(Leaves.of(trainer.forward(batch.part(rows).to(trainer.device))))
+        self._put_back(statistics)
         whole, leaves = _join(outputs)
         del outputs
         self._rows = slice(0, len(batch))
-        accumulator.backward(accumulator.loss(whole, batch.to(accumulator.device), number, terms))
+        trainer.backward(trainer.loss(whole, batch.to(trainer.device), number, terms))
         del whole
         after = random.state()
         for rows, state in zip(self._each(parts), states, strict=True):
             random.restore(state)
-            output = _Leaves.of(accumulator.forward(batch.part(rows).to(accumulator.device)))
-            accumulator.phase = "backward"
+            output = Leaves.of(trainer.forward(batch.part(rows).to(trainer.device)))
+            trainer.phase = "backward"
             graded = [
                 (tensor, leaf.grad[rows] if leaf.dim() else leaf.grad)
                 for tensor, leaf in zip(output.tensors, leaves, strict=True)
@@ -220,7 +209,7 @@ class Window:
         if batch is None:
             raise RunError(f"no memory for a dummy batch while other ranks compute ({failure})")
         num_parts = self.num_parts[self._number - 1] = min(2 * tried, len(batch))
-        self.runner.on_failure(self.runner.accumulator.phase, failure, num_parts)
+        self.trainer.ran_out(self.trainer.phase, failure, num_parts)
         shape = batch.shape
         if tried == len(batch) and self._rows.stop - self._rows.start == 1:
             raise RunError(
@@ -233,14 +222,14 @@ class Window:
                 f"the batch of {len(batch)} samples from {batch.record_ids[0]!r} fits in parts, but not its losses "
                 f"together ({failure}); plan smaller batches"
             )
-        if getattr(self.runner.model, "compares_samples", False):
+        if getattr(self.trainer.model, "compares_samples", False):
             raise RunError(
                 f"a batch of {len(batch)} samples ran out of memory ({failure}), and this model's own loss compares "
                 "the samples of a batch, so that it cannot be computed in parts; plan smaller batches"
             )
 
 
-class _Leaves(NamedTuple):
+class Leaves(NamedTuple):
     """An output taken apart."""
 
     tensors: list[Tensor]
@@ -248,7 +237,7 @@ class _Leaves(NamedTuple):
     rebuild: Callable[[list[Any]], Any]  # the output from other leaves
 
     @classmethod
-    def of(cls, output: Any) -> _Leaves:
+    def of(cls, output: Any) -> Leaves:
         tree = output
         if is_dataclass(output) and not isinstance(output, Mapping):
             tree = {item.name: getattr(output, item.name) for item in fields(output)}
@@ -261,7 +250,7 @@ class _Leaves(NamedTuple):
         return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], leaves, rebuild)
 
 
-def _join(parts: Sequence[_Leaves]) -> tuple[Any, list[Tensor]]:
+def _join(parts: Sequence[Leaves]) -> tuple[Any, list[Tensor]]:
     """One output of all parts, and its tensors, which are leaves of a new graph. A scalar is the first part's."""
     joined: list[Any] = []
     for position, leaf in enumerate(parts[0].leaves):
@@ -283,3 +272,13 @@ def dummy_batch(batch: Batch) -> Batch:
     host = first.host
     nothing = replace(host, height=0 * host.height, attention_mask=torch.zeros_like(host.attention_mask))
     return replace(first, columns=nothing)
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """What batch normalisation counts while it trains, which a second run of the same window must not count again."""
+    return [
+        buffer
+        for module in model.modules()
+        if getattr(module, "track_running_stats", False)
+        for buffer in module.buffers(recurse=False)
+    ]

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from mmlab.errors import OptionError, unknown_name
 
+Numbers = Mapping[str, float]  # by objective
+_STATE = ("shares", "_last_step", "_sums", "_counts", "_first", "_before")
 _LEAST = 1e-8  # below which a loss or a norm counts as this
 
 
@@ -41,7 +44,7 @@ class Weighting:
 
     def __init__(
         self,
-        start: Sequence[str] | Mapping[str, float],
+        start: Sequence[str] | Numbers,
         *,
         interval: int = 50,
         smoothing: float = 0.1,
@@ -77,9 +80,7 @@ class Weighting:
         """Whether `update` at this step needs gradient norms."""
         return self.wants_norms and self._is_due(step)
 
-    def update(
-        self, step: int, means: Mapping[str, float], grad_norms: Mapping[str, float] | None = None
-    ) -> dict[str, float] | None:
+    def update(self, step: int, means: Numbers, grad_norms: Numbers | None = None) -> dict[str, float] | None:
         """Take in the means of a step; the new weights come back where this changed them.
 
         An objective that was not seen, or not finite, since the last update keeps its share.
@@ -117,17 +118,13 @@ class Weighting:
     def _is_due(self, step: int) -> bool:
         return step - self._last_step >= self.interval
 
-    def _scores(
-        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
-    ) -> dict[str, float]:
+    def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         """Numbers above zero that the target shares are proportional to; none for objectives to be left alone."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on alike; plain numbers, fit for JSON."""
-        return {
-            name: dict(value) if isinstance(value, dict) else value for name, value in self._state().items()
-        }
+        return deepcopy({name: getattr(self, name) for name in _STATE})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict` of the same objectives.
@@ -139,15 +136,8 @@ class Weighting:
             raise OptionError(
                 f"the saved weights are of {', '.join(state['shares'])}, these objectives are {', '.join(self.shares)}"
             )
-        for name in self._state():
-            value = state[name]
-            setattr(self, name, dict(value) if isinstance(value, dict) else value)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name)
-            for name in ("shares", "_last_step", "_sums", "_counts", "_first", "_before")
-        }
+        for name in _STATE:
+            setattr(self, name, deepcopy(state[name]))
 
 
 class Uncertainty(Weighting):
@@ -159,9 +149,7 @@ class Uncertainty(Weighting):
     Source: Kendall et al. 2018 (arXiv:1705.07115).
     """
 
-    def _scores(
-        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
-    ) -> dict[str, float]:
+    def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         return {name: 1 / mean for name, mean in averages.items()}
 
 
@@ -176,15 +164,11 @@ class Trend(Weighting):
     Source: Liu et al. 2019 (arXiv:1803.10704).
     """
 
-    def __init__(
-        self, start: Sequence[str] | Mapping[str, float], *, temperature: float = 2.0, **options: Any
-    ) -> None:
+    def __init__(self, start: Sequence[str] | Numbers, *, temperature: float = 2.0, **options: Any) -> None:
         super().__init__(start, **options)
         self.temperature = temperature
 
-    def _scores(
-        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
-    ) -> dict[str, float]:
+    def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         seen = {name: mean for name, mean in averages.items() if name in self._before}
         ratios = {name: mean / max(self._before[name], _LEAST) for name, mean in seen.items()}
         most = max(ratios.values(), default=0.0)
@@ -207,15 +191,11 @@ class GradNorm(Weighting):
 
     wants_norms = True
 
-    def __init__(
-        self, start: Sequence[str] | Mapping[str, float], *, alpha: float = 0.5, **options: Any
-    ) -> None:
+    def __init__(self, start: Sequence[str] | Numbers, *, alpha: float = 0.5, **options: Any) -> None:
         super().__init__(start, **options)
         self.alpha = alpha
 
-    def _scores(
-        self, averages: Mapping[str, float], grad_norms: Mapping[str, float] | None
-    ) -> dict[str, float]:
+    def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         if grad_norms is None:
             raise OptionError(
                 "gradnorm needs the gradient norm of each objective: update(..., grad_norms=...)"
@@ -235,7 +215,7 @@ WEIGHTINGS: dict[str, type[Weighting]] = {
 }
 
 
-def make_weighting(name: str, start: Sequence[str] | Mapping[str, float], **options: Any) -> Weighting:
+def make_weighting(name: str, start: Sequence[str] | Numbers, **options: Any) -> Weighting:
     """A weighting by name, with its options.
 
     >>> make_weighting("trend", ["contrastive", "matching"], interval=10).interval
@@ -249,7 +229,7 @@ def make_weighting(name: str, start: Sequence[str] | Mapping[str, float], **opti
     return WEIGHTINGS[name](start, **options)
 
 
-def _bounded(shares: Mapping[str, float], least: float, most: float) -> dict[str, float]:
+def _bounded(shares: Numbers, least: float, most: float) -> dict[str, float]:
     """Shares that add up to one, in [least, most], the free ones in the proportions that came in.
 
     >>> bounded = _bounded({"a": 0.98, "b": 0.01, "c": 0.01}, 0.05, 0.9)

@@ -42,7 +42,7 @@ def test_compiled_code_gives_the_same_losses_in_one_variant():
     found, trainer = losses(MeanColour, True, SHAPES[:3])
     expected, _ = losses(MeanColour, False, SHAPES[:3])
     assert found == pytest.approx(expected, rel=1e-4)
-    assert trainer._runner.accumulator.model.num_variants == 1
+    assert trainer._call.num_variants == 1
 
 
 def test_one_variant_of_the_fusion_model_serves_all_shapes():
@@ -54,7 +54,7 @@ def test_one_variant_of_the_fusion_model_serves_all_shapes():
     found, trainer = losses(make, "eager")
     expected, _ = losses(make, False)
     assert found == pytest.approx(expected, rel=1e-4)
-    assert trainer._runner.accumulator.model.num_variants == 1
+    assert trainer._call.num_variants == 1
     assert not any("_orig_mod" in name for name in trainer.state_dict()["model"])
 
 

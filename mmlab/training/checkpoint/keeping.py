@@ -66,13 +66,8 @@ class Checkpoints:
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
             if value is not None and value <= 0:
                 raise OptionError(f"{name} must be above 0, found {value}; leave it out for none")
-        self.folder = Path(folder)
-        self.keep_last, self.keep_best, self.best_key, self.maximize = (
-            keep_last,
-            keep_best,
-            best_key,
-            maximize,
-        )
+        self.folder, self.keep_last, self.keep_best = Path(folder), keep_last, keep_best
+        self.best_key, self.maximize = best_key, maximize
         self.every_steps, self.every_minutes = every_steps, every_minutes
         self._emit = emit
         self._is_warned = False

@@ -90,3 +90,16 @@ def _made(name: str, tokenizer: Any) -> tuple[str, Objective]:
     if name == "masked_language" and tokenizer is not None:
         return name, MaskedLanguage.of(tokenizer)
     return name, OBJECTIVES[name]()
+
+
+def refuse_bare(output: Any, model: nn.Module, objectives: Mapping[str, Objective]) -> None:
+    """Refuse an output that is a plain tensor or dict, which has no embeddings, where an objective reads them."""
+    if not isinstance(output, Tensor | dict) or hasattr(output, "image_embedding"):
+        return
+    reading = [name for name, goal in objectives.items() if type(goal) in OBJECTIVES.values()]
+    if reading:
+        name = type(model).__name__
+        raise OptionError(
+            f"{name} returned a {type(output).__name__}, and {', '.join(reading)} reads embeddings; if this is the "
+            f"model's own loss, train LossModel({name}(...))"
+        )
