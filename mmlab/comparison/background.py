@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
 _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
+_DONE: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
 
 _latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
 
@@ -172,14 +173,13 @@ class BackgroundRun:
             return json.loads((self.folder / OUTCOME).read_text())
         except FileNotFoundError:
             pass
-        nothing: dict[str, Any] = {"error": None, "message": None, "traceback": None}
         if self.asked_to_stop:
-            return {**nothing, "status": "stopped"}
+            return {**_DONE, "status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
         message = trace = f"its process ended{code} without saying why"
         with contextlib.suppress(FileNotFoundError):
             trace = f"{message}; its log ends:\n{self.log[-4000:]}"
-        return {**nothing, "status": "failed", "message": message, "traceback": trace}
+        return {**_DONE, "status": "failed", "message": message, "traceback": trace}
 
 
 def start_compare(
@@ -304,7 +304,7 @@ def _child() -> None:
     share_cores()
     # before torch: the parent may wait for it to be read
     (name, arguments, options), folder, since_s, detached = pickle.load(sys.stdin.buffer)
-    outcome: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
+    outcome = dict(_DONE)
     try:
         if not detached:
             threading.Thread(target=end_with_parent, args=(signal.SIGINT,), daemon=True).start()

@@ -39,6 +39,7 @@ from mmlab.machine import resolve_device
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent
@@ -110,7 +111,7 @@ def train(
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
     with ExitStack() as stack:
-        rank, world_size = stack.enter_context(_process_group(config))
+        rank, world_size, device = stack.enter_context(_joined(config))
         folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
             _prepare_folder(folder, resume, restarted=restarted)
@@ -125,7 +126,7 @@ def train(
         bar = stack.enter_context(
             tqdm(total=config.trainer.num_epochs, bar_format=_BAR, disable=None if shown else True)
         )
-        training = _Training(config, folder, run, bar, world_size=world_size)
+        training = _Training(config, folder, run, bar, device, world_size=world_size)
         return training.train(training.checkpoint_of(resume, restarted=restarted))
 
 
@@ -171,11 +172,12 @@ class _Training:
         bar: counts epochs.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, run: Run, bar: tqdm, *, world_size: int) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, run: Run, bar: tqdm, device: str, *, world_size: int
+    ) -> None:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
         options, data = config.trainer, config.data
-        device = resolve_device(_device(options.device or "auto"))
         train_set, held_out_set = make_datasets(
             data.path,
             image=data.image,
@@ -342,25 +344,19 @@ def _explained() -> Iterator[None]:
 
 
 @contextmanager
-def _process_group(config: RunConfig) -> Iterator[tuple[int, int]]:
-    """Rank and number of ranks, joined if `torchrun` started this process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or distributed.is_initialized():
-        joined = distributed.is_initialized()
-        yield (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
-        return
-    on_gpu = resolve_device(config.trainer.device or "auto").startswith("cuda")
-    # the last resort, behind `RankWatch`
-    timeout_s = max(config.parallel.timeout_s, TIMEOUT_S) + 60
-    join("nccl" if on_gpu else "gloo", timeout_s=timeout_s)
+def _joined(config: RunConfig) -> Iterator[tuple[int, int, str]]:
+    """Rank, number of ranks, and this rank's device; ranks that `torchrun` has started find each other."""
+    device = resolve_device(config.trainer.device or "auto")
+    if device == "cuda" and "LOCAL_RANK" in os.environ:  # each has a GPU of its own
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized()
+    if joins:
+        timeout_s = max(config.parallel.timeout_s, TIMEOUT_S) + 60  # the last resort, behind `RankWatch`
+        join("nccl" if device.startswith("cuda") else "gloo", timeout_s=timeout_s)
     try:
-        yield distributed.get_rank(), distributed.get_world_size()
+        group = ProcessGroup()
+        yield group.rank, group.world_size, device
     finally:
-        distributed.destroy_process_group()
-
-
-def _device(name: str) -> str:
-    """The device of this rank: under torchrun each has a GPU of its own."""
-    if name in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        return f"cuda:{os.environ['LOCAL_RANK']}"
-    return name
+        if joins:
+            distributed.destroy_process_group()
