@@ -160,7 +160,7 @@ def plan(
     prices = price_plans(
         model, sizes, device_name=device_name, precision=precision, price_per_hour=price_per_hour
     )
-    found = preview(sizes, _names(schedulers), prices=prices.figures, **options)
+    found = preview(sizes, _names(schedulers), prices=prices.figures, time=prices.time, **options)
     method = prices.time.conditions["method"]
     document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
     return Printed(document=document, text=f"{prices}\n{found}")

@@ -86,7 +86,7 @@ def fit_time(
     patch = patch_of(model)
     shapes = probe_shapes(sizes, num_probes + num_held_out, cost or PaddedTokens(patch), budget)
     trainer = FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
-    times = _measure(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
+    times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
     low_s, spread_ratio = low_seconds(times)
     rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
     held_out = {}
@@ -190,7 +190,7 @@ def make_batch(shape: BatchShape, *, num_ids: int = _MIN_ROWS) -> Batch:
     return collate(samples)
 
 
-def _measure(
+def measure_steps(
     trainer: FusionTrainer, shapes: NDArray[np.int64], *, repeats: int, seconds: float, progress: bool
 ) -> NDArray[np.float64]:
     """(n, r) seconds of steps of each shape, round after round."""

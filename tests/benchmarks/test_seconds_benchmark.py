@@ -1,0 +1,48 @@
+"""The benchmark of predicted seconds judges by what was measured."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("seconds")
+
+
+def epoch(scheduler: str, *, predicted_s: float, measured_s: float) -> dict[str, Any]:
+    return {
+        "kind": "epochs",
+        "model": "tiny",
+        "num_workers": 0,
+        "scheduler": scheduler,
+        "predicted_s": predicted_s,
+        "measured_s": measured_s,
+        "error_ratio": predicted_s / measured_s - 1,
+    }
+
+
+def test_an_order_that_was_predicted_wrongly_is_named(script):
+    rows = [
+        epoch("random", predicted_s=1.0, measured_s=1.05),
+        epoch("bucket", predicted_s=0.9, measured_s=1.15),
+        epoch("sorted", predicted_s=0.95, measured_s=1.03),
+    ]
+    error, order = script.judge(rows)
+    assert not error["met"]
+    assert error["measured"] == pytest.approx(1 - 0.9 / 1.15)
+    assert not order["met"]
+    assert order["measured"] == "0 of 2 pairs, not random/bucket, bucket/sorted"
+
+
+def test_the_model_that_was_calibrated_on_is_not_judged(script):
+    rows = [
+        {"kind": "roofline", "model": name, "calibrated_on": "tiny", "p50_ratio": ratio}
+        for name, ratio in (("tiny", 0.9), ("small", 0.1), ("resnet18", 0.3))
+    ]
+    assert [goal["met"] for goal in script.judge(rows)] == [True, False]
