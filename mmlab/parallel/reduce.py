@@ -14,20 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import distributed, nn
 
 from mmlab.errors import OptionError, unknown_name
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.schedule.metrics import work
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.precision import Precision
 from mmlab.training.strategy import CollectiveFailed, Strategy
-from mmlab.types import PATCH, Batch
 
 if TYPE_CHECKING:
     from mmlab.training.split import Window
@@ -74,7 +70,7 @@ class RanksStrategy(ProcessGroup, Strategy):
         super().__init__()
         self.options = options
 
-    def step_values(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def step_values(self) -> dict[str, float]:
         return {"rank_wait_s": self.waited_s}
 
 
@@ -85,8 +81,6 @@ class ReduceStrategy(RanksStrategy):
         super().__init__(options)
         self.draw_rank = self.order_rank = self.rank
         self.num_shares = self.world_size
-        self._most_work = 0.0  # that a rank had in this step
-        self._is_packed = False
 
     def prepare(
         self,
@@ -96,7 +90,7 @@ class ReduceStrategy(RanksStrategy):
         objectives: Mapping[str, Objective],
         precision: Precision,
     ) -> nn.Module:
-        self.device, self._is_packed = device, getattr(model, "is_packed", False)
+        self.device = device
         self._broadcast(model)
         return self._prepare(model)
 
@@ -144,16 +138,11 @@ class ReduceStrategy(RanksStrategy):
         """Counts over all ranks; micro-batches that each rank must run; whether the backward pass reduces."""
         counts, equal = window.counts, self.requires_equal_steps
         wants = equal or (not window.gathers and self.should_overlap(window.predicted_bytes))
-        by_rank = [0.0] * (2 * self.world_size)  # one place for each rank's work and number of micro-batches
-        by_rank[self.rank], by_rank[self.world_size + self.rank] = (
-            self._work(window.learnable),
-            len(window.batches),
-        )
-        sums = iter(self.total([*counts.values(), not wants, *by_rank]))
-        totals = dict(zip(counts, islice(sums, len(counts)), strict=True))
-        overlaps = not next(sums)
-        self._most_work = max(islice(sums, self.world_size))
-        return totals, int(max(sums)) if equal else int(overlaps), overlaps
+        by_rank = [0.0] * self.world_size
+        by_rank[self.rank] = len(window.batches)
+        sums = self.total([*counts.values(), not wants, *by_rank])
+        overlaps, most = not sums[len(counts)], int(max(sums[len(counts) + 1 :]))
+        return dict(zip(counts, sums, strict=False)), most if equal else int(overlaps), overlaps
 
     def _overlapped(
         self, window: Window, counts: Mapping[str, float]
@@ -196,24 +185,6 @@ class ReduceStrategy(RanksStrategy):
         self.raise_if_any_failed(problem, f"step {window.step}")
         self.add_gradients(self.weights)
         return terms
-
-    def step_values(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """What the step waited for other ranks, and what it had to by the sizes of their batches."""
-        values = super().step_values(batches)
-        if self._most_work:
-            values["predicted_wait_ratio"] = 1 - self._work(batches) / self._most_work
-        return values
-
-    def _work(self, batches: Sequence[Batch]) -> float:
-        """What plans for several ranks make alike in a step; 0 where padded shapes do not tell."""
-        if self._is_packed:
-            return 0.0
-        total = 0.0
-        for batch in batches:
-            size, num_tokens, height, width = batch.shape
-            patches = -(-height // PATCH) * -(-width // PATCH)
-            total += size * float(work(np.array([num_tokens, patches])).sum())
-        return total
 
     def should_overlap(self, predicted_bytes: float | None) -> bool:
         """Whether this rank would have the coming window reduced during its backward pass; all must want it.

@@ -110,7 +110,6 @@ EVENT_KEYS = {
     "rank_wait_s": Key(
         "step", "s", "part of `step_s` in short exchanges with other ranks, most of it waiting"
     ),
-    "predicted_wait_ratio": Key("step", "ratio 0-1", "wait to expect: 1 - its padded work / the most"),
     "samples_per_s": Key("step eval epoch", "samples/s", "samples over time"),
     "eval_s": Key("eval", "s", "duration of the evaluation"),
     "epoch_s": Key("epoch", "s", "duration of the epoch"),

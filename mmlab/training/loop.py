@@ -164,7 +164,7 @@ class FusionTrainer(TrainerSetup):
             "lr": lr,
             **self.meter.end(window, batches, means, result, data_wait_s=data_wait_s),
             "num_out_of_memory": self.num_out_of_memory - num_failures,
-            **self.strategy.step_values(batches),
+            **self.strategy.step_values(),
         }
 
     def micro_step(self, batch: Batch, number: int, terms: LossTerms) -> None:

@@ -22,7 +22,6 @@ from mmlab.training.precision import Precision, part_norms
 
 if TYPE_CHECKING:
     from mmlab.training.losses.base import Objective
-    from mmlab.types import Batch
 
 Result = TypeVar("Result")
 
@@ -100,7 +99,7 @@ class Strategy:
         """L2 norm of the gradient of each part of the model that has one; collective."""
         return part_norms(parts)
 
-    def step_values(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def step_values(self) -> dict[str, float]:
         """What a `step` event says of the other ranks."""
         return {}
 
