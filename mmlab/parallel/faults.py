@@ -126,16 +126,6 @@ class RankWatch:
         finally:
             self._here = before
 
-    def say(self, problem: BaseException) -> None:
-        """Let the others read what went wrong here, before they notice."""
-        self._beat(words=_words(problem))
-
-    def words_of(self, rank: int) -> str:
-        """What a rank said went wrong; empty if it said nothing."""
-        with suppress(RuntimeError):  # the store ends with its process
-            return self._signs()[rank].words or ""
-        return ""
-
     def explained(self, error: Exception) -> RunError:
         """The error that names the rank because of which an exchange broke off; takes some seconds.
 

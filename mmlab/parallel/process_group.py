@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from mmlab.errors import RunError
-from mmlab.parallel.faults import broke_off, current_watch
+from mmlab.parallel.faults import current_watch
 from mmlab.training.out_of_memory import retried
 
 Result = TypeVar("Result")
@@ -77,16 +77,16 @@ class ProcessGroup:
         Raises:
             RunError: another rank has one, and it is named; this rank's own is raised as it is.
         """
-        watch = current_watch()
-        if problem is not None and watch is not None and not broke_off(problem):
-            watch.say(problem)
-        failed = self.largest(0 if problem is None else self.rank + 1)
-        if problem is not None:
-            raise problem
-        if failed:
-            rank = round(failed) - 1
-            words = "" if watch is None else watch.words_of(rank)
-            raise RunError(f"rank {rank} could not do {doing}: {words or 'its own error says why'}")
+
+        def work() -> None:
+            if problem is not None:
+                raise problem
+
+        if self.largest(problem is not None):
+            try:
+                self.gather_objects(work, f"do {doing}")
+            except RunError as failures:
+                raise problem or failures from None
 
     def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
         """What `work` returns on every rank, by rank; small things that can be pickled.
