@@ -1,7 +1,7 @@
-"""The same two stages by `torch.distributed.pipelining`, to compare with `BranchRanks`.
+"""The same two stages by `torch.distributed.pipelining`, to compare with `BranchStrategy`.
 
 torch's pipeline is a chain: stage 0 is the image branch, stage 1 the text branch, the fusion and the losses. A batch
-is cut into equal micro-batches of one padded shape, where `BranchRanks` takes them as they come; nothing tells stage 0
+is cut into equal micro-batches of one padded shape, where `BranchStrategy` takes them as they come; nothing tells stage 0
 that its gradient could leave before the text branch is taught. Objectives see one micro-batch each, as in a window.
 """
 

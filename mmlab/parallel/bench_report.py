@@ -1,4 +1,4 @@
-"""`ParallelBench`: what the strategies reached, beside what the simulation predicts for them and for more devices."""
+"""`ParallelBench`: what the strategies reached, beside what is predicted for them and for more devices."""
 
 from __future__ import annotations
 

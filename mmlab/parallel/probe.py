@@ -1,4 +1,4 @@
-"""What the simulation of a step needs, measured: seconds of each part on one device, and of messages of several sizes.
+"""What a prediction of a step needs, measured: seconds of each part on one device, and of messages of several sizes.
 
 Parts are measured on all ranks at once, without communication between them: if ranks share memory or cores, as on one
 machine, that is in the figures. Links are measured between the same ranks while nothing else runs. All ranks get the
