@@ -15,8 +15,8 @@ READY := .venv/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 14
 
-demo: $(READY) runs/scenes/captions.json  ## compare four batch schedulers on 800 generated scenes
-	$(BIN)/mmlab compare --data runs/scenes --image aspect:80 --epochs 2 --out runs/demo
+demo: $(READY) runs/scenes/captions.json  ## compare five batch schedulers at equal memory on 800 generated scenes
+	$(BIN)/mmlab compare --data runs/scenes --schedulers random,sorted,bucket,budget,fastest --image aspect:80 --epochs 2 --out runs/demo
 
 runs/scenes/captions.json: | $(READY)
 	$(BIN)/mmlab data make runs/scenes --num-images 800 --max-side 256

@@ -213,6 +213,7 @@ def compare_schedulers(bench: Bench) -> Result:
                 progress=False,
             ),
             schedulers,
+            equal="batch_size",
             batch_size=bench.compare_batch_size,
             epochs=bench.compare_epochs,
             model=bench.compare_model,

@@ -21,15 +21,17 @@ def draw_comparison(
     *,
     title: str,
     unit: str,
-    budget: float,
+    budget: float | None,
+    limit_bytes: float | None = None,
 ) -> Figure:
     """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss.
 
     Args:
         table: a row a scheduler, as `Comparison.table`.
         epochs: by scheduler, a row an epoch.
-        steps: `run` and `predicted_cost` of every training step; may be empty.
-        budget: what a batch may cost, in `unit`.
+        steps: `run`, `predicted_cost` and `predicted_bytes` of every training step; may be empty.
+        budget: what a batch may cost, in `unit`; None where memory is what is limited.
+        limit_bytes: what a batch's memory may be.
     """
     import pandas as pd
     from matplotlib.figure import Figure
@@ -37,6 +39,9 @@ def draw_comparison(
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     figure.suptitle(title, fontsize=13)
     colours = colours_of(table.index)
+    key, scale, limit = "predicted_cost", 1.0, budget
+    if budget is None:
+        key, scale, limit, unit = "predicted_bytes", 2.0**20, limit_bytes, "predicted MiB"
     (waste, throughput, time), (memory, costs, loss) = figure.subplots(2, 3)
     draw_waste(waste, table[list(WASTES)])
     planned = 100 * table["planned_combined_waste"]
@@ -47,15 +52,20 @@ def draw_comparison(
     spent = {"training step": 1000 / table["samples_per_s"] - waits, "waiting for data": waits}
     pd.DataFrame(spent).plot.bar(ax=time, stacked=True, color=["#0072B2", "#E69F00"])
     (table["peak_bytes"] / 2**20).plot.bar(ax=memory, color=list(colours.values()))
+    if table["predicted_samples_per_s"].notna().all():
+        throughput.plot(
+            range(len(table)), table["predicted_samples_per_s"], "D", color="#D55E00", ms=5, label="predicted"
+        )
     for index, (name, colour) in enumerate(colours.items()):
         speeds, losses = epochs[name]["samples_per_s"], epochs[name]["held_out_loss"]
         throughput.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
         loss.plot(range(1, len(losses) + 1), losses, marker="o", ms=4, color=colour, label=name)
-        if not steps.empty:
-            found = steps.loc[steps["run"] == name, "predicted_cost"].tolist()
+        if key in steps:
+            found = (steps.loc[steps["run"] == name, key] / scale).dropna().tolist()
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
             costs.plot(spread, found, ".", color=colour, ms=4, alpha=0.7)
-    costs.axhline(budget, color="black", ls="--", lw=1, label="budget")
+    if limit is not None:
+        costs.axhline(limit / scale, color="black", ls="--", lw=1, label="limit")
     costs.set_xticks(range(len(table)), table.index)
     costs.set_ylim(bottom=0)
     throughput.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")
@@ -69,7 +79,7 @@ def draw_comparison(
     for axes in (waste, throughput, time, memory, costs, loss):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("epoch" if axes is loss else "")
-        if axes.get_legend_handles_labels()[1] and axes not in (throughput, memory):
+        if axes.get_legend_handles_labels()[1] and axes is not memory:
             axes.legend(frameon=False, fontsize=8)
     return figure
 

@@ -5,6 +5,7 @@ Notebooks, dashboard and command line all go through `compare`. What makes a com
 * every run starts from the same weights and sees the same samples the same number of times;
 * runs take turns epoch by epoch, in rotating order, so that a slow minute of the machine does not fall on one
   of them;
+* schedulers that are named have batches as large as one limit on the predicted memory allows (`mmlab.comparison.sizing`);
 * every image file is read once beforehand, so that no run pays for a cold page cache;
 * the first steps of every turn are not timed, medians over epochs are reported and every epoch is kept;
 * peak memory is measured apart: one step on the run's costliest batch, alone, with a fresh model and
@@ -18,7 +19,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,20 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from mmlab.comparison.options import ComparisonOptions, read_options, scheduler_names
-from mmlab.comparison.plan import named_scheduler
-from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets, make_model
+from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
+from mmlab.comparison.sizing import Sized, size_schedulers
 from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
 from mmlab.data.records import Records
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
 from mmlab.runs.control import Control
-from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
+from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, fresh_folder
 from mmlab.runs.summaries import WARMUP_STEPS
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.dense import Memory
-from mmlab.schedule.schedulers import scheduler_type
+from mmlab.types import SampleSizes
 
 
 def compare(
@@ -57,13 +57,15 @@ def compare(
 
     Args:
         data: anything that `read_records` takes, or records.
-        schedulers: names from `SCHEDULERS`, or configured schedulers by the name that they shall have. For `memory`
-            the model is priced first, some tens of seconds, and batches are planned in bytes.
+        schedulers: names from `SCHEDULERS`, or configured schedulers by the name that they shall have. Those that are
+            named get the largest batches within the same memory; for that the model is priced first in bytes and
+            seconds, which takes half a minute for a small one. With `equal="batch_size"` they have one batch size, or
+            a budget of so many average samples.
         out: folder for `comparison.json`, `table.csv`, `figure.png`, `report.html` and the runs' events; a
             comparison that is already there is moved to `previous-N` inside it. Nothing is written when None.
         control: where pause and stop are read; `mmlab.runs.control.send(out, "pause")` holds the run in hand, `"stop"` ends
             with the epochs that every run finished.
-        options: fields of `mmlab.comparison.options.ComparisonOptions`, such as `budget`, `batch_size`, `epochs`,
+        options: fields of `mmlab.comparison.options.ComparisonOptions`, such as `equal`, `budget`, `batch_size`, `epochs`,
             `limit`, `image`, `augment`, `ratios`, `adaptive`, `model`, `device`, `precision`, `memory_gb` and `seed`.
 
     Raises:
@@ -83,25 +85,24 @@ def compare(
         seed=chosen.seed,
         progress=progress,
     )
-    if chosen.budget is None:
-        mean_cost = float(batch_costs(COST, train_set.sizes.alone).mean())
-        chosen = dataclasses.replace(chosen, budget=chosen.batch_size * mean_cost)
     if chosen.num_workers is None:
         chosen = dataclasses.replace(chosen, num_workers=default_num_workers())
     if isinstance(schedulers, Mapping):
-        planners = dict(schedulers)
+        sized = _as_configured(schedulers, chosen, train_set.sizes)
     else:
-        planners = {
-            name: _scheduler(name, chosen, device, len(train_set.tokenizer), progress) for name in names
-        }
-    memory = next((planner for planner in planners.values() if isinstance(planner, Memory)), None)
+        sized = size_schedulers(names, chosen, train_set, device, progress=progress)
     config = {
         **dataclasses.asdict(chosen),
+        "equal": _held_equal(schedulers, sized),
+        "budget": sized.budget,
         "data": train_set.records.source,
         "num_train": len(train_set),
         "num_held_out": len(held_out_set),
         "budget_unit": COST.unit,
-        "memory_limit_bytes": None if memory is None else memory.budget,
+        "memory_limit_bytes": sized.limit_bytes,
+        "time_model": None
+        if sized.time is None
+        else {**sized.time.held_out, "spread_ratio": sized.time.spread_ratio},
         "image": str(train_set.image_policy),
         "num_negatives": NUM_NEGATIVES,
         "warmup_steps": WARMUP_STEPS,
@@ -119,9 +120,11 @@ def compare(
         held_out_set=held_out_set,
         folder=folder,
         control=control,
-        memory=memory,
+        sized=sized,
     )
-    runs = [ComparisonRun(name, planner, setup) for name, planner in planners.items()]
+    if folder is not None and sized.time is not None:
+        sized.time.save(folder / TIME_MODEL)
+    runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
     _warm_page_cache(train_set.records, progress)
     interrupted = take_turns(runs, setup, progress)
     finished = min(len(run.epochs) for run in runs)
@@ -135,20 +138,21 @@ def compare(
     return comparison
 
 
-def _scheduler(
-    name: str, options: ComparisonOptions, device: str, vocab_size: int, progress: bool
-) -> Scheduler:
-    """A scheduler by its name, with those of the comparison's options that it has."""
-    shared = {"batch_size": options.batch_size, "budget": options.budget, "seed": options.seed}
-    own = {"memory_gb": options.memory_gb, "seed": options.seed}  # of `memory`, whose budget is in bytes
-    return named_scheduler(
-        name,
-        own if name == "memory" else scheduler_type(name).options_among(shared),
-        partial(make_model, {"preset": options.model}, vocab_size=vocab_size, seed=options.seed),
-        device=device,
-        progress=progress,
-        precision=options.precision,
-    )
+def _as_configured(
+    schedulers: Mapping[str, Scheduler], options: ComparisonOptions, sizes: SampleSizes
+) -> Sized:
+    """Schedulers that the caller has configured, as they are."""
+    budget = options.budget or options.batch_size * float(batch_costs(COST, sizes.alone).mean())
+    memory = next((planner for planner in schedulers.values() if isinstance(planner, Memory)), None)
+    if memory is None:
+        return Sized(planners=dict(schedulers), budget=budget)
+    return Sized(planners=dict(schedulers), budget=budget, memory=memory.cost, limit_bytes=memory.budget)
+
+
+def _held_equal(schedulers: Sequence[str] | Mapping[str, Scheduler], sized: Sized) -> str | None:
+    if isinstance(schedulers, Mapping):
+        return None
+    return "memory" if sized.budget is None else "batch_size"
 
 
 def _warm_page_cache(records: Records, progress: bool) -> None:

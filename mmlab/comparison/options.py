@@ -55,9 +55,15 @@ class SamplingOptions:
 class ComparisonOptions(SamplingOptions):
     """What `mmlab.compare`, `mmlab.Lab` and `mmlab compare` can be told, beside the data and the schedulers."""
 
-    budget: Annotated[float | None, "padded tokens a batch may cost (default: a mean fixed batch)"] = None
-    batch_size: Annotated[int, "samples a batch, for schedulers with a fixed size"] = 32
-    memory_gb: Annotated[float | None, "GiB that `memory` plans for (default: ask the device)"] = None
+    equal: Annotated[
+        Literal["memory", "batch_size"],
+        "what schedulers have alike: the predicted memory of the largest batch, or the batch size (so with a budget)",
+    ] = "memory"
+    budget: Annotated[float | None, "padded tokens a batch may cost (default: what memory allows)"] = None
+    batch_size: Annotated[
+        int, "samples of a fixed batch; at equal memory, of `random`, whose peak is the limit of all"
+    ] = 32
+    memory_gb: Annotated[float | None, "GiB to plan for (default: what `random` needs)"] = None
     epochs: Annotated[int, "turns of every scheduler; each is one repetition of the timing"] = 3
     limit: Annotated[int | None, "use only the first N pairs"] = None
     image: Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"] = "aspect:128"

@@ -38,7 +38,7 @@ class ArmResult:
     image_waste: float  # padded image patches that carry nothing
     combined_waste: float
     planned_combined_waste: float  # the same, predicted from metadata before training
-    peak_over_budget: float  # costliest batch / budget
+    peak_over_budget: float  # costliest batch / budget, or its predicted bytes / the memory limit
     batches_over_budget: int
     shape_mismatches: (
         int  # measured batch shapes that differ from the planned ones; 0 when the plan was right
@@ -50,6 +50,7 @@ class ArmResult:
     image_to_text_r1: float
     text_to_image_r1: float
     chance_r1: float
+    predicted_samples_per_s: float | None = None  # the same, by the time model; None without one
     epochs: list[dict[str, float]] = field(default_factory=list)  # every repetition
 
 
@@ -97,6 +98,9 @@ class Comparison:
         import pandas as pd
 
         table = self.table
+        predicted = {}
+        if table["predicted_samples_per_s"].notna().all():
+            predicted["predicted samples/s"] = table["predicted_samples_per_s"].astype(float).round(1)
         return pd.DataFrame(
             {
                 "batches": table["num_batches"],
@@ -105,6 +109,7 @@ class Comparison:
                 "combined waste %": (100 * table["combined_waste"]).round(1),
                 "peak / budget": table["peak_over_budget"].round(2),
                 "samples/s": table["samples_per_s"].round(1),
+                **predicted,
                 "step ms": (1000 * table["step_s"]).round(1),
                 "data wait %": (100 * table["data_wait_ratio"]).round(1),
                 "peak MiB": (table["peak_bytes"] / 2**20).round(1),
@@ -132,7 +137,7 @@ class Comparison:
             f"{config['num_train']} training and {config['num_held_out']} held-out pairs, {config['epochs']} "
             "epochs; same initial weights and same samples for every scheduler. Epochs of the schedulers "
             f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
-            f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}.",
+            *self._limit_notes(),
             f"Peak memory is {' and '.join(sources)}.",
             f"R@1 ranks all held-out pairs; chance is {100 * max(arm.chance_r1 for arm in self.arms):.1f} %.",
             "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
@@ -151,6 +156,43 @@ class Comparison:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes
 
+    def _limit_notes(self) -> list[str]:
+        config = self.config
+        if config["equal"] != "memory":
+            return [
+                f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}."
+            ]
+        given = f"the predicted peak of `random` with {config['batch_size']} samples a batch"
+        if config["memory_gb"] is not None:
+            given = f"{config['memory_gb']:g} GiB less what Python and torch take"
+        notes = [
+            f"Equal memory: a step may need {config['memory_limit_bytes'] / 2**20:.0f} MiB ({given}); every scheduler "
+            "has the largest batches that are predicted to fit. Sizes: "
+            + ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
+            + "."
+        ]
+        wrong = self.misranked
+        notes.append(
+            "Predicted and measured samples/s rank the schedulers alike (pairs within 5 % do not count)."
+            if not wrong
+            else "Predicted the other way round: "
+            + ", ".join(f"{faster} is faster than {slower}" for faster, slower in wrong)
+            + f". Repeats of one step lay {config['time_model']['spread_ratio']:.0%} apart when it was measured."
+        )
+        return notes
+
+    @property
+    def misranked(self) -> list[tuple[str, str]]:
+        """Pairs (faster, slower) by measured speed, more than 5 % apart, that were predicted the other way round."""
+        arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None]
+        return [
+            (one.scheduler, other.scheduler)
+            for one in arms
+            for other in arms
+            if one.samples_per_s > 1.05 * other.samples_per_s
+            and (one.predicted_samples_per_s or 0) < (other.predicted_samples_per_s or 0)
+        ]
+
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
         import pandas as pd
@@ -162,6 +204,7 @@ class Comparison:
             title=f"What each batch scheduler costs on {self.title}",
             unit=self.config["budget_unit"],
             budget=self.config["budget"],
+            limit_bytes=self.config["memory_limit_bytes"],
         )
 
     def html(self) -> str:
@@ -182,7 +225,8 @@ class Comparison:
     def __str__(self) -> str:
         lines = [self.summary().to_string(), *(f"- {note}" for note in self.notes())]
         if self.folder is not None:
-            lines += ["Written:", *(f"  {self.folder / name}" for name in COMPARISON_FILES[:-1])]
+            files = (self.folder / name for name in COMPARISON_FILES[:-1])
+            lines += ["Written:", *(f"  {path}" for path in files if path.exists())]
         return "\n".join(lines)
 
     def save(self, folder: str | Path) -> Path:
@@ -213,6 +257,15 @@ def load_comparison(folder: str | Path) -> Comparison:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a comparison that this version of mmlab wrote: {error}") from error
+
+
+def _size(arm: ArmResult) -> str:
+    """The batch size or the budget of a scheduler."""
+    if "batch_size" in arm.options:
+        return f"{arm.options['batch_size']} samples"
+    if arm.scheduler in ("memory", "fastest"):
+        return "in bytes"
+    return f"{arm.options['budget']} padded tokens" if "budget" in arm.options else "as configured"
 
 
 _PAGE = """<!doctype html>

@@ -21,12 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import augmentation, costs_of, held_out_loader, make_model, sampled, suit
 from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
+from mmlab.comparison.sizing import Sized
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
 from mmlab.loading.collate import collate
@@ -37,7 +39,7 @@ from mmlab.runs.follow import RunState
 from mmlab.runs.meters import LiveBytes
 from mmlab.runs.summaries import WARMUP_STEPS, summarize
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.dense import Memory
+from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
@@ -60,7 +62,7 @@ class ComparisonSetup:
     held_out_set: MultimodalDataset
     folder: Path | None
     control: Control
-    memory: Memory | None  # a scheduler that predicts bytes: its predictions stand beside every run's steps
+    sized: Sized  # what is predicted: it stands beside every run's steps
 
     def make_trainer(self, plan: BatchPlan, *, total_steps: int, emit: Any = None) -> FusionTrainer:
         """A model with the comparison's initial weights, packed where the plan is, and its trainer."""
@@ -76,8 +78,21 @@ class ComparisonSetup:
             objectives={"contrastive": Contrastive(num_negatives=NUM_NEGATIVES)},
             seed=options.seed,
             emit=emit,
-            memory=None if self.memory is None or plan.limits.streams is not None else self.memory.cost,
+            memory=None if plan.limits.streams is not None else self.sized.memory,
         )
+
+    def limited(self, plan: BatchPlan) -> tuple[NDArray[np.float64], float]:
+        """What is limited of each batch, and the limit: bytes at equal memory, else tokens and patches.
+
+        Of a packed plan, whose bytes cannot be predicted, always tokens.
+        """
+        if self.sized.budget is None and self.sized.memory is not None and plan.limits.streams is None:
+            return batch_costs(self.sized.memory, plan.shape_columns), float(self.sized.limit_bytes or 0)
+        return costs_of(plan), float(self.sized.budget or plan.limits.budget or 0)
+
+    def expected(self, plan: BatchPlan) -> NDArray[np.float64]:
+        """By which the progress of a run is measured: predicted seconds, or tokens and patches."""
+        return costs_of(plan) if self.sized.time is None else self.sized.time.batch_s(plan)
 
     def peak_of_one_step(self, plan: BatchPlan, rows: Sequence[int]) -> tuple[int, str]:
         """Peak bytes of one training step on these samples, and what counted them. No run may be in its turn.
@@ -120,7 +135,7 @@ class ComparisonRun:
         self._run = Run(None if setup.folder is None else setup.folder / "runs" / name, control=setup.control)
         self._epoch = RunState()  # this epoch's step events
         self._planned: list[tuple[BatchShape, float]] = []  # shapes and costs that this epoch's plan promises
-        self._costs: list[float] = []
+        self._costs: list[float] = []  # of every batch so far, over the limit
         self._shape_mismatches = 0
         self.epochs: list[dict[str, float]] = []
         self._costliest: tuple[float, list[int]] = (
@@ -135,7 +150,7 @@ class ComparisonRun:
             config=self._setup.config,
             num_steps=self._total_steps,
             num_epochs=self._setup.options.epochs,
-            planned_cost=self._setup.options.epochs * float(costs_of(self._loader.plan).sum()),
+            planned_cost=self._setup.options.epochs * float(self._setup.expected(self._loader.plan).sum()),
         )
         return self
 
@@ -150,17 +165,18 @@ class ComparisonRun:
         """
         self._loader.set_epoch(epoch)
         plan = self._loader.plan
-        costs = costs_of(plan)
-        self._epoch, self._planned = RunState(), list(zip(plan.shapes, costs.tolist(), strict=True))
+        self._epoch = RunState()
+        self._planned = list(zip(plan.shapes, self._setup.expected(plan).tolist(), strict=True))
         trainer = self._make_trainer()
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
         self._run.fit(trainer, self._loader, num_epochs=1)
         if self._setup.control.stopped:
             raise KeyboardInterrupt
-        self._costs += costs.tolist()
+        costs, limit = self._setup.limited(plan)
+        self._costs += (costs / limit).tolist()
         costliest = int(costs.argmax())
         rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
-        self._costliest = max(self._costliest, (float(costs[costliest]), rows.tolist()))
+        self._costliest = max(self._costliest, (self._costs[costliest - len(costs)], rows.tolist()))
         held_out_values = trainer.evaluate(held_out)
         self.epochs.append(self._measure(plan, held_out_values))
         self._run.write("eval", **held_out_values)
@@ -169,21 +185,24 @@ class ComparisonRun:
     def result(self, num_epochs: int) -> ArmResult:
         """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
         epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
-        budget = self._setup.config["budget"]
         peak_bytes, peak_source = self._setup.peak_of_one_step(self._loader.plan, self._costliest[1])
+        predicted = None
+        if self._setup.sized.time is not None:
+            predicted = float(np.median([epoch["predicted_samples_per_s"] for epoch in epochs]))
         medians = {key: float(np.median([epoch[key] for epoch in epochs])) for key in _MEDIAN_KEYS}
         return ArmResult(
             scheduler=self.name,
             options={key: repr(value) for key, value in vars(self._scheduler).items()},
             num_samples=len(self._setup.train_set),
             num_batches=int(epochs[0]["num_batches"]),
-            peak_over_budget=self._costliest[0] / budget,
-            batches_over_budget=int(sum(cost > budget * (1 + 1e-9) for cost in self._costs)),
+            peak_over_budget=self._costliest[0],
+            batches_over_budget=int(sum(cost > 1 + 1e-9 for cost in self._costs)),
             shape_mismatches=self._shape_mismatches,
             peak_bytes=peak_bytes,
             peak_source=peak_source,
             num_unlearnt_samples=int(sum(epoch["num_unlearnt_samples"] for epoch in epochs)),
             final_loss=last["held_out_loss"],
+            predicted_samples_per_s=predicted,
             epochs=epochs,
             **{key: last[key] for key in _RETRIEVAL_KEYS},
             **medians,
@@ -203,8 +222,12 @@ class ComparisonRun:
                 f"no batch of {self.name!r} holds two different images, so there is nothing to tell apart; "
                 "give a larger batch size or budget, or more images"
             )
+        predicted = {}
+        if (time := self._setup.sized.time) is not None:
+            predicted["predicted_samples_per_s"] = float(samples.sum()) / time.epoch_s(plan)
         return {
             "num_batches": found["steps"],
+            **predicted,
             "step_s": float(np.median(step_s[WARMUP_STEPS:] if len(step_s) > WARMUP_STEPS else step_s)),
             **{key: found[key] for key in _RUN_KEYS},
             "planned_combined_waste": plan.report().combined_waste,
@@ -219,8 +242,8 @@ class ComparisonRun:
         if event.kind == "step":
             planned, cost = self._planned[self._epoch.count()]
             values = {**event.values, "predicted_cost": cost}
-            if self._setup.memory is not None:
-                values["limit_bytes"] = self._setup.memory.budget
+            if self._setup.sized.limit_bytes is not None:
+                values["limit_bytes"] = self._setup.sized.limit_bytes
             measured = (values["num_samples"], values["num_tokens"], values["height"], values["width"])
             self._shape_mismatches += measured != tuple(planned)
             event = dataclasses.replace(event, values=values)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-COMPARISON_FILES = ("comparison.json", "table.csv", "figure.png", "report.html", "runs")
+TIME_MODEL = "time_model.json"
+COMPARISON_FILES = ("comparison.json", "table.csv", "figure.png", "report.html", TIME_MODEL, "runs")
 ASIDE = "previous-"  # what earlier runs left lies in previous-1, previous-2, ...
 
 

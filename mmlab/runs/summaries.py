@@ -155,7 +155,7 @@ def draw_runs(runs: Mapping[str, RunState]) -> Figure:
         cost.axhline(budget, color="black", lw=1, ls="--")
     sources = {str(run.latest("device").get("memory_source", "")) for run in runs.values()} - {""}
     loss.set(title="training loss", xlabel="samples")
-    cost.set(title="cost of each batch (-- budget)", xlabel="samples", ylabel="padded tokens")
+    cost.set(title="cost of each batch (-- budget)", xlabel="samples", ylabel="as predicted")
     speed.set(title="samples/s", xlabel="samples")
     memory.set(title=f"memory, {' and '.join(sorted(sources)) or 'no reading yet'}", xlabel="s", ylabel="GiB")
     if loss.lines:

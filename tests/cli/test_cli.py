@@ -87,6 +87,7 @@ def test_compare_prints_one_json_document(
             "60",
         ),
         *("--batch-size", "8", "--image", "aspect:48", "--out", str(tmp_path / "out"), "--json"),
+        *("--equal", "batch_size"),
     )
     assert main(words) == 0
     document = json.loads(capsys.readouterr().out)

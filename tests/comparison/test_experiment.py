@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from mmlab.comparison.background import start_compare
@@ -15,6 +17,7 @@ from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import resolve_device
+from mmlab.pricing.time_model import TimeModel
 from mmlab.runs.events import read_runs
 from mmlab.runs.figures import colours_of
 from mmlab.runs.meters import LiveBytes
@@ -22,6 +25,7 @@ from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape
 
 SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
+SMALL["equal"] = "batch_size"
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,84 @@ def test_memory_is_chosen_by_name_with_a_stated_limit(records: Records, tmp_path
     assert (steps["predicted_bytes"] <= limit_bytes).all()
     assert found.arms[1].peak_bytes <= limit_bytes
     assert steps["num_samples"].max() > 8, "larger batches than those of a fixed size"
+
+
+@pytest.fixture(scope="module")
+def at_equal_memory(records: Records, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    names = ("random", "sorted", "budget", "fastest", "packed")
+    return compare(records, names, out=tmp_path_factory.mktemp("equal"), **{**SMALL, "equal": "memory"})
+
+
+def test_at_equal_memory_every_scheduler_fills_the_same_bytes(at_equal_memory: Comparison) -> None:
+    config, arms = at_equal_memory.config, {arm.scheduler: arm for arm in at_equal_memory.arms}
+    limit_bytes = config["memory_limit_bytes"]
+    assert (config["equal"], config["budget"]) == ("memory", None)
+    assert arms["random"].peak_over_budget == 1, "the limit is its own peak"
+    assert arms["random"].options["batch_size"] == "8"
+    assert int(arms["sorted"].options["batch_size"]) > 8, "it pads less, so more samples fit"
+    for arm in arms.values():
+        assert arm.batches_over_budget == arm.shape_mismatches == 0
+        assert arm.peak_bytes <= 1.02 * limit_bytes
+    for name in ("sorted", "budget", "fastest"):
+        assert arms[name].peak_over_budget > 0.8
+    steps = at_equal_memory.steps
+    assert (steps["limit_bytes"] == limit_bytes).all()
+    assert (steps["predicted_bytes"].dropna() <= limit_bytes).all()
+    assert len(at_equal_memory.notes()[1].split("Sizes: ")[1].split(", ")) == len(arms)
+
+
+def test_predicted_speed_stands_beside_the_measured_one(at_equal_memory: Comparison) -> None:
+    assert at_equal_memory.folder is not None
+    time = TimeModel.load(at_equal_memory.folder / "time_model.json")
+    for arm in at_equal_memory.arms:
+        assert arm.predicted_samples_per_s is not None
+        own = at_equal_memory.steps[at_equal_memory.steps["run"] == arm.scheduler]
+        if arm.scheduler != "packed":
+            shapes = own[["num_samples", "num_tokens", "height", "width"]].astype(int).values
+            expected = [time(BatchShape(*shape)) for shape in shapes]
+            assert own["predicted_cost"].tolist() == pytest.approx(expected)
+        speeds = [epoch["num_samples"] / epoch["predicted_epoch_s"] for epoch in _by_epoch(own)]
+        assert arm.predicted_samples_per_s == pytest.approx(np.median(speeds))
+    assert "predicted samples/s" in at_equal_memory.summary().columns
+    assert load_comparison(at_equal_memory.folder).as_dict() == at_equal_memory.as_dict()
+
+
+def _by_epoch(steps: pd.DataFrame) -> list[dict[str, float]]:
+    epochs = steps.groupby("epoch")
+    return [
+        {"num_samples": one["num_samples"].sum(), "predicted_epoch_s": one["predicted_cost"].sum()}
+        for _, one in epochs
+    ]
+
+
+def test_pairs_that_were_ranked_the_wrong_way_are_named(at_equal_memory: Comparison) -> None:
+    first, second, third, *_ = at_equal_memory.arms
+    speeds = ((first, 100.0, 90.0), (second, 120.0, 80.0), (third, 103.0, 95.0))
+    arms = [
+        replace(arm, samples_per_s=measured, predicted_samples_per_s=predicted)
+        for arm, measured, predicted in speeds
+    ]
+    found = replace(at_equal_memory, arms=arms)
+    assert found.misranked == [("sorted", "random"), ("sorted", "budget")]
+    assert "sorted is faster than random, sorted is faster than budget" in found.notes()[2]
+    assert replace(found, arms=arms[::2]).misranked == []
+
+
+def test_a_memory_limit_bounds_every_scheduler(records: Records) -> None:
+    options = {**SMALL, "epochs": 1, "equal": "memory"}
+    found = compare(records, ("random", "bucket", "memory"), memory_gb=1.05, **options)
+    assert found.config["memory_limit_bytes"] <= 0.05 * 2**30 + 1
+    assert all(0.7 < arm.peak_over_budget <= 1 for arm in found.arms)
+    with pytest.raises(
+        OptionError, match=r"sample \d+ alone .* needs \d+ MiB, above the limit of .*raise memory_gb"
+    ):
+        compare(records, ("random",), memory_gb=1.01, **options)
+
+
+def test_a_budget_in_tokens_takes_the_place_of_equal_memory(records: Records) -> None:
+    found = compare(records, ("budget",), budget=300, **{**SMALL, "epochs": 1, "equal": "memory"})
+    assert (found.config["equal"], found.config["budget"]) == ("batch_size", 300)
+    assert found.arms[0].predicted_samples_per_s is None
 
 
 def test_augmentation_ratios_and_difficulty_are_chosen_by_name(records: Records) -> None:

@@ -30,7 +30,7 @@ from mmlab.runs.follow import Runs
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.precision import PRECISIONS as ALL_PRECISIONS
 
-SMALL = {"image": "aspect:48", "batch_size": 8, "num_workers": 0}
+SMALL = {"image": "aspect:48", "batch_size": 8, "num_workers": 0, "equal": "batch_size"}
 
 
 def until(true: Callable[[], object], lab: Lab | None = None) -> None:
@@ -155,7 +155,7 @@ CELL = """
 import signal, sys
 from mmlab import Lab
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a notebook's kernel when a button is pressed
-lab = Lab({scenes!r}, schedulers=("random",), out={out!r}, epochs=10_000, image="aspect:32", num_workers=0,
+lab = Lab({scenes!r}, schedulers=("random",), out={out!r}, epochs=10_000, image="aspect:32", equal="batch_size", num_workers=0,
           detached={detached})
 lab.start()
 signal.signal(signal.SIGINT, signal.default_int_handler)

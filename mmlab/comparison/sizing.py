@@ -1,0 +1,224 @@
+"""The schedulers of a comparison by name, their batches as large as the comparison lets them be.
+
+At equal memory the model is priced first, in bytes and in seconds, and each scheduler gets the largest batch size or
+budget with which no batch of the whole comparison is predicted to need more than one limit. So a scheduler that pads
+little may use what others waste.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mmlab.comparison.options import ComparisonOptions
+from mmlab.comparison.plan import named_scheduler
+from mmlab.comparison.preparation import COST, costs_of, make_model, sampled
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.errors import OptionError
+from mmlab.machine import device_limit
+from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.time_model import TimeModel
+from mmlab.pricing.timing import fit_time
+from mmlab.schedule.base import Scheduler
+from mmlab.schedule.cost import PaddedTokens, batch_costs, costliest_sample
+from mmlab.schedule.dense import Memory
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import make_scheduler, scheduler_type
+from mmlab.types import CostModel
+
+# of the time model: enough to rank schedulers, some seconds for a small model
+_SHORT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """The schedulers, and what is known of their batches beforehand."""
+
+    planners: dict[str, Scheduler]
+    budget: float | None = None  # padded tokens a batch; None at equal memory
+    memory: CostModel | None = None  # predicts a batch's bytes
+    limit_bytes: float | None = None
+    time: TimeModel | None = None  # predicts a batch's seconds
+
+
+def size_schedulers(
+    names: Sequence[str],
+    options: ComparisonOptions,
+    dataset: MultimodalDataset,
+    device: str,
+    *,
+    progress: bool = True,
+) -> Sized:
+    """Make the schedulers of a comparison.
+
+    Raises:
+        OptionError: a sample that needs more than the limit, or a model that cannot be priced.
+    """
+    model = partial(
+        make_model, {"preset": options.model}, vocab_size=len(dataset.tokenizer), seed=options.seed
+    )
+    if options.equal == "memory" and options.budget is None:
+        return _by_memory(names, options, dataset, device, model(), progress)
+    budget = options.budget
+    if budget is None:
+        budget = options.batch_size * float(batch_costs(COST, dataset.sizes.alone).mean())
+    shared: dict[str, Any] = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget}
+    time, planners = None, {}
+    if "fastest" in names:
+        time = _fit_time(model(), dataset, options, device, progress, cost=COST, budget=budget)
+    for name in names:
+        own = scheduler_type(name).options_among(shared)
+        if name == "fastest":
+            own["time"] = time
+        elif name == "memory":
+            own = {"seed": options.seed, "memory_gb": options.memory_gb}
+        planners[name] = named_scheduler(
+            name, own, model, device=device, progress=progress, precision=options.precision
+        )
+    memory = planners.get("memory")
+    if not isinstance(memory, Memory):
+        return Sized(planners=planners, budget=budget, time=time)
+    return Sized(planners=planners, budget=budget, memory=memory.cost, limit_bytes=memory.budget, time=time)
+
+
+def _by_memory(
+    names: Sequence[str],
+    options: ComparisonOptions,
+    dataset: MultimodalDataset,
+    device: str,
+    model: nn.Module,
+    progress: bool,
+) -> Sized:
+    memory = fit_memory(
+        model,
+        num_held_out=0,
+        progress=progress,
+        device=device.partition(":")[0],
+        precision=options.precision,
+    )
+    sizing = _Sizing(options, dataset, memory)
+    if options.memory_gb is None:
+        baseline = sizing.make("random", options.batch_size)
+        limit_bytes = sizing.peak_bytes(baseline)
+    else:
+        limit_bytes = device_limit(device, memory_gb=options.memory_gb)
+        baseline = sizing.largest("random", options.batch_size, limit_bytes)
+    time = _fit_time(model, dataset, options, device, progress, cost=memory, budget=limit_bytes)
+    sizing.time = time
+    planners = {}
+    for name in names:
+        if name == "random":
+            planners[name] = baseline
+        elif name in ("memory", "fastest"):
+            planners[name] = make_scheduler(
+                name, cost=memory, budget=limit_bytes, time=time, seed=options.seed
+            )
+        elif name == "packed":  # cannot be priced: as many tokens, without padding
+            tokens = max(float(costs_of(plan).max()) for plan in sizing.plans(baseline))
+            planners[name] = sizing.make(name, int(tokens))
+        else:
+            first = options.batch_size
+            if "budget" in scheduler_type(name).__dataclass_fields__:
+                first = int(batch_costs(COST, dataset.sizes.alone).max())
+            planners[name] = sizing.largest(name, first, limit_bytes)
+    return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time)
+
+
+class _Sizing:
+    """Finds sizes by planning the whole comparison with them; nothing is decoded."""
+
+    def __init__(self, options: ComparisonOptions, dataset: MultimodalDataset, memory: MemoryModel) -> None:
+        self.options, self.dataset, self.memory = options, dataset, memory
+        self.time: TimeModel | None = None
+
+    def make(self, name: str, size: int) -> Scheduler:
+        """A scheduler with so many samples, or padded tokens, a batch."""
+        values = {
+            "batch_size": size,
+            "budget": size,
+            "cost": PaddedTokens(self.memory.patch),
+            "time": self.time,
+            "seed": self.options.seed,
+        }
+        kind = scheduler_type(name)
+        return kind(**kind.options_among(values))
+
+    def plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
+        """The plans of all epochs."""
+        planner, _ = sampled(scheduler, self.dataset, self.options, progress=False)
+        return (planner.plan(self.dataset.sizes, epoch=epoch) for epoch in range(self.options.epochs))
+
+    def peak_bytes(self, scheduler: Scheduler) -> float:
+        """The most bytes that a batch is predicted to need."""
+        return max(map(self._peak_of, self.plans(scheduler)))
+
+    def largest(self, name: str, first: int, limit_bytes: float) -> Scheduler:
+        """The scheduler with the largest size that fits.
+
+        Args:
+            first: a size to begin with.
+
+        Raises:
+            OptionError: a sample needs more than the limit by itself.
+        """
+        row, needed = costliest_sample(self.memory, self.dataset.sizes, enough=limit_bytes)
+        if needed > limit_bytes:
+            sizes = self.dataset.sizes
+            raise OptionError(
+                f"sample {row} alone ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) "
+                f"needs {needed / _MIB:.0f} MiB, above the limit of {limit_bytes / _MIB:.0f}; "
+                "raise memory_gb, take a smaller model or smaller images"
+            )
+        most = int(batch_costs(COST, self.dataset.sizes.alone).sum())
+
+        def fits(size: int) -> bool:
+            return all(self._peak_of(plan) <= limit_bytes for plan in self.plans(self.make(name, size)))
+
+        return self.make(name, largest_that(fits, first=first, most=most))
+
+    def _peak_of(self, plan: BatchPlan) -> float:
+        return float(batch_costs(self.memory, plan.shape_columns).max())
+
+
+def largest_that(fits: Callable[[int], bool], *, first: int, most: int) -> int:
+    """The largest number up to `most` that fits, to within 1 %, where smaller ones fit as well; 1 if none does.
+
+    >>> largest_that(lambda number: number <= 41, first=8, most=1000)
+    41
+    """
+    low, high = 1, first
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    if high >= most and fits(most):
+        return most
+    high = min(high, most)
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _fit_time(
+    model: nn.Module,
+    dataset: MultimodalDataset,
+    options: ComparisonOptions,
+    device: str,
+    progress: bool,
+    *,
+    cost: CostModel,
+    budget: float,
+) -> TimeModel:
+    """A time model fitted in short; how noisy the machine was, the comparison says."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="repeats of one step lie")
+        return fit_time(
+            model, dataset.sizes, cost=cost, budget=budget, device=device, precision=options.precision,
+            progress=progress, **_SHORT,
+        )  # fmt: skip
