@@ -168,11 +168,12 @@ def test_a_memory_limit_bounds_every_scheduler(records: Records) -> None:
     options = {**SMALL, "epochs": 1, "equal": "memory"}
     found = compare(records, ("random", "bucket", "memory"), memory_gb=1.05, **options)
     assert found.config["memory_limit_bytes"] <= 0.05 * 2**30 + 1
-    assert all(0.7 < arm.peak_over_budget <= 1 for arm in found.arms)
+    assert all(arm.peak_over_budget <= 1 for arm in found.arms)
+    assert int(found.arms[0].options["batch_size"]) > 8
     with pytest.raises(
         OptionError, match=r"sample \d+ alone .* needs \d+ MiB, above the limit of .*raise memory_gb"
     ):
-        compare(records, ("random",), memory_gb=1.01, **options)
+        compare(records, ("random",), memory_gb=1.001, **options)
 
 
 def test_a_budget_in_tokens_takes_the_place_of_equal_memory(records: Records) -> None:
