@@ -56,18 +56,15 @@ def joined(parts: Sequence[Embeddings]) -> Embeddings:
     return Embeddings(image, text, torch.where(groups < 0, alone, groups), [record_ids[row] for row in order])
 
 
-def recalls(embeddings: Embeddings, *, at: tuple[int, ...] = (1, 5, 10)) -> dict[str, float]:
+def recalls(embeddings: Embeddings) -> dict[str, float]:
     """Recall at k in both directions over all pairs, and what a random ranking would reach.
 
     An image counts once however many captions it has: G images are ranked for each text, N texts for each image, and
     any text of an image is a hit. A candidate that ties with the right one is ranked before it, so collapsed
     embeddings score zero.
 
-    Args:
-        at: the k of recall at k.
-
     Returns:
-        `image_to_text_r1`, `text_to_image_r1` and so on for each k, and `chance_r1`, 1 / G in both directions.
+        `image_to_text_r1`, `text_to_image_r1` and so on for k = 1, 5 and 10, and `chance_r1`, 1 / G in both directions.
     """
     first, group_of_text = distinct_images(embeddings.groups)
     num_images = len(first)
@@ -76,7 +73,7 @@ def recalls(embeddings: Embeddings, *, at: tuple[int, ...] = (1, 5, 10)) -> dict
     to_text = torch.cat(list(_ranks(images, group_of_image, texts, group_of_text)))
     to_image = torch.cat(list(_ranks(texts, group_of_text, images, group_of_image)))
     found = {"chance_r1": 1 / num_images}
-    for k in at:
+    for k in (1, 5, 10):
         found[f"image_to_text_r{k}"] = float((to_text < k).double().mean())
         found[f"text_to_image_r{k}"] = float((to_image < k).double().mean())
     return found
@@ -91,11 +88,11 @@ def distinct_images(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def candidate_losses(
-    embeddings: Embeddings, logit_scale: Tensor, *, num_candidates: int = 32, seed: int = 0
+    embeddings: Embeddings, logit_scale: Tensor, *, num_candidates: int = 32
 ) -> dict[str, float]:
     """Mean contrastive losses of each pair among `num_candidates` pairs drawn once from all of them.
 
-    The N pairs are shuffled by `seed` and cut into sets; the last set is filled up from the first, whose pairs are
+    The N pairs are shuffled, always alike, and cut into sets; the last set is filled up from the first, whose pairs are
     not counted twice. Other captions of an image are not its negatives; the rest is scaled up to `num_candidates -
     1`.
 
@@ -105,7 +102,7 @@ def candidate_losses(
     """
     groups, scale = embeddings.groups, logit_scale.float()
     size = min(num_candidates, len(groups))
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(groups.device)
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0)).to(groups.device)
     total, count = torch.zeros(2, dtype=torch.float64), 0
     for start in range(0, len(groups), size):
         places = torch.arange(start, start + size, device=groups.device)

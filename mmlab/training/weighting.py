@@ -156,17 +156,10 @@ class Uncertainty(Weighting):
 class Trend(Weighting):
     """More for the objective whose loss falls more slowly than the others': dynamic weight average.
 
-    Args:
-        start: see `Weighting`.
-        temperature: 2 as in the source; the larger, the more alike the shares.
-        options: see `Weighting`.
-
     Source: Liu et al. 2019 (arXiv:1803.10704).
     """
 
-    def __init__(self, start: Sequence[str] | Numbers, *, temperature: float = 2.0, **options: Any) -> None:
-        super().__init__(start, **options)
-        self.temperature = temperature
+    temperature = 2.0  # as in the source; the larger, the more alike the shares
 
     def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         seen = {name: mean for name, mean in averages.items() if name in self._before}
@@ -181,19 +174,11 @@ class GradNorm(Weighting):
     The source learns the weights by gradient descent towards w g = mean(w g) r^alpha; this takes the solution,
     w proportional to r^alpha / g, as its target. r is the loss over its value in the first interval.
 
-    Args:
-        start: see `Weighting`.
-        alpha: how strongly the slower objectives are helped; 0 makes all gradients alike. The source has 0.12 to 1.5.
-        options: see `Weighting`.
-
     Source: Chen et al. 2018 (arXiv:1711.02257).
     """
 
     wants_norms = True
-
-    def __init__(self, start: Sequence[str] | Numbers, *, alpha: float = 0.5, **options: Any) -> None:
-        super().__init__(start, **options)
-        self.alpha = alpha
+    alpha = 0.5  # how strongly the slower objectives are helped; 0 makes all gradients alike; the source has 0.12 to 1.5
 
     def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         if grad_norms is None:

@@ -43,13 +43,13 @@ def test_trend_is_the_softmax_of_how_little_each_loss_fell():
 
 
 def test_gradnorm_makes_gradients_alike_and_helps_the_slower():
-    weighting = GradNorm(NAMES[:2], alpha=1.0, **RAW)
+    weighting = GradNorm(NAMES[:2], **RAW)
     means, norms = {"contrastive": 2.0, "matching": 4.0}, {"contrastive": 3.0, "matching": 1.0}
     weights = weighting.update(1, means, norms)
     assert weights == pytest.approx({"contrastive": 0.5, "matching": 1.5})
     assert weights["contrastive"] * 3.0 == pytest.approx(weights["matching"] * 1.0)
     weights = weighting.update(2, {"contrastive": 2.0, "matching": 1.0}, norms)  # matching is at a quarter
-    assert weights["contrastive"] * 3.0 == pytest.approx(4 * weights["matching"] * 1.0)
+    assert weights["contrastive"] * 3.0 == pytest.approx(4**0.5 * weights["matching"] * 1.0)
 
 
 def test_an_update_takes_the_average_of_its_interval_and_goes_part_of_the_way():
