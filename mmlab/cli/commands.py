@@ -232,12 +232,13 @@ def inspect(
 ) -> Any:
     """Show sizes, aspects, lengths, and the padding each scheduler would cause."""
     from mmlab.comparison.overview import overview
+    from mmlab.runs.figures import save_figure
     from mmlab.types import parse_image_policy
 
     policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
     found = overview(_measured_records(path, tokenizer, errors=errors), policy)
     if plot:
-        found.save_figure(plot)
+        save_figure(found.figure(), plot)
     return found
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmlab.comparison.charts import WASTES, draw_waste
 from mmlab.errors import DataError
-from mmlab.runs.figures import save_figure
 from mmlab.schedule.preview import Preview, preview
 
 if TYPE_CHECKING:
@@ -92,14 +90,6 @@ class Overview:
         draw_waste(waste, self.preview.table[[*WASTES]])
         waste.set(title=f"Padding waste, {self.policy}", ylabel="%")
         return figure
-
-    def save_figure(self, path: str | Path) -> None:
-        """Write the figure; the file's suffix chooses the format.
-
-        Raises:
-            OptionError: a suffix that matplotlib cannot write.
-        """
-        save_figure(self.figure(), path)
 
     def __str__(self) -> str:
         found, bad_rows = self.as_dict(), self.records.bad_rows

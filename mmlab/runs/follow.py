@@ -136,14 +136,11 @@ class RunState:
         """The number of events of a kind."""
         return len(self._columns.get((kind, rank), {}).get("step", ()))
 
-    def column(
-        self, key: str, kind: str = "step", rank: int = 0, start: int = 0, stop: int | None = None
-    ) -> NDArray[np.float64]:
+    def column(self, key: str, kind: str = "step", rank: int = 0, start: int = 0) -> NDArray[np.float64]:
         """A key's numbers, one for each event of a kind: NaN where an event lacks it. Also `step` and `time_s`.
 
         Args:
             start: the first event to give, for a view that has those before it.
-            stop: the first event not to give.
 
         Returns:
             (N,) a copy.
@@ -154,13 +151,13 @@ class RunState:
         columns = self._columns.get((kind, rank), {})
         if columns and key not in columns:
             raise unknown_name(f"key of {kind} events", key, columns)
-        return self.column_or_nan(key, kind, rank, start, stop)
+        return self.column_or_nan(key, kind, rank, start)
 
     def column_or_nan(
-        self, key: str, kind: str = "step", rank: int = 0, start: int = 0, stop: int | None = None
+        self, key: str, kind: str = "step", rank: int = 0, start: int = 0
     ) -> NDArray[np.float64]:
         """The same, all NaN where no event has the key."""
-        return self.rows([key], kind, rank, start, stop)[0]
+        return self.rows([key], kind, rank, start)[0]
 
     def rows(
         self, keys: Sequence[str], kind: str, rank: int, start: int = 0, stop: int | None = None

@@ -39,7 +39,7 @@ def test_every_row_is_there_once_while_the_run_grows(tmp_path: Path) -> None:
         losses += the_run(runs).column("loss", start=len(losses)).tolist()
         assert not runs.poll()
     assert losses == [1 / step for step in range(1, 36)]
-    assert the_run(runs).column("loss", start=3, stop=5).tolist() == [1 / 4, 1 / 5]
+    assert the_run(runs).rows(["loss"], "step", 0, 3, 5).tolist() == [[1 / 4, 1 / 5]]
 
 
 def test_infinity_nothing_and_texts_are_rows_too(tmp_path: Path) -> None:
