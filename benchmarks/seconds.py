@@ -98,6 +98,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
                 "model": name,
                 "fit_s": time.perf_counter() - started,
                 "spread_ratio": fitted.spread_ratio,
+                "new_shape_s": fitted.new_shape_s,
                 **{f"held_out_{key}": value for key, value in fitted.held_out.items()},
                 "coefficients": fitted.rows.coefficients[0].tolist(),
                 "exponents": fitted.rows.exponents.tolist(),
@@ -158,6 +159,8 @@ def epochs_of(name: str, dataset: MultimodalDataset, *, num_rounds: int) -> list
                 "num_workers": num_workers,
                 "scheduler": arm,
                 "num_batches": len(plans[0]),
+                "num_shapes": len(set(plans[0].shapes)),
+                "new_shape_s": fitted.new_shape_s,
                 "predicted_s": predicted_s,
                 "measured_s": median(all_s),
                 "error_ratio": predicted_s / median(all_s) - 1,
@@ -179,7 +182,7 @@ def roofline(quick: bool) -> list[dict[str, Any]]:
         tracer = StepTracer(preset(name), device="cpu")
         traces = [tracer(BatchShape(*shape)) for shape in shapes.tolist()]
         trainer = FusionTrainer(preset(name), device="cpu", lr=0.0)
-        times = measure_steps(
+        _, times = measure_steps(
             trainer, shapes, repeats=3 if quick else 6, seconds=15 if quick else 40, progress=False
         )
         found[name] = (traces, *low_seconds(times))

@@ -45,6 +45,8 @@ class TimeModel(FittedModel):
         conditions: what the step was, and on which device; `method` is "measured" or "predicted, not measured".
         spread_ratio: how far repeats of the same step lay apart when they were measured: the upper quartile over the
             lower one, less 1, the median over the shapes. A prediction is hardly better than that.
+        new_shape_s: what the first step of a shape takes longer than later ones of that shape: libraries prepare for it,
+            and memory of these sizes is taken for the first time.
         data_s_per_sample: seconds a sample that the loader takes by itself, with the workers that it will have; 0 where
             it never is the slower stage.
     """
@@ -53,6 +55,7 @@ class TimeModel(FittedModel):
     kind: ClassVar[str] = "time model"
 
     spread_ratio: float = 0.0
+    new_shape_s: float = 0.0
     data_s_per_sample: float = 0.0
 
     @property
@@ -63,10 +66,11 @@ class TimeModel(FittedModel):
     def batch_s(self, plan: BatchPlan) -> NDArray[np.float64]:
         """(M,) seconds of each batch of a plan: of its step, or of loading its samples where that takes longer.
 
-        A loader works ahead while the device computes, so the longer of the two stages counts. In a packed plan each
-        sample counts without padding.
+        The first batch of each shape in the plan takes `new_shape_s` more. A loader works ahead while the device
+        computes, so the longer of the two stages counts. In a packed plan each sample counts without padding.
         """
         steps = batch_costs(self, plan.shape_columns) if plan.limits.streams is None else self._packed_s(plan)
+        steps[np.unique(plan.shape_columns, axis=0, return_index=True)[1]] += self.new_shape_s
         return np.maximum(steps, plan.columns.counts * self.data_s_per_sample)
 
     def epoch_s(self, plan: BatchPlan, *, num_ranks: int = 1) -> float:

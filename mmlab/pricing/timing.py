@@ -2,9 +2,10 @@
 
 Shapes are spread evenly on a logarithmic scale over what the data can give: cost of the batch, length of the texts and
 size of the images apart. Every round measures all shapes once, in another order, so that what else the machine does
-meets all of them; the first round warms up and does not count. Other work only ever adds time, so a low quantile of a
-shape's repeats is kept. Shapes that are not fitted are measured in the same rounds: `TimeModel.held_out` has the errors
-on them, and `TimeModel.spread_ratio` says how far repeats of one shape lay apart.
+meets all of them. Other work only ever adds time, so a low quantile of a shape's repeats is kept. In the first round
+each shape is new to the libraries and the allocator, which costs time of its own (`TimeModel.new_shape_s`). Shapes that
+are not fitted are measured in the same rounds: `TimeModel.held_out` has the errors on them, and
+`TimeModel.spread_ratio` says how far repeats of one shape lay apart.
 
 Costs `seconds` at most (and three rounds at least), a copy of the model and AdamW's state.
 """
@@ -36,7 +37,8 @@ from mmlab.training.loop import FusionTrainer
 from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
 
 _LOW_QUANTILE = 0.25
-_MIN_ROUNDS = 3  # the first of which does not count
+_MIN_ROUNDS = 3  # in the first of which the shapes are new
+_WARM_UP_STEPS = 2
 _NOISY_RATIO = 0.15
 _NUM_PADDED = 512  # padded image sizes that shapes are chosen from
 _MIN_ROWS = 16  # of an embedding table; those of token types are smaller
@@ -66,7 +68,7 @@ def fit_time(
         budget: the most that a measured batch costs. Larger batches are extrapolated.
         num_probes: shapes that the closed form is fitted to.
         num_held_out: further shapes that its errors are reported on.
-        repeats: rounds that count, after one that does not.
+        repeats: rounds after the first one.
         seconds: after which no further round begins, once three are done.
         data_s_per_sample: see `TimeModel`; `mmlab bench io` measures it.
         options: fields of `TrainOptions`: `device`, `precision`, `checkpointing`, `objectives`, ...
@@ -86,7 +88,7 @@ def fit_time(
     patch = patch_of(model)
     shapes = probe_shapes(sizes, num_probes + num_held_out, cost or PaddedTokens(patch), budget)
     trainer = FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
-    times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
+    first_s, times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
     low_s, spread_ratio = low_seconds(times)
     rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
     held_out = {}
@@ -98,6 +100,7 @@ def fit_time(
         conditions=time_conditions(trainer),
         held_out=held_out,
         spread_ratio=spread_ratio,
+        new_shape_s=max(0.0, float(np.median(first_s - np.median(times, axis=1)))),
         data_s_per_sample=data_s_per_sample,
     )
 
@@ -192,11 +195,14 @@ def make_batch(shape: BatchShape, *, num_ids: int = _MIN_ROWS) -> Batch:
 
 def measure_steps(
     trainer: FusionTrainer, shapes: NDArray[np.int64], *, repeats: int, seconds: float, progress: bool
-) -> NDArray[np.float64]:
-    """(n, r) seconds of steps of each shape, round after round."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(n,) seconds of the first step of each shape, and (n, r) of its repeats, round after round."""
     tables = (module.num_embeddings for module in trainer.model.modules() if isinstance(module, nn.Embedding))
     num_ids = min((rows for rows in tables if rows >= _MIN_ROWS), default=_MIN_ROWS)
     batches = [make_batch(BatchShape(*shape), num_ids=num_ids) for shape in shapes.tolist()]
+    largest = max(batches, key=lambda batch: batch.pixel_values.numel())
+    for _ in range(_WARM_UP_STEPS):  # of a shape that is not measured
+        trainer.train_step([largest.part(slice(1, None)).to(trainer.device)])
     rng, started = np.random.default_rng(0), time.perf_counter()
     rounds: list[NDArray[np.float64]] = []
     with tqdm(total=(1 + repeats) * len(shapes), desc="timing", unit="step", disable=not progress) as bar:
@@ -210,4 +216,4 @@ def measure_steps(
                 times[place] = trainer.train_step([batch])["step_s"]
                 bar.update()
             rounds.append(times)
-    return np.stack(rounds[1:], axis=1)
+    return rounds[0], np.stack(rounds[1:], axis=1)

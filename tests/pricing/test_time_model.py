@@ -111,6 +111,13 @@ def test_slow_data_count_where_they_take_longer_than_the_step():
     assert slow.batch_s(plan) == pytest.approx([0.4, MODEL(plan.shapes[1])])
 
 
+def test_the_first_batch_of_a_shape_takes_longer():
+    same = SampleSizes(num_tokens=[9] * 12, height=[64] * 12, width=[48] * 12, group=range(12))
+    plan = BatchPlan.from_batches([range(5), range(5, 10), [10, 11]], same)
+    model = TimeModel(rows=TRUE, fingerprint="0123", conditions={}, new_shape_s=0.5)
+    assert model.batch_s(plan) - MODEL.batch_s(plan) == pytest.approx([0.5, 0, 0.5])
+
+
 def test_a_packed_plan_counts_samples_without_padding():
     same = SampleSizes(num_tokens=[9] * 300, height=[64] * 300, width=[48] * 300, group=range(300))
     packed = make_scheduler("packed", budget=512).plan(same)
