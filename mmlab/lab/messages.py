@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mmlab.machine import GIB
 from mmlab.runs.events import RunEvent
-from mmlab.runs.follow import RunState
+from mmlab.runs.follow import ACTIVE, RunState
+from mmlab.runs.summaries import progress_of, summarize
 
 TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and the columns of each
     "step": (
@@ -28,6 +30,8 @@ TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and 
 def columns_of(run: RunState, track: str, rank: int, start: int, stop: int) -> NDArray[np.float32]:
     """(C, N) rows of a track; seconds count from the run's first event, or float32 could not tell steps apart."""
     columns = run.rows(TRACKS[track], track, rank, start, stop)
+    if track == "device":
+        columns[TRACKS[track].index("utilization_ratio")] = run.utilization(rank, start, stop)
     columns[TRACKS[track].index("time_s")] -= run.first_s
     return columns.astype(np.float32)
 
@@ -46,6 +50,36 @@ def facts_of(run: RunState) -> dict[str, Any]:
         "peak_source": step.get("memory_source"),
         "utilization_source": device.get("utilization_source"),
     }
+
+
+def tile_of(run: RunState) -> dict[str, Any]:
+    """A run's figures in words: of all its steps so far, on its first rank."""
+    found, step, device = summarize(run), run.latest("step"), run.latest("device")
+    busy = run.utilization()
+    busy = busy[np.isfinite(busy)]
+    source = str(device.get("utilization_source", ""))
+    peak, limit = found["peak_bytes"], step.get("limit_bytes")
+    if limit is None and device.get("memory_source") not in (None, "process RSS"):
+        limit = device.get("memory_total_bytes")
+    left_s = progress_of([run]).left_s if run.status in ACTIVE else nan
+    figures = {
+        "samples/s": found["samples_per_s"] and f"{found['samples_per_s']:.4g}",
+        "waste": _per_cent(found["combined_waste"]),
+        "peak" if limit is None else "peak / limit": peak
+        and " / ".join(map(_mib, filter(None, (peak, limit)))),
+        "GPU busy" if source == "NVML" else "CPU busy": _per_cent(busy.mean() if len(busy) else None),
+        "waiting": _per_cent(found["data_wait_ratio"]),
+        "left": f"{left_s // 60:.0f}:{left_s % 60:02.0f}" if isfinite(left_s) else None,
+    }
+    return {"id": run.id, "figures": [item for item in figures.items() if item[1]]}
+
+
+def _per_cent(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{100 * ratio:.0f} %"
+
+
+def _mib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / 2**20:.3g} MiB"
 
 
 def note_of(run: RunState, event: RunEvent) -> dict[str, Any]:

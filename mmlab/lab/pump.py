@@ -22,15 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
-from mmlab.lab.messages import TRACKS, columns_of, facts_of, note_of
+from mmlab.lab.messages import TRACKS, columns_of, facts_of, note_of, tile_of
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import Runs, RunState, Source, overall_status
-from mmlab.runs.summaries import progress_of
+from mmlab.runs.summaries import progress_of, verdict_of
 
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
 WINDOW = 20  # messages that may wait for the page's answer; it answers every tenth, and one that says `more`
 SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
 BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
+HEADLINE_S = 2.0  # between two looks at what the runs come to
 FACTS_S = 0.1  # between looks at what is not in the files, such as the controller's state
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
@@ -104,6 +105,8 @@ class Pump:
         self._names: dict[str, None] = {}  # of runs, in the order in which they were first seen
         self._said: dict[str, Any] = {}  # facts as they were last sent
         self._answers: dict[str, Any] = {}  # the controller's last ones
+        self._headline: dict[str, Any] = {"tiles": [], "verdict": ""}
+        self._headline_s = self._headline_due_s = 0.0
         self._seq = 0
         self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = 0.0
         self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the writer's clock
@@ -319,10 +322,23 @@ class Pump:
             "notes": [note_of(run, event) for run in runs for event in run.notes],
             "errors": errors,
             "state": state,
+            **self._headlines(runs),
         }
         changed = {key: value for key, value in facts.items() if self._said.get(key) != value}
         self._said = facts
         return changed
+
+    def _headlines(self, runs: list[RunState]) -> dict[str, Any]:
+        """Every run's figures and what they come to, worked out anew every 2 s, or less often where that takes long."""
+        started_s = time.monotonic()
+        if started_s >= self._headline_due_s and self._news_s >= self._headline_s:
+            self._headline_s = started_s
+            self._headline = {
+                "tiles": [tile_of(run) for run in runs if run.count()],
+                "verdict": verdict_of(runs),
+            }
+            self._headline_due_s = started_s + max(HEADLINE_S, 100 * (time.monotonic() - started_s))
+        return self._headline
 
 
 class _Cost:

@@ -167,6 +167,19 @@ class RunState:
         blank = [nan] * len(range(self.count(kind, rank))[start:stop])
         return np.array([columns[key][start:stop] if key in columns else blank for key in keys])
 
+    def utilization(self, rank: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.float64]:
+        """The busy share of each reading of the device; NaN where training was paused since the reading before."""
+        first = max(0, start - 1)
+        busy, read_s = (
+            self.column_or_nan(key, "device", rank, first, stop) for key in ("utilization_ratio", "time_s")
+        )
+        before_s = np.concatenate([read_s[:1], read_s[:-1]])
+        pauses = self.column("time_s", "pause", rank)
+        resumes = np.append(self.column("time_s", "resume", rank), inf)[: len(pauses)]
+        for paused_s, resumed_s in zip(pauses, resumes, strict=True):
+            busy[(read_s > paused_s) & (before_s < resumed_s)] = nan
+        return busy[start - first :]
+
     def _read(self) -> int:
         num_events = 0
         for path, (inode, head, offset) in self._files.items():

@@ -127,6 +127,64 @@ def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
     }
 
 
+def verdict_of(runs: Iterable[RunState]) -> str:
+    """Which run is the fastest, over which other one, and how far its epochs agree: one line for a person.
+
+    The fastest is compared with `random`, else with the first run; where it is that itself, with the next best. Epochs
+    that alternate are paired, so that what slows the machine for a while slows both. Empty before two runs have
+    finished an epoch.
+
+    >>> from mmlab.runs.events import RunEvent
+    >>> runs = [RunState("random"), RunState("budget")]
+    >>> for run, seconds in zip(runs, ((1.0, 1.2), (0.8, 0.8)), strict=True):
+    ...     for epoch, step_s in enumerate(seconds):
+    ...         values = {"epoch": epoch, "step_s": step_s, "num_samples": 8}
+    ...         run.apply([RunEvent("step", epoch, 0, 0.0, values), RunEvent("eval", epoch, 0, 0.0, {})])
+    >>> verdict_of(runs)
+    'budget: +38 % over random (+25 to +50 % in 2 paired epochs)'
+    """
+    found = {run.name: (run, speeds) for run in runs if (speeds := _epoch_speeds(run))}
+    if len(found) < 2:
+        return ""
+    num_epochs = min(len(speeds) for _, speeds in found.values())
+    ranked = sorted(found, key=lambda name: -float(np.median(found[name][1][:num_epochs])))
+    best, rival = ranked[0], "random" if "random" in found else next(iter(found))
+    rival = ranked[1] if rival == best else rival
+    gains = 100 * (np.array(found[best][1][:num_epochs]) / found[rival][1][:num_epochs] - 1)
+    spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
+    if num_epochs == 1:
+        said = [f"{best}: {gains[0]:+.0f} % over {rival} in one epoch; its noise is not known yet"]
+    elif gains.min() <= 0:
+        said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
+    else:
+        said = [f"{best}: {np.median(gains):+.0f} % over {rival} ({spread})"]
+    after, before = (summarize(found[name][0]) for name in (best, rival))
+    if before["combined_waste"] is not None and after["combined_waste"] is not None:
+        if before["combined_waste"] < 0.05:
+            said.append(f"{rival} pads {before['combined_waste']:.1%}: little to gain here")
+        else:
+            said.append(
+                f"padding {100 * before['combined_waste']:.0f} → {100 * after['combined_waste']:.0f} %"
+            )
+    if before["peak_bytes"] and after["peak_bytes"]:
+        ratio = after["peak_bytes"] / before["peak_bytes"]
+        said.append(
+            "same peak memory" if abs(ratio - 1) < 0.02 else f"peak memory {100 * (ratio - 1):+.0f} %"
+        )
+    return "; ".join(said)
+
+
+def _epoch_speeds(run: RunState) -> list[float]:
+    """Samples a second of each epoch that was evaluated, without its first steps."""
+    epochs, samples, seconds = (run.column_or_nan(key) for key in ("epoch", "num_samples", "step_s"))
+    speeds = []
+    for epoch in np.unique(epochs[np.isfinite(epochs)])[: run.count("eval")]:
+        rows = np.flatnonzero(epochs == epoch)
+        rows = rows[WARMUP_STEPS if len(rows) > 2 * WARMUP_STEPS else 0 :]
+        speeds.append(float(samples[rows].sum() / seconds[rows].sum()))
+    return speeds
+
+
 def table_of(runs: Mapping[str, RunState]) -> pd.DataFrame:
     """A row a run: how far it is, how fast, what of it was padding and waiting, its latest losses."""
     import pandas as pd

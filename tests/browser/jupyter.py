@@ -26,7 +26,7 @@ from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 ROOT = Path(__file__).resolve().parents[2]
 BLUE, ORANGE = LINE_COLOURS = ("#0072B2", "#D98C00")  # of the schedulers random and budget, light theme
 PATIENCE_MS = (
-    180_000  # training alone takes 25 s to begin on two cores at load 7; a wait ends as soon as it can
+    40_000  # training alone takes 25 s to begin on two cores at load 7; a wait ends as soon as it can
 )
 expect.set_options(timeout=PATIENCE_MS)
 # fmt: off
@@ -269,10 +269,14 @@ class Panel:
             "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
 
-    def colours(self, name: str) -> dict[str, int]:
-        """How many pixels of a plot have each colour, the background left out; thin lines count as what they are."""
+    def colours(self, name: str, *, part: tuple[float, float] = (0.0, 1.0)) -> dict[str, int]:
+        """How many pixels of a plot have each colour, the background left out; thin lines count as what they are.
+
+        Args:
+            part: of the x axis.
+        """
         self.frames()
-        return self.plot(name).locator("canvas").first.evaluate(_COLOURS, LINE_COLOURS)
+        return self.plot(name).locator("canvas").first.evaluate(_COLOURS, [LINE_COLOURS, *part])
 
     def x_range(self) -> tuple[float, float]:
         self.frames()
@@ -303,8 +307,10 @@ _CHOOSE = """number => { const notebook = jupyterapp.shell.currentWidget.content
   notebook.activeCellIndex = number; notebook.deselectAll(); notebook.widgets[number].model.clearExecution(); }"""
 _HAS_RUN = """number => { const {model} = jupyterapp.shell.currentWidget.content.widgets[number];
   return model.executionCount && model.executionState !== 'running'; }"""
-_COLOURS = """(canvas, lines) => {
-  const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data, found = {};
+_COLOURS = """(canvas, [lines, from, to]) => {
+  const scale = canvas.width / canvas.clientWidth, width = canvas.clientWidth - 60;  // 52 of margin left, 8 right
+  const start = from ? scale * (52 + from * width) : 0, end = to < 1 ? scale * (52 + to * width) : canvas.width;
+  const data = canvas.getContext('2d').getImageData(start, 0, end - start, canvas.height).data, found = {};
   const near = (line, i) => [0, 1, 2].every(
     k => Math.abs(parseInt(line.slice(1 + 2 * k, 3 + 2 * k), 16) - data[i + k]) <= 48);
   for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from playwright.sync_api import expect
@@ -17,7 +19,7 @@ from playwright.sync_api import expect
 from mmlab.runs.events import read_events
 from mmlab.runs.figures import colours_of
 from tests.browser.jupyter import BLUE, ORANGE, Notebook, Panel
-from tests.browser.writing_runs import write_run
+from tests.browser.writing_runs import write_run, write_turns
 
 WRITER = Path(__file__).with_name("writing_runs.py")
 STEPS = 300
@@ -322,6 +324,43 @@ def test_no_step_is_lost_of_those_that_come_60_times_a_second(notebook: Notebook
     rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text())))
     losses = [float(row["loss"]) for row in rows if row["kind"] == "step"]
     assert losses == pytest.approx([event.values["loss"] for event in events(folder, "step")], rel=1e-6)
+
+
+def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Notebook) -> None:
+    write_turns(notebook.server.files / "turns", {"random": 20.0, "fastest": 25.0})
+    panel = notebook.show("LivePanel('turns')")
+    panel.wait_points(66)
+    expect(panel.root.locator(".mmlp-verdict")).to_have_text(
+        "fastest: +25 % over random (+25 to +25 % in 3 paired epochs); padding 50 → 40 %"
+    )
+    for name, speed in (("random", 20), ("fastest", 25)):
+        tile = panel.root.locator(f"[data-tile={name}]")
+        rate = (28 * speed + 3) / (28 + 3 * 0.001)  # the first two steps are not counted
+        expect(tile).to_contain_text(re.compile(rf"samples/s\s*{rate:.4g}\s"))
+        expect(tile).to_contain_text(re.compile(r"CPU busy\s*80 %"))
+    assert float((panel.plot("speed").get_attribute("data-y") or "").split()[1]) < 30, "1000 is of one sample"
+    expect(panel.plot("speed")).to_contain_text("nothing to learn")
+    panel.root.locator("input[type=range]").fill("0.9")
+    area = panel.plot("speed").locator(".mmlp-over")
+    box = area.bounding_box()
+    assert box
+    area.hover(position={"x": box["width"] - 9, "y": 40})
+    weights = 0.9 ** np.arange(33)
+    samples, seconds = (np.tile([last, *[each] * 10], 3) for last, each in ((1, 20), (0.001, 1)))
+    rate = (weights @ samples) / (weights @ seconds)
+    expect(panel.plot("speed").locator(".mmlp-read")).to_contain_text(f"random: {rate:.4g}, nothing to learn")
+    panel.root.locator("input[type=range]").fill("0")
+    panel.root.locator("select").select_option("second")
+    low, high = panel.x_range()
+    for plot in ("waste", "use"):
+        for start, end in (
+            (41, 44),
+            (47, 48.5),
+        ):  # of random: paused from 45 to 50 s, its next turn begins at 80 s
+            part = ((start + 0 - low) / (high - low), (end - low) / (high - low))
+            assert (panel.colours(plot, part=part).get(BLUE, 0) > 0) == (start == 41), (plot, start)
+        part = ((60 - low) / (high - low), (75 - low) / (high - low))
+        assert not panel.colours(plot, part=part).get(BLUE, 0), "a line crosses the other scheduler's turn"
 
 
 def test_a_run_is_cleared_and_comes_again_when_it_is_written_anew(notebook: Notebook) -> None:

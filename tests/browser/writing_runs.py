@@ -27,6 +27,39 @@ def write_run(folder: Path, num_steps: int, hz: float = 0.0, seed: int = 0, *, e
             log.write("end", num_steps, status="done", num_steps=num_steps)
 
 
+def write_turns(folder: Path, speeds: dict[str, float]) -> None:
+    """Runs that take turns at these samples a second: 3 epochs of 10 s, the second paused for 5 s after 5 s.
+
+    The last step of each epoch has one sample and teaches nothing.
+    """
+    for place, (name, speed) in enumerate(speeds.items()):
+        with RunLog(folder / name) as log:
+            log.emit(RunEvent("start", 0, 0, 1e9 + place / 1000, {"run_name": name, "num_steps": 33}))
+            for epoch in range(3):
+                time_s = 1e9 + 20 * (epoch * len(speeds) + place)
+                for step in range(11 * epoch + 1, 11 * epoch + 12):
+                    step_s, num_samples = (0.001, 1) if step % 11 == 0 else (1.0, round(speed))
+                    if step == 16:
+                        log.emit(RunEvent("pause", step, 0, time_s, {}))
+                        for _ in range(5):
+                            time_s += 1
+                            log.emit(RunEvent("device", -1, 0, time_s, _USE | {"utilization_ratio": 0.0}))
+                        log.emit(RunEvent("resume", step, 0, time_s, {"paused_s": 5.0}))
+                    time_s += step_s
+                    loss = math.nan if num_samples == 1 else 3 / step
+                    values = {"epoch": epoch, "num_samples": num_samples, "step_s": step_s, "loss": loss}
+                    log.emit(
+                        RunEvent("step", step, 0, time_s, {**_SIZES, **values, "combined_waste": 10 / speed})
+                    )
+                    log.emit(RunEvent("device", -1, 0, time_s, _USE | {"utilization_ratio": 0.8}))
+                log.emit(RunEvent("eval", step, 0, time_s, {"loss": 1.0}))
+            log.emit(RunEvent("end", step, 0, time_s, {"status": "done"}))
+
+
+_SIZES = {"num_tokens": 16, "height": 64, "width": 64, "text_waste": 0.1, "image_waste": 0.1}
+_USE = {"device": "cpu", "utilization_source": "process CPU"}
+
+
 def events_of(step: int, time_s: float, rng: random.Random, seed: int) -> list[RunEvent]:
     """One step, and what else comes with it."""
     num_samples, num_tokens, side = 24 + rng.randrange(16), 16 + rng.randrange(48), 16 * rng.randrange(4, 15)

@@ -10,7 +10,8 @@ const NUDGE_MS = 2500; // before that, ask whether it is there
 const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, CSS pixels
 const patches = (h, w) => Math.ceil(h / 16) * Math.ceil(w / 16);
 
-// from: [track, column] of the measure, or several, of which the first with numbers counts; or f(columns, row) of steps.
+// from: [track, column] of the measure, or several, of which the first with numbers counts; or f(columns, row) of steps;
+// or ratio: two of those, of which sums are divided where several steps count. learnt: steps that teach nothing are marked and no part of the line.
 const PLOTS = [
   { id: "samples", title: "samples per step", zero: true, measures: [{ id: "samples", label: "samples", from: [["step", "num_samples"]] }] },
   { id: "batch", title: "padded tokens per step", zero: true, measures: [
@@ -24,10 +25,10 @@ const PLOTS = [
     { id: "reserved", label: "reserved", from: [["device", "reserved_bytes"], ["step", "reserved_bytes"]] },
     { id: "limit", label: "limit", soft: true, from: [["step", "limit_bytes"], ["device", "memory_total_bytes"]] }] },
   { id: "use", title: "utilisation", unit: "share", measures: [{ id: "use", label: "busy", source: "utilization_source", from: [["device", "utilization_ratio"]] }] },
-  { id: "wait", title: "waiting for data, share of step", unit: "share", measures: [{ id: "wait", label: "waiting", f: (c, i) => c.data_wait_s[i] / c.step_s[i] }] },
+  { id: "wait", title: "waiting for data, share of step", unit: "share", measures: [{ id: "wait", label: "waiting", ratio: [(c, i) => c.data_wait_s[i], (c, i) => c.step_s[i]] }] },
   { id: "waste", title: "padding waste", unit: "share", measures: [
     { id: "waste", label: "measured", from: [["step", "combined_waste"]] }] },
-  { id: "speed", title: "samples/s", zero: true, measures: [{ id: "speed", label: "samples/s", from: [["step", "samples_per_s"]] }] },
+  { id: "speed", title: "samples/s", zero: true, measures: [{ id: "speed", label: "samples/s", ratio: [(c, i) => c.num_samples[i], (c, i) => c.step_s[i]], learnt: true }] },
   { id: "loss", title: "loss", measures: [
     { id: "loss", label: "training", from: [["step", "loss"]] },
     { id: "held_out", label: "held out", marks: true, from: [["eval", "loss"]] }] },
@@ -114,11 +115,11 @@ class Line { // one run on one rank
   }
   // { track, n, values } of a measure, or null where nothing was measured
   values(measure) {
-    if (measure.f) {
-      const series = this.series("step");
+    if (!measure.from) {
+      const series = this.series("step"), [over, under] = measure.ratio ?? [measure.f, () => 1];
       if (!series || !series.n) return null;
-      const all = this.derive("m" + measure.id, Float32Array, null);
-      all.f = (i) => measure.f(series.columns, i);
+      const all = this.derive("m" + measure.id, Float32Array, null), c = series.columns;
+      all.f = (i) => over(c, i) / under(c, i);
       return { track: "step", n: series.n, values: all.upTo(series.n) };
     }
     for (const [track, key] of measure.from) {
@@ -127,6 +128,14 @@ class Line { // one run on one rank
     }
     return null;
   }
+  // Whether a line ends before row i: on the axis of seconds, where the run was paused, evaluated or waited for its turn.
+  isCut(track, axis) {
+    if (axis !== "second") return null;
+    const { columns, n } = this.series(track), times = columns.time_s, usual = (times[n - 1] - times[0]) / n;
+    const last = columns.step_s ? (i) => columns.step_s[i] : () => usual;
+    return (i) => times[i] - times[i - 1] > 3 * last(i) + 0.5;
+  }
+  teaches(i) { const { columns, finite } = this.series("step"); return !finite.loss || !Number.isNaN(columns.loss[i]); }
   // Exponential mean with the start's bias taken out; gaps stay gaps.
   smoothed(measure, found, weight) {
     if (!weight || measure.marks || measure.soft) return found.values;
@@ -137,12 +146,11 @@ class Line { // one run on one rank
       Object.assign(all, { weight, track: found.track, sum: 0, norm: 0 });
       this.derived.set(name, all);
     }
-    const raw = found.values;
+    const raw = found.values, c = this.series(found.track).columns, [over, under] = measure.ratio ?? [(_, i) => raw[i], () => 1];
     all.f = (i) => {
-      const value = raw[i];
-      if (!Number.isFinite(value)) return NaN;
-      all.sum = all.sum * weight + value * (1 - weight);
-      all.norm = all.norm * weight + (1 - weight);
+      if (!Number.isFinite(raw[i])) return NaN;
+      all.sum = all.sum * weight + over(c, i) * (1 - weight);
+      all.norm = all.norm * weight + under(c, i) * (1 - weight);
       return all.sum / all.norm;
     };
     return all.upTo(found.n);
@@ -157,7 +165,7 @@ function firstAtLeast(array, n, value) {
 
 class Store {
   constructor(model) {
-    Object.assign(this, { model, views: new Set(), series: new Map(), lines: [], runs: [], notes: [], errors: [] });
+    Object.assign(this, { model, views: new Set(), series: new Map(), lines: [], runs: [], notes: [], errors: [], tiles: [], verdict: "" });
     Object.assign(this, { state: "waiting", progress: [null, null], cost: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0 });
     this.tracks = model.get("tracks");
     this.listen = (message, buffers) => this.take(message, buffers);
@@ -185,7 +193,7 @@ class Store {
     this.lost = this.busy = false;
     this.seq = Math.max(this.seq, message.seq);
     this.more = message.more;
-    for (const key of ["state", "progress", "cost", "last_s", "notes", "errors"]) if (key in message) this[key] = message[key];
+    for (const key of ["state", "progress", "cost", "last_s", "notes", "errors", "tiles", "verdict"]) if (key in message) this[key] = message[key];
     if (message.runs) this.setRuns(message.runs);
     const bytes = buffers && buffers[0];
     if (bytes && message.rows.length) {
@@ -327,6 +335,8 @@ class View {
     this.help.innerHTML = (steers ? "<kbd>S</kbd> start, <kbd>P</kbd> pause or resume, <kbd>X</kbd> stop, " : "") +
       "<kbd>←</kbd> <kbd>→</kbd> cursor, <kbd>+</kbd> <kbd>−</kbd> zoom, <kbd>0</kbd> or <kbd>Esc</kbd> whole range, <kbd>1</kbd>–<kbd>9</kbd> hide or show a run, <kbd>A</kbd> next x axis, <kbd>?</kbd> this help. Drag in a plot to zoom, double click for the whole range.";
     this.errors = element("div", { class: "mmlp-errors" });
+    this.tiles = element("div", { class: "mmlp-tiles" });
+    this.verdict = element("p", { class: "mmlp-verdict", hidden: "" });
     this.grid = element("div", { class: "mmlp-grid" });
     this.plots = PLOTS.map((plot) => this.buildPlot(plot));
     this.grid.append(...this.plots.map((plot) => plot.figure));
@@ -342,7 +352,7 @@ class View {
         button("Reset", () => this.setZoom(null), "whole range: key 0, or double click", { class: "mmlp-reset" }),
         button("CSV", () => this.saveCsv(), "every row received, as CSV", { class: "mmlp-csv" }), button("PNG", () => this.savePng(), "the plots as a picture", { class: "mmlp-png" }),
         button("?", () => this.toggleHelp(), "keys", { "aria-label": "keys", class: "mmlp-ask" })),
-      this.help, this.errors, this.grid,
+      this.help, this.errors, this.verdict, this.tiles, this.grid,
       element("div", { class: "mmlp-row mmlp-foot" }, this.foot, this.lastData, this.notes), this.lost);
     for (const kind of ["keydown", "keyup", "keypress"]) {
       this.root.addEventListener(kind, (event) => {
@@ -466,28 +476,32 @@ class View {
   // from its first row over its lowest and highest to its last.
   drawPlot(g, made, width, height, colours, [low, high]) {
     const { plot } = made, w = width - LEFT - RIGHT, h = height - TOP - BOTTOM, jobs = [];
-    let bottom = plot.zero || plot.unit === "share" ? 0 : Infinity, top = plot.unit === "share" ? 0 : -Infinity, softTop = -Infinity;
+    let bottom = plot.zero || plot.unit === "share" ? 0 : Infinity, top = plot.unit === "share" ? 0 : -Infinity;
+    const soft = {}; // highest value of each measure that does not set the range
     for (const line of this.visible()) plot.measures.forEach((measure, order) => {
       if (this.off.has(`${plot.id}.${measure.id}`)) return;
       const found = line.values(measure);
       if (!found) return;
       const { array: xs, sorted } = line.x(found.track, this.axis);
       const from = sorted ? Math.max(0, firstAtLeast(xs, found.n, low) - 1) : 0, to = sorted ? Math.min(found.n, firstAtLeast(xs, found.n, high) + 2) : found.n;
-      const ys = line.smoothed(measure, found, this.weight);
-      jobs.push({ line, measure, order, xs, ys, from, to, raw: ys === found.values ? null : found.values });
+      const isSoft = measure.soft || (line.run[measure.source] === "process RSS" && line.values({ from: [["step", "peak_bytes"]] }));
+      const ys = line.smoothed(measure, found, this.weight), marked = measure.learnt && ((i) => !line.teaches(i) && (line.untaught = true));
+      jobs.push({ line, measure, order, xs, ys, from, to, marked, cut: line.isCut(found.track, this.axis), values: found.values });
       for (let i = from; i < to; i++) {
         const y = found.values[i];
-        if (!Number.isFinite(y) || xs[i] < low || xs[i] > high) continue;
-        if (measure.soft) softTop = Math.max(softTop, y);
+        if (!Number.isFinite(y) || xs[i] < low || xs[i] > high || marked?.(i)) continue;
+        if (isSoft) soft[measure.label] = Math.max(soft[measure.label] ?? 0, y);
         else { if (y < bottom) bottom = y; if (y > top) top = y; }
       }
     });
-    if (!(bottom <= top)) [bottom, top] = softTop > 0 ? [0, softTop] : [0, 1];
-    if (softTop > top && softTop < 1.7 * top) top = softTop;
+    if (!(bottom <= top)) [bottom, top] = [0, Math.min(...Object.values(soft).filter((y) => y > 0), Infinity)];
+    if (top === Infinity) top = 1;
+    for (const y of Object.values(soft)) if (y > top && y < 1.7 * top) top = y;
     if (plot.unit === "share") top = Math.min(1, Math.max(top * 1.1, 0.02));
     else { const pad = (top - bottom || Math.abs(top) || 1) * 0.06; top += pad; if (!plot.zero) bottom -= pad; }
     const px = (x) => LEFT + ((x - low) / (high - low)) * w, py = (y) => TOP + h - ((y - bottom) / (top - bottom)) * h;
-    made.scale = { px, py, bottom, top };
+    made.scale = { px, py };
+    made.figure.dataset.y = `${bottom} ${top}`;
     g.clearRect(0, 0, width, height);
     g.font = "10.5px system-ui, sans-serif";
     g.lineWidth = 1;
@@ -510,18 +524,19 @@ class View {
     for (const job of jobs) {
       g.strokeStyle = g.fillStyle = this.colourOf(job.line, colours);
       const dash = plot.measures.length > 1 && !(plot.id === "loss") ? MEASURE_DASHES[job.order] : this.dashOf(job.line);
-      if (job.raw) { g.globalAlpha = 0.25; g.lineWidth = 1; g.setLineDash([]); trace(g, job.xs, job.raw, job.from, job.to, px, py); g.globalAlpha = 1; }
+      if (job.ys !== job.values) { g.globalAlpha = 0.25; g.lineWidth = 1; g.setLineDash([]); trace(g, job, job.values, px, py); g.globalAlpha = 1; }
       g.lineWidth = job.order ? 1.2 : 1.6;
       g.setLineDash(job.to - job.from > w / 2 && !this.weight ? [] : dash); // a dense jagged line shows no dashes, and they are slow
-      trace(g, job.xs, job.ys, job.from, job.to, px, py);
+      trace(g, job, job.ys, px, py);
+      for (let i = job.from; job.marked && i < job.to; i++) if (job.marked(i)) g.fillText("×", px(job.xs[i]), Math.max(TOP, py(Math.min(top, job.values[i])) - 5));
       if (job.measure.marks || job.to - job.from < 3) {
         g.setLineDash([]);
         for (let i = job.from; i < job.to; i++) if (Number.isFinite(job.ys[i])) { g.beginPath(); g.arc(px(job.xs[i]), py(job.ys[i]), 3, 0, 7); g.fill(); }
       }
     }
     g.restore();
-    if (softTop > top) {
-      const text = `limit ${inUnit(softTop, plot.unit)} ↑`;
+    const text = Object.entries(soft).filter(([, y]) => y > top).map(([label, y]) => `${label} ${inUnit(y, plot.unit)} ↑`).join(", ");
+    if (text) {
       g.textAlign = "right"; g.textBaseline = "top"; g.strokeStyle = colours.bg; g.fillStyle = colours.dim; g.lineWidth = 4; g.lineJoin = "round"; g.setLineDash([]);
       g.strokeText(text, LEFT + w - 6, TOP + h - 15); g.fillText(text, LEFT + w - 6, TOP + h - 15);
     }
@@ -551,9 +566,11 @@ class View {
         for (const measure of made.plot.measures) {
           const found = measure.soft || this.off.has(`${made.plot.id}.${measure.id}`) ? null : line.values(measure);
           if (!found) continue;
-          const { array: xs, sorted } = line.x(found.track, this.axis), i = nearest(xs, found.n, x, sorted);
-          const y = line.smoothed(measure, found, this.weight)[i];
-          parts.push((made.plot.measures.length > 1 ? measure.label + " " : "") + inUnit(y, made.plot.unit));
+          const { array: xs, sorted } = line.x(found.track, this.axis), i = nearest(xs, found.n, x, sorted), last = found.n - 1;
+          if (sorted && x > xs[last] + Math.max(0.02 * (high - low), xs[last] - xs[last - 1] || 0)) continue; // it has ended
+          const y = line.smoothed(measure, found, this.weight)[i], nothing = found.track === "step" && (measure.learnt || measure.id === "loss") && !line.teaches(i);
+          if (!nothing && Number.isNaN(y)) continue;
+          parts.push((made.plot.measures.length > 1 ? measure.label + " " : "") + (nothing ? `${measure.learnt ? inUnit(y, made.plot.unit) + ", " : ""}nothing to learn` : inUnit(y, made.plot.unit)));
           if (Number.isFinite(y)) { g.fillStyle = this.colourOf(line, colours); g.setLineDash([]); g.beginPath(); g.arc(made.scale.px(xs[i]), made.scale.py(y), 3, 0, 7); g.fill(); }
         }
         if (parts.length) {
@@ -592,8 +609,25 @@ class View {
       setText(this.lostText, since + (store.lost ? "It was restarted: run the cell again; runs on disk open where they are." : "It is busy. If no cell runs, it is gone: run the cell again."));
     }
     this.drawLegend(colours);
+    this.drawTiles(colours);
     this.drawErrors();
     this.drawNotes();
+  }
+
+  drawTiles(colours) {
+    const wanted = JSON.stringify([this.store.tiles, this.store.verdict, this.store.runs.map((run) => run.colours), colours.dark]);
+    if (wanted === this.shownTiles) return;
+    this.shownTiles = wanted;
+    setText(this.verdict, this.store.verdict);
+    this.verdict.hidden = !this.store.verdict;
+    const runs = new Map(this.store.runs.map((run) => [run.id, run]));
+    this.tiles.replaceChildren(...this.store.tiles.filter((tile) => runs.has(tile.id)).map((tile) => {
+      const { name, colours: pair } = runs.get(tile.id);
+      const made = element("div", { class: "mmlp-tile", "data-tile": name, title: `${name}: all of its steps so far` }, element("b", {}, name),
+        ...tile.figures.map(([label, text]) => element("span", {}, element("span", { class: "mmlp-dim" }, label), element("b", {}, text))));
+      made.style.borderLeftColor = pair[+colours.dark];
+      return made;
+    }));
   }
 
   drawLegend(colours) {
@@ -616,14 +650,15 @@ class View {
     const several = plot.measures.length > 1;
     const sources = plot.measures.map((measure) => measure.source ? [...new Set(this.store.runs.map((run) => run[measure.source]).filter(Boolean))].join(", ") : "");
     const off = plot.measures.map((measure) => this.off.has(`${plot.id}.${measure.id}`));
-    const wanted = JSON.stringify([found, off, sources, colours.dark]);
+    const untaught = this.store.lines.some((line) => line.untaught);
+    const wanted = JSON.stringify([found, off, sources, untaught, colours.dark]);
     if (wanted === made.shownKeys) return;
     made.shownKeys = wanted;
     const focused = document.activeElement?.dataset?.measure;
     made.keys.replaceChildren(...plot.measures.flatMap((measure, order) => {
       if (!found[order]) return [];
       const source = sources[order] ? `(${sources[order]})` : "";
-      if (!several) return source ? [element("span", { class: "mmlp-dim" }, source)] : [];
+      if (!several) return source || untaught && measure.learnt ? [element("span", { class: "mmlp-dim" }, source || "× nothing to learn")] : [];
       return [element("button", { type: "button", class: "mmlp-key", "data-measure": `${plot.id}.${measure.id}`, "aria-pressed": !off[order], title: "hide or show", onclick: () => this.toggle(this.off, `${plot.id}.${measure.id}`) },
         measure.marks ? "● " : swatch(colours.dim, plot.id === "loss" ? [] : MEASURE_DASHES[order], 1.6), `${measure.label} ${source}`.trim())];
     }));
@@ -732,8 +767,9 @@ function nearest(xs, n, x, sorted) {
   return after > 0 && x - xs[after - 1] <= xs[after] - x ? after - 1 : after;
 }
 
-// A path through rows from..to: within one pixel column only first, lowest, highest and last; NaN is a gap.
-function trace(g, xs, ys, from, to, px, py) {
+// A path through rows from..to: within one pixel column only first, lowest, highest and last; NaN is a gap, `cut` ends
+// the line before a row.
+function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
   const path = new Path2D();
   let column = NaN, low = 0, high = 0, last = 0, lowFirst = true, open = false;
   const leave = () => {
@@ -743,7 +779,9 @@ function trace(g, xs, ys, from, to, px, py) {
   };
   for (let i = from; i < to; i++) {
     const y = ys[i];
-    if (!Number.isFinite(y)) { if (open) leave(); open = false; column = NaN; continue; }
+    if (marked?.(i)) continue;
+    if (open && (!Number.isFinite(y) || cut?.(i))) { leave(); open = false; column = NaN; }
+    if (!Number.isFinite(y)) continue;
     const at = Math.round(px(xs[i]));
     if (open && at === column) {
       if (y < low) { low = y; lowFirst = false; } else if (y > high) { high = y; lowFirst = true; }
