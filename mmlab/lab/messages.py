@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 from collections.abc import Mapping
 from math import isfinite, nan
 from typing import Any
@@ -11,8 +13,9 @@ from numpy.typing import NDArray
 
 from mmlab.machine import GIB
 from mmlab.runs.events import RunEvent
+from mmlab.runs.figures import to_png
 from mmlab.runs.follow import ACTIVE, RunState
-from mmlab.runs.summaries import progress_of, summarize
+from mmlab.runs.summaries import draw_runs, progress_of, summarize, verdict_of
 
 TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and the columns of each
     "step": (
@@ -72,6 +75,26 @@ def tile_of(run: RunState) -> dict[str, Any]:
         "left": f"{left_s // 60:.0f}:{left_s % 60:02.0f}" if isfinite(left_s) else None,
     }
     return {"id": run.id, "figures": [item for item in figures.items() if item[1]]}
+
+
+def saved_view(runs: list[RunState]) -> str:
+    """Table and picture of runs as a page, for a notebook that is opened without its kernel; empty without runs."""
+    if not (runs := [run for run in runs if run.count()]):
+        return '<div class="mmlab-saved"></div>'
+    rows = [f"<td>{html.escape(run.name)}</td>" for run in runs]
+    figures = [dict(tile_of(run)["figures"]) for run in runs]
+    names = dict.fromkeys(name for each in figures for name in each)
+    rows = [
+        row + "".join(f"<td>{each.get(name, '')}</td>" for name in names)
+        for row, each in zip(rows, figures, strict=True)
+    ]
+    picture = base64.b64encode(to_png(draw_runs({run.name: run for run in runs}), dpi=72)).decode()
+    return (
+        f'<div class="mmlab-saved"><p>{html.escape(verdict_of(runs))}</p>'
+        f"<table><tr><th></th>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+        f"{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+        f'<img alt="Loss, cost, throughput and memory of each run" src="data:image/png;base64,{picture}"></div>'
+    )
 
 
 def _per_cent(ratio: float | None) -> str | None:

@@ -75,7 +75,10 @@ class PlanExplorer(Panel):
         style = style.bar(shares, vmin=0, vmax=0.5, color="#E69F0080", width=80)
         style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
         style = style.set_table_styles(
-            [{"selector": "th", "props": "text-align: left; vertical-align: bottom; line-height: 1.2"}]
+            [
+                {"selector": "th", "props": "text-align: left; vertical-align: bottom; line-height: 1.2"},
+                {"selector": "th, td", "props": "word-break: keep-all; overflow-wrap: normal"},
+            ]
         )
         head = f"Budget {found.budget:.0f} padded tokens a batch."
         if len(self._sizes) < self._num_samples:

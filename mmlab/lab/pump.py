@@ -36,6 +36,7 @@ FACTS_S = 0.1  # between looks at what is not in the files, such as the controll
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
 SCAN_S = 0.5  # between looks for new folders and files
+ENDED = ("done", "stopped", "failed", "killed")
 ACTIONS = ("start", "pause", "resume", "stop")
 
 
@@ -74,8 +75,8 @@ class Controller(Protocol):
 class Pump:
     """The thread between the files and the page: reads, paces, sends.
 
-    Only this thread sends messages and reads runs. `receive` may be called from any thread and only notes, under a lock,
-    what the page said.
+    Only this thread sends messages and reads runs, and hands runs that have ended to `save`. `receive` may be called
+    from any thread and only notes, under a lock, what the page said.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class Pump:
         source: Source,
         controller: Controller | None,
         send: Callable[[dict[str, Any], list[bytes]], object],
+        save: Callable[[list[RunState]], object],
         *,
         interval_s: float,
     ) -> None:
         self._runs = Runs(source, scan_s=SCAN_S)
         self._follows_controller = source is None
-        self._controller, self._send, self._interval_s = controller, send, interval_s
+        self._controller, self._send, self._save, self._interval_s = controller, send, save, interval_s
         self._wake = threading.Condition()  # may be taken again by whoever has it
         self._thread: threading.Thread | None = None
         # under the lock
@@ -104,6 +106,7 @@ class Pump:
         self._cleared: set[str] = set()  # ids of runs that are shown no more
         self._names: dict[str, None] = {}  # of runs, in the order in which they were first seen
         self._said: dict[str, Any] = {}  # facts as they were last sent
+        self._saved: list[str] = []  # ids of the runs whose end was saved
         self._answers: dict[str, Any] = {}  # the controller's last ones
         self._headline: dict[str, Any] = {"tiles": [], "verdict": ""}
         self._headline_s = self._headline_due_s = 0.0
@@ -270,6 +273,14 @@ class Pump:
         self._send(message, [b"".join(columns.tobytes() for columns in rows.values())])
         for name, columns in rows.items():
             self._sent[name] = self._sent.get(name, 0) + columns.shape[1]
+        runs = self._shown_runs()
+        if (
+            not self._more
+            and self._said["state"] in ENDED
+            and self._saved != (ids := [run.id for run in runs])
+        ):
+            self._saved = ids
+            self._save(runs)
 
     def _shown_runs(self) -> list[RunState]:
         return [run for run in self._runs.states.values() if run.id not in self._cleared]

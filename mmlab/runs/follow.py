@@ -170,9 +170,7 @@ class RunState:
     def utilization(self, rank: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.float64]:
         """The busy share of each reading of the device; NaN where training was paused since the reading before."""
         first = max(0, start - 1)
-        busy, read_s = (
-            self.column_or_nan(key, "device", rank, first, stop) for key in ("utilization_ratio", "time_s")
-        )
+        busy, read_s = self.rows(("utilization_ratio", "time_s"), "device", rank, first, stop)
         before_s = np.concatenate([read_s[:1], read_s[:-1]])
         pauses = self.column("time_s", "pause", rank)
         resumes = np.append(self.column("time_s", "resume", rank), inf)[: len(pauses)]

@@ -26,7 +26,7 @@ from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 ROOT = Path(__file__).resolve().parents[2]
 BLUE, ORANGE = LINE_COLOURS = ("#0072B2", "#D98C00")  # of the schedulers random and budget, light theme
 PATIENCE_MS = (
-    40_000  # training alone takes 25 s to begin on two cores at load 7; a wait ends as soon as it can
+    180_000  # training alone takes 25 s to begin on two cores at load 7; a wait ends as soon as it can
 )
 expect.set_options(timeout=PATIENCE_MS)
 # fmt: off

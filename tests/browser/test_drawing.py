@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 from PIL import Image
@@ -361,6 +362,24 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
             assert (panel.colours(plot, part=part).get(BLUE, 0) > 0) == (start == 41), (plot, start)
         part = ((60 - low) / (high - low), (75 - low) / (high - low))
         assert not panel.colours(plot, part=part).get(BLUE, 0), "a line crosses the other scheduler's turn"
+
+
+def test_a_saved_notebook_keeps_table_and_picture_of_what_has_ended(notebook: Notebook, runs: Path) -> None:
+    panel = notebook.show(f"kept = LivePanel({str(runs)!r})\nkept")
+    number = notebook.num_cells - 1
+    panel.wait_points(2 * STEPS)
+    saved = notebook.cell(number).locator(".mmlab-saved")
+    expect(saved.locator("img")).to_have_count(1)
+    expect(saved).to_be_hidden()
+    notebook.run("kept.close()")
+    expect(saved).to_be_visible()  # as where the notebook is opened later
+    expect(saved.locator("table")).to_contain_text("samples/s")
+    for name in ("random", "budget"):
+        expect(saved.get_by_role("cell", name=name)).to_be_visible()
+    notebook.do("docmanager:save")
+    notebook.page.wait_for_function("() => !jupyterapp.shell.currentWidget.context.model.dirty")
+    written = nbformat.read(notebook.server.files / notebook.name, as_version=4).cells[number].outputs
+    assert any("data:image/png" in output.data.get("text/html", "") for output in written)
 
 
 def test_a_run_is_cleared_and_comes_again_when_it_is_written_anew(notebook: Notebook) -> None:
