@@ -43,9 +43,10 @@ class PlanPrices:
         return found
 
     def __str__(self) -> str:
-        conditions = self.time.conditions
+        conditions, spread = self.time.conditions, self.time.spread_ratio
+        method = f"{conditions['method']}, repeats {spread:.0%} apart" if spread else conditions["method"]
         return (
-            f"seconds on {conditions['device']} in {conditions['precision']}: {conditions['method']}; "
+            f"seconds on {conditions['device']} in {conditions['precision']}: {method}; "
             f"a step may take {self.limit_bytes / GIB:.1f} GiB"
         )
 
