@@ -8,8 +8,9 @@ defaults. `examples/train.toml` shows them at work.
     [augment]     name, and the options of `mmlab.Augment` that differ from it
     [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
     [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`
-    [scheduler]   name, and the options of that scheduler; for `memory` also memory_gb, the GiB to plan for (default:
-                  ask the device), and follow, whether the plan is corrected by what steps need (default: true)
+    [scheduler]   name, and the options of that scheduler; for `memory` and `fastest` also memory_gb, the GiB to plan
+                  for (default: ask the device), and for `memory` follow, whether the plan is corrected by what steps
+                  need (default: true)
     [trainer]     num_epochs, and the options of `FusionTrainer`
     [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, for which one may
                   keep the others waiting
@@ -214,15 +215,17 @@ def _model_options(values: Mapping[str, Any]) -> type:
 
 
 def _scheduler_options(values: Mapping[str, Any]) -> type:
-    """Options of the scheduler that is named; `memory` asks the device for its budget."""
+    """Options of the scheduler that is named; `memory` and `fastest` ask the device for their budget."""
     name = values.get("name", "budget")
     if name not in SCHEDULERS:
         raise unknown_name("[scheduler] name", name, SCHEDULERS)
     options = _plain_options(SCHEDULERS[name])
     del options["world_size"]
-    if name == "memory":
+    if name in ("memory", "fastest"):
         del options["budget"]
-        options |= {"memory_gb": (float, None), "follow": (bool, True)}
+        options["memory_gb"] = (float, None)
+    if name == "memory":
+        options["follow"] = (bool, True)
     return _reader(name=(str, name), **options)
 
 

@@ -17,13 +17,15 @@ from mmlab.comparison.preparation import sampled
 from mmlab.comparison.run import Run
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.pricing.planner import memory_scheduler
+from mmlab.pricing.planner import memory_scheduler, saved_or_fitted_time
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
+from mmlab.runs.folders import TIME_MODEL
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.dense import Memory
+from mmlab.schedule.dense import Fastest, Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.losses.base import Objective
+from mmlab.types import SampleSizes
 
 
 def named_scheduler(
@@ -33,19 +35,21 @@ def named_scheduler(
     *,
     device: str,
     world_size: int = 1,
+    sizes: SampleSizes | None = None,
     saved: Path | None = None,
     progress: bool = False,
     **setting: Any,
 ) -> Scheduler:
-    """The scheduler of a name; for `memory` the model is priced first, by rank 0 for all.
+    """The scheduler of a name; for `memory` and `fastest` the model is priced first, by rank 0 for all.
 
     Args:
-        options: of the scheduler; of `memory` also `memory_gb`.
-        model: makes, or returns, what `memory` is to price.
-        saved: for `memory`, a file that keeps the prices.
-        setting: for `memory`, fields of `mmlab.pricing.trace.StepSetting`.
+        options: of the scheduler; of these two also `memory_gb`.
+        model: makes, or returns, what they are to price.
+        sizes: of the data, for `fastest`, which measures steps as well.
+        saved: a file that keeps the prices; the seconds are kept beside it.
+        setting: fields of `mmlab.pricing.trace.StepSetting`.
     """
-    if name != "memory":
+    if name not in ("memory", "fastest"):
         return dataclasses.replace(make_scheduler(name, **options), world_size=world_size)
     group = ProcessGroup(device)
     scheduler: Any = memory_scheduler(
@@ -60,7 +64,28 @@ def named_scheduler(
     )
     # what is free differs between ranks and moments; plans must not: the least counts
     least = -group.largest(-scheduler.budget)
-    return dataclasses.replace(scheduler, budget=int(least))
+    memory: Memory = dataclasses.replace(scheduler, budget=int(least))
+    if name == "memory":
+        return memory
+    assert sizes is not None
+    limit_bytes = memory.target_ratio * int(least)
+    timed = {name: setting[name] for name in ("precision", "checkpointing", "objectives") if name in setting}
+    kept = None if saved is None else saved.with_name(TIME_MODEL)
+    time = group.run_on_main(
+        lambda: saved_or_fitted_time(
+            kept,
+            model(),
+            sizes,
+            cost=memory.cost,
+            budget=limit_bytes,
+            device=device,
+            progress=progress,
+            **timed,
+        ),
+        doing="measure the model's steps",
+    )
+    shared = {item.name: getattr(memory, item.name) for item in dataclasses.fields(Fastest)}
+    return Fastest(**{**shared, "budget": limit_bytes, "time": time})
 
 
 def plan_run(
@@ -77,7 +102,7 @@ def plan_run(
     """The planner that a configuration asks for.
 
     Args:
-        prices: for `memory`, where rank 0 keeps what the model's fit found.
+        prices: for `memory` and `fastest`, where rank 0 keeps what the model's fit found.
 
     Returns:
         What gives this rank's share of each epoch's plan; (N,) weights in the loss, or None; what predicts a batch's
@@ -93,6 +118,7 @@ def plan_run(
         lambda: model,
         device=device,
         world_size=num_shares,
+        sizes=dataset.sizes,
         saved=prices,
         precision=training.precision,
         checkpointing=training.checkpointing,
@@ -100,9 +126,9 @@ def plan_run(
         accumulating=training.accumulation_steps > 1,
         gradient_buckets=num_shares > 1 and config.parallel.strategy == "ddp",
     )
-    memory = scheduler.cost if isinstance(scheduler, Memory) else None
+    memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
     whole, weights = sampled(scheduler, dataset, config.sampling, progress=run.rank == 0)
-    if whole is scheduler and memory is not None and follow:
+    if whole is scheduler and isinstance(scheduler, Memory) and follow:
         agree = ProcessGroup(device).largest
         following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)
         return following, weights, memory

@@ -74,11 +74,11 @@ def size_schedulers(
     if "fastest" in names:
         time = _fit_time(model(), dataset, options, device, progress, cost=COST, budget=budget)
     for name in names:
-        own = scheduler_type(name).options_among(shared)
-        if name == "fastest":
-            own["time"] = time
-        elif name == "memory":
-            own = {"seed": options.seed, "memory_gb": options.memory_gb}
+        if name != "memory":
+            own = scheduler_type(name).options_among({**shared, "time": time if name == "fastest" else None})
+            planners[name] = make_scheduler(name, **own)
+            continue
+        own = {"seed": options.seed, "memory_gb": options.memory_gb}
         planners[name] = named_scheduler(
             name, own, model, device=device, progress=progress, precision=options.precision
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from mmlab.machine import device_limit
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.time_model import TimeModel
+from mmlab.pricing.timing import fit_time
 from mmlab.pricing.trace import StepSetting
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.schedulers import make_scheduler
+from mmlab.types import SampleSizes
 
 
 def memory_scheduler(
@@ -55,6 +59,23 @@ def memory_scheduler(
 
     limit_bytes = device_limit(device, memory_gb=memory_gb)
     return make_scheduler("memory", cost=once(fitted), budget=limit_bytes, **options)
+
+
+def saved_or_fitted_time(
+    saved: Path | None, model: nn.Module, sizes: SampleSizes, **options: Any
+) -> TimeModel:
+    """The time model of a file, so that a run that goes on has the same plans; fitted and written where there is none.
+
+    Args:
+        options: of `fit_time`.
+    """
+    if saved is not None and saved.exists():
+        with suppress(OptionError):  # of another model: fitted anew
+            return TimeModel.load(saved, fingerprint=fingerprint(model))
+    time = fit_time(model, sizes, **options)
+    if saved is not None:
+        time.save(saved)
+    return time
 
 
 def _read(saved: Path | None, of_model: str, conditions: dict[str, Any]) -> MemoryModel | None:

@@ -301,6 +301,22 @@ def test_batches_are_planned_for_the_memory_given_and_resumed_alike(config: Path
         load_config(config, ["scheduler.budget=5"])
 
 
+def test_the_fastest_batches_within_memory_are_resumed_alike(config: Path, tmp_path: Path) -> None:
+    text = config.read_text().replace('name = "random"', 'name = "fastest"\nmemory_gb = 1.02')
+    config.write_text(text.replace("batch_size = 3\n", "").replace("fp16", "fp32"))
+    train(load_config(config), runs=tmp_path / "runs", progress=False)
+    folder = tmp_path / "runs" / "small"
+    steps = [event for event in read_events(folder / "events-rank0.jsonl")[0] if event.kind == "step"]
+    assert max(event.values["predicted_bytes"] for event in steps) <= 0.97 * 0.02 * 2**30
+    saved = (folder / "time_model.json").read_text()
+    train(
+        load_config(config, ["trainer.num_epochs=4"]), runs=tmp_path / "runs", resume="auto", progress=False
+    )
+    assert (folder / "time_model.json").read_text() == saved
+    with pytest.raises(OptionError, match=r"key in \[scheduler\].*'follow'"):
+        load_config(config, ["scheduler.follow=false"])
+
+
 def test_packed_batches_train_without_padding(config: Path, tmp_path: Path) -> None:
     config.write_text(
         config.read_text().replace('name = "random"\nbatch_size = 3', 'name = "packed"\nbudget = 60')
