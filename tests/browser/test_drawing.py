@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import shutil
 import subprocess
 import sys
@@ -337,8 +336,8 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
     for name, speed in (("random", 20), ("fastest", 25)):
         tile = panel.root.locator(f"[data-tile={name}]")
         rate = (28 * speed + 3) / (28 + 3 * 0.001)  # the first two steps are not counted
-        expect(tile).to_contain_text(re.compile(rf"samples/s\s*{rate:.4g}\s"))
-        expect(tile).to_contain_text(re.compile(r"CPU busy\s*80 %"))
+        expect(tile).to_contain_text(f"samples/s{rate:.4g}waste")
+        expect(tile).to_contain_text("CPU busy80 %")
     assert float((panel.plot("speed").get_attribute("data-y") or "").split()[1]) < 30, "1000 is of one sample"
     expect(panel.plot("speed")).to_contain_text("nothing to learn")
     panel.root.locator("input[type=range]").fill("0.9")
@@ -358,7 +357,7 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
             (41, 44),
             (47, 48.5),
         ):  # of random: paused from 45 to 50 s, its next turn begins at 80 s
-            part = ((start + 0 - low) / (high - low), (end - low) / (high - low))
+            part = ((start - low) / (high - low), (end - low) / (high - low))
             assert (panel.colours(plot, part=part).get(BLUE, 0) > 0) == (start == 41), (plot, start)
         part = ((60 - low) / (high - low), (75 - low) / (high - low))
         assert not panel.colours(plot, part=part).get(BLUE, 0), "a line crosses the other scheduler's turn"
