@@ -78,7 +78,7 @@ class ProcessBackend(Backend):
         context = multiprocessing.get_context(start_method())
         if start_method() == "forkserver":
             context.set_forkserver_preload(
-                ["torch", "pandas", type(self.loader.dataset.tokenizer).__module__]
+                [__name__, "mmlab.data.dataset", "pandas", type(self.loader.dataset.tokenizer).__module__]
             )
         self._holding = context.RawArray("q", [0, -1] * num_workers)
         arguments = (content, self._holding, context.Value("q", 0), self._num_abandoned)
