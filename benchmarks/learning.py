@@ -64,8 +64,8 @@ ARMS = {
     "budget": Arm("budget"),
     "budget, window of 256": Arm("budget", {"window": 256}),
     "budget, loss over the batch as it is": Arm("budget", num_negatives=None),
-    #"fastest": Arm("fastest"),
-    #"fastest, learning rate scaled": Arm("fastest", scale_lr=True),
+    "fastest": Arm("fastest"),
+    "fastest, learning rate scaled": Arm("fastest", scale_lr=True),
 }
 
 
@@ -117,7 +117,9 @@ class Study:
             own_steps = self._steps_of_epochs(scheduler)
             for equal, steps in (("samples", own_steps), ("steps", num_steps)):
                 if rows and equal == "steps" and own_steps == num_steps:
-                    found = {key: rows[-1][key] for key in ("held_out_loss", "recall", "num_steps", "num_samples")}
+                    found = {
+                        key: rows[-1][key] for key in ("held_out_loss", "recall", "num_steps", "num_samples")
+                    }
                 else:
                     found = self._train(arm, scheduler, seed, steps, num_steps / own_steps)
                 rows.append({"kind": "run", "arm": name, "equal": equal, "seed": seed, **found})
@@ -191,7 +193,9 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The paired rows."""
-    lines = [f"{'equal':<8} {'arm':<38} {'steps':>6} {'loss':>7} {'difference':>17} {'R@1':>7} {'difference':>17}"]
+    lines = [
+        f"{'equal':<8} {'arm':<38} {'steps':>6} {'loss':>7} {'difference':>17} {'R@1':>7} {'difference':>17}"
+    ]
     for row in rows:
         if row["kind"] == "paired":
             loss = f"{row['held_out_loss_difference']:+.3f} +- {row['held_out_loss_interval']:.3f}"
