@@ -19,6 +19,7 @@ from mmlab.parallel.faults import current_watch
 from mmlab.training.out_of_memory import retried
 
 Result = TypeVar("Result")
+_BUCKET_BYTES = 4 << 20  # of gradients in a message, and of memory for it
 
 
 class ProcessGroup:
@@ -127,21 +128,19 @@ class ProcessGroup:
         if self.world_size == 1:
             return
         there = self.largest_of([weight.grad is not None for weight in parameters])
-        sent: list[tuple[Tensor, Tensor, Any]] = []
+        gradients = []
+        for weight, has_gradient in zip(parameters, there, strict=True):
+            if has_gradient and weight.grad is None:
+                weight.grad = retried(partial(torch.zeros_like, weight), self.device)
+            if has_gradient:
+                gradients.append(weight.grad)
         with _exchange():
-            for weight, has_gradient in zip(parameters, there, strict=True):
-                if not has_gradient:
-                    continue
-                if weight.grad is None:
-                    weight.grad = retried(partial(torch.zeros_like, weight), self.device)
-                # one order in memory on all ranks, whatever that of the gradient
-                whole = retried(weight.grad.contiguous, self.device)
-                send = partial(distributed.all_reduce, whole, async_op=True)
-                sent.append((weight.grad, whole, retried(send, self.device)))
-            for gradient, whole, work in sent:
-                work.wait()
-                if whole is not gradient:
-                    gradient.copy_(whole)
+            for bucket in _buckets(gradients):
+                flat = retried(partial(torch.cat, [gradient.reshape(-1) for gradient in bucket]), self.device)
+                retried(partial(distributed.all_reduce, flat), self.device)
+                parts = flat.split([gradient.numel() for gradient in bucket])
+                for gradient, part in zip(bucket, parts, strict=True):
+                    gradient.copy_(part.view_as(gradient))
 
     def _reduced(self, numbers: Sequence[float], operation: distributed.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1:
@@ -150,6 +149,18 @@ class ProcessGroup:
         with self.waiting():
             retried(lambda: distributed.all_reduce(values, op=operation), self.device)
             return retried(values.tolist, self.device)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one type, in their order, some megabytes together: a small tensor costs a message like a large one."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        if bucket and (gradient.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) >= _BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
 
 
 def _exchange() -> AbstractContextManager[None]:
