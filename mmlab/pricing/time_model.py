@@ -35,6 +35,7 @@ TIME_EXPONENTS = (
 class TimeModel(FittedModel):
     """Seconds that a training step takes, by padded shape; a cost model in seconds for planners.
 
+    >>> from mmlab.types import BatchShape
     >>> rows = MaxPolynomial([[0.03, 0.001]], [(0, 0, 0), (1, 0, 0)], unit="seconds")
     >>> model = TimeModel(rows=rows, fingerprint="none", conditions={"device": "CPU"})
     >>> round(model(BatchShape(20, 25, 224, 224)), 3)
