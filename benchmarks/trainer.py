@@ -62,9 +62,16 @@ def main() -> None:
     print()
     goals = judge(rows, options.quick)
     print_goals(goals)
-    path = options.json or (options.out and options.out / "trainer.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    if options.json:
+        print("wrote", write_results(options.json, rows, goals))
+    elif options.out:  # overhead, which is about code alone, is measured more often than the other parts
+        split = {"trainer_overhead": [row for row in rows if "step" in row]}
+        split["trainer"] = [row for row in rows if "step" not in row]
+        for name, found in split.items():
+            if found:
+                print(
+                    "wrote", write_results(options.out / f"{name}.json", found, judge(found, options.quick))
+                )
 
 
 def overhead(folder: Path, quick: bool) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def draw_comparison(
     planned = 100 * table["planned_combined_waste"]
     on_its_bar = [index + 0.8 / 3 for index in range(len(table))]
     waste.plot(on_its_bar, planned, "D", color="#D55E00", ms=5, label="combined, as planned")
-    table["samples_per_s"].plot.bar(ax=throughput, color=list(colours.values()), alpha=0.75)
+    table["samples_per_s"].plot.bar(ax=throughput, color=list(colours.values()), alpha=0.75, label="measured")
     waits = 1000 * table["data_wait_ratio"] / table["samples_per_s"]
     spent = {"training step": 1000 / table["samples_per_s"] - waits, "waiting for data": waits}
     pd.DataFrame(spent).plot.bar(ax=time, stacked=True, color=["#0072B2", "#E69F00"])
@@ -56,6 +56,7 @@ def draw_comparison(
         throughput.plot(
             range(len(table)), table["predicted_samples_per_s"], "D", color="#D55E00", ms=5, label="predicted"
         )
+    throughput.set_ylim(top=1.25 * throughput.get_ylim()[1])  # room for the legend
     for index, (name, colour) in enumerate(colours.items()):
         speeds, losses = epochs[name]["samples_per_s"], epochs[name]["held_out_loss"]
         throughput.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
