@@ -128,11 +128,11 @@ class ProcessGroup:
         if self.world_size == 1:
             return
         there = self.largest_of([weight.grad is not None for weight in parameters])
-        gradients = []
+        gradients: list[Tensor] = []
         for weight, has_gradient in zip(parameters, there, strict=True):
             if has_gradient and weight.grad is None:
                 weight.grad = retried(partial(torch.zeros_like, weight), self.device)
-            if has_gradient:
+            if weight.grad is not None:
                 gradients.append(weight.grad)
         with _exchange():
             for bucket in _buckets(gradients):
