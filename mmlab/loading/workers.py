@@ -90,7 +90,7 @@ class ProcessBackend(Backend):
             made = pool.submit(_load, request, self._num_abandoned.value)
         except BrokenProcessPool as error:
             made = Future()
-            made.set_exception(error)  # noticed in its turn
+            made.set_exception(error.with_traceback(None))  # noticed in its turn
         # without a reference to this backend, which ends its workers when it is let go of
         return [made], self._pools[0].submit(_receive, made, self.meter, self.copier)
 
@@ -113,6 +113,7 @@ class ProcessBackend(Backend):
                 if not self._pools:
                     raise RunError("the loader was closed while a batch was awaited") from error
                 self._report_deaths(error)
+                error.__traceback__ = None  # futures keep the error, and its frames would keep this backend
                 for place, item in enumerate(pending):
                     pending[place] = Pending(item.request, item.num_bytes, *self._submit(item.request))
             else:
