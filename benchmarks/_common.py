@@ -104,6 +104,15 @@ def write_results(path: str | Path, rows: Sequence[Row], goals: Sequence[Goal]) 
     return path
 
 
+def write_if_asked(
+    options: argparse.Namespace, name: str, rows: Sequence[Row], goals: Sequence[Goal]
+) -> None:
+    """Write the results where `--json` or `--out` says, and say where; see `add_common_options`."""
+    path = options.json or (options.out and options.out / f"{name}.json")
+    if path:
+        print("wrote", write_results(path, rows, goals))
+
+
 def print_goals(goals: Sequence[Goal]) -> None:
     """One line a goal: met or missed, the bound, the measured value."""
     width = max((len(item["name"]) for item in goals), default=0)

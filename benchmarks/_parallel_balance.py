@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from mmlab.model.presets import build_model
+from mmlab.parallel.bench import batch_of_noise
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.types import Aspect, Batch, BatchShape, SampleSizes
+from mmlab.types import Aspect, BatchShape, SampleSizes
 
 VOCAB_SIZE = 1000
 _MEAN_SAMPLES = 8
@@ -68,7 +69,9 @@ def _timed(shapes: list[Any]) -> dict[str, Any]:
     trainer = FusionTrainer(
         build_model("tiny", vocab_size=VOCAB_SIZE), objectives={"contrastive": Contrastive()}, device="cpu"
     )
-    batches = [batch_of_noise(BatchShape(*map(int, shape))) for shape in shapes]
+    batches = [
+        batch_of_noise(BatchShape(*map(int, shape)), vocab_size=VOCAB_SIZE, seed=0) for shape in shapes
+    ]
     trainer.train_step([batches[0]])
     times: list[list[float]] = [[] for _ in batches]
     for _ in range(_REPEATS):
@@ -83,18 +86,3 @@ def _timed(shapes: list[Any]) -> dict[str, Any]:
         "step_s": steps.tolist(),
         "repeats_s": times,
     }
-
-
-def batch_of_noise(shape: BatchShape) -> Batch:
-    """Nothing padded; texts of `VOCAB_SIZE` words."""
-    draw = torch.Generator().manual_seed(0)
-    size, length, height, width = shape
-    return Batch(
-        pixel_values=torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=draw),
-        pixel_mask=torch.ones(size, height, width, dtype=torch.bool),
-        input_ids=torch.randint(0, VOCAB_SIZE, (size, length), generator=draw),
-        attention_mask=torch.ones(size, length, dtype=torch.bool),
-        labels=None,
-        record_ids=[str(number) for number in range(size)],
-        groups=torch.arange(size),
-    )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from _branch_ways import CUT, ONE, PEER, TWO, Sizes, take_turns
-from _common import add_common_options, goal, print_goals, write_results
+from _common import add_common_options, goal, print_goals, write_if_asked
 from _parallel_balance import VOCAB_SIZE
 from _trainer_tables import table
 
@@ -39,9 +39,7 @@ def main() -> None:
     goals = judge(rows)
     print()
     print_goals(goals)
-    path = options.json or (options.out and options.out / "branches.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "branches", rows, goals)
 
 
 def measure(sizes: Sizes, num_rounds: int) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import add_common_options, goal, print_goals, write_results
+from _common import add_common_options, goal, print_goals, write_if_asked
 from tqdm.auto import tqdm
 
 from mmlab.comparison.preparation import COST, held_out_loader, make_datasets, make_model
@@ -90,9 +90,7 @@ def main() -> None:
     print(table(rows))
     goals = judge(rows, options.quick)
     print_goals(goals)
-    path = options.json or (options.out and options.out / "learning.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "learning", rows, goals)
 
 
 class Study:

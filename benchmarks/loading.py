@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from _common import add_common_options, print_goals, write_results
+from _common import add_common_options, print_goals, write_if_asked
 from _loading_arms import (
     ARTICLE,
     BATCH_SIZE,
@@ -86,9 +86,7 @@ def main() -> None:
     goals = judge(rows)
     print(f"\n{table(rows)}\n")
     print_goals(goals)
-    path = options.json or (options.out and options.out / "loading.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "loading", rows, goals)
     if options.out and not options.quick:
         document(rows)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from _common import add_common_options, goal, print_goals, write_results
+from _common import add_common_options, goal, print_goals, write_if_asked
 from _panel_kernel import NAMES
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import Page, sync_playwright
@@ -89,9 +89,7 @@ def main() -> None:
             server.close()
     goals = judge(rows)
     print_goals(goals)
-    path = options.json or (options.out and options.out / "panel.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "panel", rows, goals)
 
 
 class Bench:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import add_common_options, goal, print_goals, write_results
+from _common import add_common_options, goal, print_goals, write_if_asked
 from _parallel_balance import measure_balance
 from _parallel_figure import draw
 from _parallel_overlap import overlap, timed_branch
@@ -58,9 +58,7 @@ def main() -> None:
     goals = judge(rows)
     print()
     print_goals(goals)
-    path = options.json or (options.out and options.out / "parallel.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "parallel", rows, goals)
 
 
 def strategies(options: argparse.Namespace) -> list[dict[str, Any]]:

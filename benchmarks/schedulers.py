@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import COCO_LENGTHS, add_common_options, goal, print_goals, write_results
+from _common import COCO_LENGTHS, add_common_options, goal, print_goals, write_if_asked
 from _peers import PEERS, Peer, batch_size_of, lengths_of
 
 from mmlab.schedule.base import Scheduler
@@ -84,9 +84,7 @@ def main() -> None:
     goals = judge(rows)
     print()
     print_goals(goals)
-    path = options.json or (options.out and options.out / "schedulers.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "schedulers", rows, goals)
 
 
 def data_sets(lengths: Path, quick: bool) -> Iterator[tuple[str, SampleSizes]]:

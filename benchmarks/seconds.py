@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import add_common_options, goal, print_goals, write_results
+from _common import add_common_options, goal, print_goals, write_if_asked
 from torch import nn
 from transformers import CLIPConfig, CLIPModel
 
@@ -76,9 +76,7 @@ def main() -> None:
     goals = judge(rows)
     print()
     print_goals(goals)
-    path = options.json or (options.out and options.out / "seconds.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "seconds", rows, goals)
 
 
 def steps(quick: bool) -> list[dict[str, Any]]:

@@ -49,7 +49,12 @@ JUDGED = ("held_out_loss", "recall")
 def main() -> None:
     """Run every part, print tables and goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_common_options(parser, "trainer", quick="under a minute; too little to judge what is learnt")
+    add_common_options(
+        parser,
+        "trainer",
+        quick="under a minute; too little to judge what is learnt",
+        out=", and of its part `overhead` DIR/trainer_overhead.json",
+    )
     parser.add_argument("--only", choices=("overhead", "articles", "convergence"), help="one part")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import add_common_options, goal, print_goals, write_results
+from _common import add_common_options, goal, print_goals, write_if_asked
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
@@ -73,9 +73,7 @@ def main() -> None:
             rows.append(row)
     goals = judge(rows)
     print_goals(goals)
-    path = options.json or (options.out and options.out / "weighting.json")
-    if path:
-        print("wrote", write_results(path, rows, goals))
+    write_if_asked(options, "weighting", rows, goals)
 
 
 def load(folder: Path) -> tuple[list[dict], list[Batch], Any]:

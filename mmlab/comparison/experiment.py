@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from mmlab.comparison.options import ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
-from mmlab.comparison.sizing import Sized, size_schedulers
+from mmlab.comparison.sizing import Sized, as_configured, size_schedulers
 from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
 from mmlab.data.records import Records
 from mmlab.loading.loader import default_num_workers
@@ -37,9 +37,6 @@ from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, fresh_folder
 from mmlab.runs.summaries import WARMUP_STEPS
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.cost import batch_costs
-from mmlab.schedule.dense import Memory
-from mmlab.types import SampleSizes
 
 
 def compare(
@@ -88,7 +85,7 @@ def compare(
     if chosen.num_workers is None:
         chosen = dataclasses.replace(chosen, num_workers=default_num_workers())
     if isinstance(schedulers, Mapping):
-        sized = _as_configured(schedulers, chosen, train_set.sizes)
+        sized = as_configured(schedulers, chosen, train_set)
     else:
         sized = size_schedulers(names, chosen, train_set, device, progress=progress)
     config = {
@@ -136,17 +133,6 @@ def compare(
         if folder is not None:
             comparison.save(folder)
     return comparison
-
-
-def _as_configured(
-    schedulers: Mapping[str, Scheduler], options: ComparisonOptions, sizes: SampleSizes
-) -> Sized:
-    """Schedulers that the caller has configured, as they are."""
-    budget = options.budget or options.batch_size * float(batch_costs(COST, sizes.alone).mean())
-    memory = next((planner for planner in schedulers.values() if isinstance(planner, Memory)), None)
-    if memory is None:
-        return Sized(planners=dict(schedulers), budget=budget)
-    return Sized(planners=dict(schedulers), budget=budget, memory=memory.cost, limit_bytes=memory.budget)
 
 
 def _held_equal(schedulers: Sequence[str] | Mapping[str, Scheduler], sized: Sized) -> str | None:

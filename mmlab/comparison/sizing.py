@@ -8,7 +8,7 @@ little may use what others waste.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from mmlab.schedule.cost import PaddedTokens, batch_costs, costliest_sample
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler, scheduler_type
-from mmlab.types import CostModel
+from mmlab.types import CostModel, SampleSizes
 
 # of the time model: enough to rank schedulers, some seconds for a small model
 _SHORT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
@@ -66,9 +66,7 @@ def size_schedulers(
     )
     if options.equal == "memory" and options.budget is None:
         return _by_memory(names, options, dataset, device, model(), progress)
-    budget = options.budget
-    if budget is None:
-        budget = options.batch_size * float(batch_costs(COST, dataset.sizes.alone).mean())
+    budget = _token_budget(options, dataset)
     shared: dict[str, Any] = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget}
     time, planners = None, {}
     if "fastest" in names:
@@ -82,10 +80,31 @@ def size_schedulers(
         planners[name] = named_scheduler(
             name, own, model, device=device, progress=progress, precision=options.precision
         )
-    memory = planners.get("memory")
-    if not isinstance(memory, Memory):
-        return Sized(planners=planners, budget=budget, time=time)
-    return Sized(planners=planners, budget=budget, memory=memory.cost, limit_bytes=memory.budget, time=time)
+    return _by_budget(planners, budget, time)
+
+
+def as_configured(
+    planners: Mapping[str, Scheduler], options: ComparisonOptions, dataset: MultimodalDataset
+) -> Sized:
+    """Schedulers that the caller has configured, as they are."""
+    return _by_budget(planners, _token_budget(options, dataset))
+
+
+def _token_budget(options: ComparisonOptions, dataset: MultimodalDataset) -> float:
+    """Padded tokens a batch: those given, or a mean batch of the size given."""
+    return options.budget or options.batch_size * float(batch_costs(COST, dataset.sizes.alone).mean())
+
+
+def _by_budget(planners: Mapping[str, Scheduler], budget: float, time: TimeModel | None = None) -> Sized:
+    """A scheduler `memory` among them predicts the bytes of every run."""
+    memory = next((planner for planner in planners.values() if isinstance(planner, Memory)), None)
+    return Sized(
+        planners=dict(planners),
+        budget=budget,
+        memory=None if memory is None else memory.cost,
+        limit_bytes=None if memory is None else memory.budget,
+        time=time,
+    )
 
 
 def _by_memory(
@@ -109,6 +128,7 @@ def _by_memory(
         limit_bytes = sizing.peak_bytes(baseline)
     else:
         limit_bytes = device_limit(device, memory_gb=options.memory_gb)
+        _require_room(memory, dataset.sizes, limit_bytes)
         baseline = sizing.largest("random", options.batch_size, limit_bytes)
     time = _fit_time(model, dataset, options, device, progress, cost=memory, budget=limit_bytes)
     sizing.time = time
@@ -164,18 +184,7 @@ class _Sizing:
 
         Args:
             first: a size to begin with.
-
-        Raises:
-            OptionError: a sample needs more than the limit by itself.
         """
-        row, needed = costliest_sample(self.memory, self.dataset.sizes, enough=limit_bytes)
-        if needed > limit_bytes:
-            sizes = self.dataset.sizes
-            raise OptionError(
-                f"sample {row} alone ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) "
-                f"needs {needed / _MIB:.0f} MiB, above the limit of {limit_bytes / _MIB:.0f}; "
-                "raise memory_gb, take a smaller model or smaller images"
-            )
         most = int(batch_costs(COST, self.dataset.sizes.alone).sum())
 
         def fits(size: int) -> bool:
@@ -185,6 +194,16 @@ class _Sizing:
 
     def _peak_of(self, plan: BatchPlan) -> float:
         return float(batch_costs(self.memory, plan.shape_columns).max())
+
+
+def _require_room(memory: MemoryModel, sizes: SampleSizes, limit_bytes: float) -> None:
+    row, needed = costliest_sample(memory, sizes, enough=limit_bytes)
+    if needed > limit_bytes:
+        raise OptionError(
+            f"sample {row} alone ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) "
+            f"needs {needed / _MIB:.0f} MiB, above the limit of {limit_bytes / _MIB:.0f}; "
+            "raise memory_gb, take a smaller model or smaller images"
+        )
 
 
 def largest_that(fits: Callable[[int], bool], *, first: int, most: int) -> int:

@@ -32,7 +32,7 @@ from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.precision import Precision
 from mmlab.training.strategy import Strategy
-from mmlab.types import Batch
+from mmlab.types import Batch, BatchShape
 
 VOCAB_SIZE = 30_522  # of bert-base-uncased: its embedding is reduced like any other weight
 OBJECTIVES = ("contrastive", "matching")
@@ -122,18 +122,25 @@ def seeded_model(options: BenchOptions) -> FusionModel:
 
 def make_batch(options: BenchOptions, share: int = 0, num_shares: int = 1) -> Batch:
     """A share of the batch that every strategy trains on: noise, nothing padded."""
-    size, side, length = options.batch_size, options.image_side, options.num_tokens
-    draw = torch.Generator().manual_seed(options.seed)
-    whole = Batch(
-        pixel_values=torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=draw),
-        pixel_mask=torch.ones(size, side, side, dtype=torch.bool),
-        input_ids=torch.randint(0, VOCAB_SIZE, (size, length), generator=draw),
+    size, side = options.batch_size, options.image_side
+    shape = BatchShape(size, options.num_tokens, side, side)
+    whole = batch_of_noise(shape, vocab_size=VOCAB_SIZE, seed=options.seed)
+    return whole.part(slice(share * size // num_shares, (share + 1) * size // num_shares))
+
+
+def batch_of_noise(shape: BatchShape, *, vocab_size: int, seed: int) -> Batch:
+    """Random images and texts; nothing is padded."""
+    size, length, height, width = shape
+    draw = torch.Generator().manual_seed(seed)
+    return Batch(
+        pixel_values=torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=draw),
+        pixel_mask=torch.ones(size, height, width, dtype=torch.bool),
+        input_ids=torch.randint(0, vocab_size, (size, length), generator=draw),
         attention_mask=torch.ones(size, length, dtype=torch.bool),
         labels=None,
         record_ids=[str(number) for number in range(size)],
         groups=torch.arange(size),
     )
-    return whole.part(slice(share * size // num_shares, (share + 1) * size // num_shares))
 
 
 def _make_trainer(options: BenchOptions, rank: int, strategy: Strategy) -> FusionTrainer:

@@ -154,11 +154,13 @@ class ProcessGroup:
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Gradients of one type, in their order, some megabytes together: a small tensor costs a message like a large one."""
     bucket: list[Tensor] = []
+    num_bytes = 0
     for gradient in gradients:
-        if bucket and (gradient.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) >= _BUCKET_BYTES):
+        if bucket and (gradient.dtype != bucket[0].dtype or num_bytes >= _BUCKET_BYTES):
             yield bucket
-            bucket = []
+            bucket, num_bytes = [], 0
         bucket.append(gradient)
+        num_bytes += gradient.nbytes
     if bucket:
         yield bucket
 

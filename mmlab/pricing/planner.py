@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from mmlab.errors import OptionError
 from mmlab.machine import device_limit
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.fitted import FittedModel
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time
@@ -22,6 +23,8 @@ from mmlab.pricing.trace import StepSetting
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import SampleSizes
+
+Fitted = TypeVar("Fitted", bound=FittedModel)
 
 
 def memory_scheduler(
@@ -50,12 +53,13 @@ def memory_scheduler(
     setting = asked | {"device": torch.device(device).type}
 
     def fitted() -> MemoryModel:
-        memory = _read(saved, fingerprint(model), StepSetting(**setting).conditions)
-        if memory is None:
-            memory = fit_memory(model, num_held_out=0, progress=progress, **setting)
-            if saved is not None:
-                memory.save(saved)
-        return memory
+        return _saved_or_fitted(
+            saved,
+            MemoryModel,
+            lambda: fit_memory(model, num_held_out=0, progress=progress, **setting),
+            fingerprint=fingerprint(model),
+            conditions=StepSetting(**setting).conditions,
+        )
 
     limit_bytes = device_limit(device, memory_gb=memory_gb)
     return make_scheduler("memory", cost=once(fitted), budget=limit_bytes, **options)
@@ -69,19 +73,19 @@ def saved_or_fitted_time(
     Args:
         options: of `fit_time`.
     """
+    return _saved_or_fitted(
+        saved, TimeModel, lambda: fit_time(model, sizes, **options), fingerprint=fingerprint(model)
+    )
+
+
+def _saved_or_fitted(
+    saved: Path | None, kind: type[Fitted], fit: Callable[[], Fitted], **asked: Any
+) -> Fitted:
+    """What `saved` holds, if it is of what is asked; else what `fit` makes, which is saved."""
     if saved is not None and saved.exists():
-        with suppress(OptionError):  # of another model: fitted anew
-            return TimeModel.load(saved, fingerprint=fingerprint(model))
-    time = fit_time(model, sizes, **options)
+        with suppress(OptionError):  # of another model or training: fitted anew
+            return kind.load(saved, **asked)
+    found = fit()
     if saved is not None:
-        time.save(saved)
-    return time
-
-
-def _read(saved: Path | None, of_model: str, conditions: dict[str, Any]) -> MemoryModel | None:
-    if saved is None or not saved.exists():
-        return None
-    try:
-        return MemoryModel.load(saved, fingerprint=of_model, conditions=conditions)
-    except OptionError:  # of another model or training: fitted anew
-        return None
+        found.save(saved)
+    return found
