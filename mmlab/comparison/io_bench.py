@@ -65,10 +65,8 @@ class IoBench:
         """One row a measurement: `stage`, `samples_per_s`, `mib_per_s` (of files or batches), `how` it was measured."""
         read, cores, image, padded = self.reading, self.num_cores, self.image_bytes, self.padded_bytes
         cold = None if read.cold_s is None else read.num_bytes / read.cold_s / image
-        reader, step = (
-            "one reader, at random places",
-            f"{self.model} on {self.device}, batches of {self.batch_size}",
-        )
+        reader = "one reader, at random places"
+        step = f"{self.model} on {self.device}, batches of {self.batch_size}"
         measured = (
             ("read, cold", cold, image, reader),
             ("read, warm", read.num_bytes / read.warm_s / image, image, reader),

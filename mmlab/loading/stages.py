@@ -24,7 +24,9 @@ _REMEDIES = {
     "collate": "smaller batches, or images of like size together (less padding)",
     "copy": "pinned memory, or fewer pixels",
 }
+_FROM_CACHE = "smaller images (their pixels are copied from the cache), or more workers"
 NO_WAIT_RATIO = 0.01  # a trainer that waits less does not wait
+_SHORT_BUSY_RATIO = 0.5  # a stage that works less is not what training waits for
 _COLUMNS = ("stage", "num_threads", "items_per_s", "busy_ratio", "wait_ratio", "queue_depth")
 
 
@@ -123,21 +125,35 @@ class StageReport:
 
     @property
     def short_stage(self) -> str | None:
-        """The busiest stage, if training waits."""
-        if self.wait_ratio <= NO_WAIT_RATIO:
-            return None
-        return max(self.rows[:-1], key=lambda row: row["busy_ratio"])["stage"]
+        """The busiest stage, if training waits for it: not if it idles too, as at the start of an epoch."""
+        busiest, wait_ratio = self._busiest, self.wait_ratio
+        # without workers, training waits for as long as the stages work
+        in_turns = (
+            busiest["queue_depth"] is None and sum(row["busy_ratio"] for row in self.rows[:-1]) <= wait_ratio
+        )
+        short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= _SHORT_BUSY_RATIO)
+        return busiest["stage"] if short else None
+
+    @property
+    def _busiest(self) -> dict[str, Any]:
+        return max(self.rows[:-1], key=lambda row: row["busy_ratio"])
 
     @property
     def sentence(self) -> str:
         """Which stage is short, and what would help."""
-        short = next((row for row in self.rows if row["stage"] == self.short_stage), None)
-        if short is None:
-            return f"No stage is short: training waited for data {self.wait_ratio:.1%} of the time."
+        stage, busiest, waited = self.short_stage, self._busiest, f"{self.wait_ratio:.1%} of the time"
+        if stage is None and self.wait_ratio <= NO_WAIT_RATIO:
+            return f"No stage is short: training waited for data {waited}."
+        busy = f"{busiest['busy_ratio']:.0%}"
+        if stage is None:
+            return (
+                f"No stage is short: training waited for data {waited}, but the busiest stage, {busiest['stage']}, "
+                f"worked {busy} of it. It waited for batches to be handed over, as the first of an epoch, or for other programs."
+            )
+        remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (
-            f"{short['stage']} is short: training waited {self.wait_ratio:.0%} of the time, while its "
-            f"{short['num_threads']} workers were busy {short['busy_ratio']:.0%} of theirs; "
-            f"{_REMEDIES[short['stage']]} would help."
+            f"{stage} is short: training waited {waited}, while its {busiest['num_threads']} workers were busy "
+            f"{busy} of theirs; {remedy} would help."
         )
 
     def __str__(self) -> str:
@@ -160,9 +176,14 @@ def as_html(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 def _shown(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
-    frame = pd.DataFrame(
-        [[row[name] for name in columns] for row in rows], columns=list(columns), dtype=object
-    )
-    return frame.map(
-        lambda value: "" if value is None else f"{value:.3g}" if isinstance(value, float) else value
-    )
+    shown = [[_cell(name, row[name]) for name in columns] for row in rows]
+    return pd.DataFrame(shown, columns=list(columns), dtype=object)
+
+
+def _cell(name: str, value: Any) -> Any:
+    """Three digits at least, without exponents; bytes in MiB."""
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return f"{value / 2**20:,.0f} MiB"
+    if not isinstance(value, float):
+        return "" if value is None else value
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -71,12 +71,16 @@ class Preview:
             self.figures, orient="index", columns=[*columns] or [*_OVER_EPOCHS, "plan_cpu_s"]
         )
 
+    @property
+    def _shown(self) -> pd.DataFrame:
+        return self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
+
     def __str__(self) -> str:
-        table = self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
-        return f"budget: {self.budget:.0f} padded tokens a batch\n{table.to_string()}"
+        return f"budget: {self.budget:.0f} padded tokens a batch\n{self._shown.to_string()}"
 
     def _repr_html_(self) -> str:
-        return self.table.to_html(border=0, float_format="{:.4f}".format)
+        table = self._shown.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
+        return f"<p>Budget: {self.budget:,.0f} padded tokens a batch</p>{table.to_html(border=0)}"
 
 
 def preview(

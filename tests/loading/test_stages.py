@@ -10,7 +10,7 @@ import pytest
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
-from mmlab.loading.stages import StageMeter
+from mmlab.loading.stages import StageMeter, StageReport, as_text
 from mmlab.runs.events import RunLog, read_events
 from tests.loading.loaders import BACKENDS, Slow, make_loader
 
@@ -64,3 +64,48 @@ def test_hits_of_the_cache_are_in_the_events(dataset, tmp_path: Path) -> None:
     assert ratios[0] < 1  # captions of one image share it, later ones find it
     assert ratios[1:] == [1, 1]
     assert sizes[0] == sizes[1] > 0
+
+
+def report_of(
+    busy: dict[str, float], wait_ratio: float, *, shared: bool = False, hits: float = 0.0
+) -> StageReport:
+    rows = [
+        {
+            "stage": stage,
+            "num_threads": 2,
+            "items_per_s": 100.0,
+            "busy_ratio": ratio,
+            "wait_ratio": 1 - ratio,
+            "queue_depth": None if shared else 0.0,
+        }
+        for stage, ratio in {**busy, "train": 1 - wait_ratio}.items()
+    ]
+    rows[-1] |= {"wait_ratio": wait_ratio, "queue_depth": None}
+    return StageReport(rows, hits)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["threads", "processes"])
+def test_a_stage_that_idles_is_not_blamed_for_the_wait(shared: bool) -> None:
+    report = report_of({"read": 0.01, "decode": 0.08, "collate": 0.01}, 0.03, shared=shared)
+    assert report.short_stage is None
+    assert "decode, worked 8% of it" in report.sentence
+    assert "would help" not in report.sentence
+
+
+def test_without_workers_the_stage_that_takes_the_time_is_short() -> None:
+    report = report_of({"read": 0.01, "decode": 0.2, "collate": 0.02}, 0.24, shared=True)
+    assert report.short_stage == "decode"
+    assert "waited 24.0% of the time" in report.sentence
+
+
+def test_reading_from_the_cache_is_not_blamed_on_the_disk() -> None:
+    busy = {"read": 0.9, "decode": 0.01, "collate": 0.4}
+    assert "a faster disk" in report_of(busy, 0.95).sentence
+    cached = report_of(busy, 0.95, hits=1.0).sentence
+    assert "disk" not in cached
+    assert "copied from the cache" in cached
+
+
+def test_tables_have_no_exponents_and_no_raw_bytes() -> None:
+    row = {"stage": "read", "items_per_s": 9411.3, "busy_ratio": 0.0312, "ram_bytes": 123_456_789}
+    assert as_text(list(row), [row]).splitlines()[1].split() == ["read", "9,411", "0.0312", "118", "MiB"]
