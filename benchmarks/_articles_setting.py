@@ -1,210 +1,337 @@
-"""The articles' way of feeding a model beside ours: same samples, same weights, same trainer, other batches.
+"""The articles' way of feeding a model, what everyone does today, and mmlab: same samples, weights, model and trainer.
 
-`articles` decodes with Pillow, resizes to 224 x 224, pads every text to 512 tokens and loads in the training process,
-32 samples a batch. `articles, longest text` differs in one thing, padding to the longest text of the batch, so that the
-cost of the 512 can be told from the rest. `budget` and `packed` are mmlab as a user has it: images keep their shape
-within the same area, threads decode ahead, and a cache keeps what was decoded; it is filled in the first epoch, which
-is counted.
+The step computes on one core, which stands for the accelerator; another core is left for loading. Two settings that stand
+next to each other in `CHAIN` differ in one thing, so that what is gained can be told apart by its cause.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from mmlab.comparison.preparation import COST, suit
-from mmlab.data.dataset import MultimodalDataset
-from mmlab.data.readers import read_records
+from mmlab.comparison.preparation import costs_of, make_model, suit
+from mmlab.comparison.sizing import largest_that
+from mmlab.data.dataset import MultimodalDataset, Sample
+from mmlab.data.records import Records
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.collate import collate
 from mmlab.loading.loader import PlannedLoader
-from mmlab.model.presets import build_model
+from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.timing import fit_time
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.types import Aspect, Batch, Square
+from mmlab.types import Aspect, Batch, BatchShape, SampleSizes, Square
 
 BATCH_SIZE, SIDE, MAX_TOKENS, LR = 32, 224, 512, 1e-3
+WARM_UP_BATCHES = 2
 
 
-class ArticleDataset(Dataset[dict[str, Any]]):
-    """One sample as the articles prepare it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to feed the model."""
+
+    texts: str = "longest"  # padded to the longest of the batch, or to `512` tokens
+    num_workers: int = 0  # that load ahead; without, the training thread loads
+    cache: bool = False  # of decoded images and tokens, filled beforehand
+    images: str = "square"  # all resized to 224 x 224, or `own`: their own shape within the same area
+    scheduler: str = "random"
+    loader: str = "torch"  # its DataLoader with worker processes, or mmlab's `planned` one with threads
+
+
+BEFORE, TODAY, MMLAB = "serial, texts of 512", "worker, longest text", "fastest, mmlab's loader"
+_today = Setting(num_workers=1)
+_own = replace(_today, cache=True, images="own")
+SETTINGS = {
+    BEFORE: Setting(texts="512"),
+    "worker, texts of 512": Setting(texts="512", num_workers=1),
+    "serial, longest text": Setting(),
+    TODAY: _today,
+    "with a cache": replace(_today, cache=True),
+    "with a cache, fastest": replace(_today, cache=True, scheduler="fastest"),
+    "own shapes, random": _own,
+    "own shapes, bucket": replace(_own, scheduler="bucket"),
+    "own shapes, sorted": replace(_own, scheduler="sorted"),
+    "own shapes, packed": replace(_own, scheduler="packed"),
+    "own shapes, fastest": replace(_own, scheduler="fastest"),
+    MMLAB: replace(_own, scheduler="fastest", loader="planned"),
+}
+# (what changes, setting after the change), from `BEFORE` on
+CHAIN = (
+    ("padding: texts to the longest of the batch", "serial, longest text"),
+    ("overlap: a worker loads ahead", TODAY),
+    ("cache: nothing is decoded twice", "with a cache"),
+    ("images keep their shape", "own shapes, random"),
+    ("batch shape: planned by `fastest`", "own shapes, fastest"),
+    ("loader: mmlab's threads", MMLAB),
+)
+
+
+class ArticleDataset(Dataset[Sample]):
+    """One sample as the articles prepare it: decoded and resized by Pillow (bilinear), tokenised each time."""
 
     def __init__(self, dataset: MultimodalDataset) -> None:
-        self.records, self.tokenizer = dataset.records, dataset.tokenizer
+        self.dataset, self.sizes = dataset, dataset.sizes
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.dataset)
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        record = self.records[row]
-        image = (
-            Image.open(io.BytesIO(self.records.read_image(row)))
-            .convert("RGB")
-            .resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+    def __getitem__(self, row: int) -> Sample:
+        record = self.dataset.records[row]
+        tokens = self.dataset.tokenizer(record.text, truncation=True, max_length=MAX_TOKENS)["input_ids"]
+        return Sample(
+            id=record.id,
+            image=torch.from_numpy(self.pixels(row)),
+            text=record.text,
+            input_ids=torch.tensor(tokens),
+            label=None,
+            group=record.group,
         )
-        tokens = self.tokenizer(record.text, padding="max_length", truncation=True, max_length=MAX_TOKENS)
-        return {
-            "id": record.id,
-            "group": record.group,
-            "image": torch.from_numpy(np.array(image).transpose(2, 0, 1)),
-            "input_ids": torch.tensor(tokens["input_ids"]),
-            "attention_mask": torch.tensor(tokens["attention_mask"], dtype=torch.bool),
-        }
+
+    def pixels(self, row: int) -> NDArray[np.uint8]:
+        """(3, h, w) of the image, squashed to its planned size."""
+        image = Image.open(io.BytesIO(self.dataset.records.read_image(row))).convert("RGB")
+        size = int(self.sizes.width[row]), int(self.sizes.height[row])
+        return np.ascontiguousarray(
+            np.asarray(image.resize(size, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        )
+
+    def cached(self, folder: Path) -> tuple[MultimodalDataset, float]:
+        """The same samples from a cache, and the seconds that filling it took."""
+        started_s = time.perf_counter()
+        cache = SampleCache(folder, key=cache_key(self.dataset))
+        for row in range(len(self)):
+            if cache.get(row) is None:
+                cache.put(row, self.pixels(row))
+        dataset = MultimodalDataset(
+            self.dataset.records,
+            tokenizer=self.dataset.tokenizer,
+            image_policy=self.dataset.image_policy,
+        )
+        dataset.cache = cache
+        return dataset, time.perf_counter() - started_s
 
 
-def stack(samples: list[dict[str, Any]], *, to_longest: bool = False) -> Batch:
-    """A batch of samples of one size; texts cut to the longest if asked for."""
-    columns = {
-        name: torch.stack([sample[name] for sample in samples])
-        for name in ("image", "input_ids", "attention_mask")
-    }
-    longest = int(columns["attention_mask"].sum(1).max()) if to_longest else MAX_TOKENS
-    return Batch(
-        pixel_values=columns["image"],
-        pixel_mask=torch.ones(len(samples), SIDE, SIDE, dtype=torch.bool),
-        input_ids=columns["input_ids"][:, :longest],
-        attention_mask=columns["attention_mask"][:, :longest],
-        labels=None,
-        record_ids=[sample["id"] for sample in samples],
-        groups=torch.tensor([sample["group"] for sample in samples]),
-    )
+def collate_to(samples: list[Sample], *, texts: str) -> Batch:
+    """A padded batch; under `512` its texts are padded to as many tokens."""
+    batch = collate(samples)
+    if texts == "longest":
+        return batch
+    missing = (0, MAX_TOKENS - batch.input_ids.shape[1])
+    ids, mask = (F.pad(column, missing) for column in (batch.input_ids, batch.attention_mask))
+    return replace(batch, input_ids=ids, attention_mask=mask, columns=None)
+
+
+@dataclass
+class EpochBatches:
+    """A batch sampler: the batches that a scheduler plans for an epoch."""
+
+    scheduler: Scheduler
+    sizes: SampleSizes
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.scheduler.plan(self.sizes, epoch=self.epoch))
+
+    def __len__(self) -> int:
+        return len(self.scheduler.plan(self.sizes, epoch=self.epoch))
+
+
+class TorchLoader(DataLoader[Any]):
+    """torch's DataLoader, whose workers stay, over a scheduler's batches."""
+
+    def __init__(self, dataset: Any, batches: EpochBatches, setting: Setting) -> None:
+        super().__init__(
+            dataset,
+            batch_sampler=batches,
+            num_workers=setting.num_workers,
+            persistent_workers=setting.num_workers > 0,
+            collate_fn=partial(collate_to, texts=setting.texts),
+        )
+        self.batches = batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """The trainer calls this before each epoch."""
+        self.batches.epoch = epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Schedulers whose batches are as large as one limit of predicted memory allows: that of `TODAY`'s largest batch."""
+
+    sizes: dict[str, SampleSizes]  # by `Setting.images`
+    memory: MemoryModel
+    time: Any
+    num_epochs: int
+
+    @property
+    def limit_bytes(self) -> float:
+        """The predicted peak of batches of 32 squares with texts padded to the longest."""
+        return self.peak_bytes(make_scheduler("random", batch_size=BATCH_SIZE), "square")
+
+    def peak_bytes(self, scheduler: Scheduler, images: str) -> float:
+        """The most that a batch of any epoch is predicted to need."""
+        plans = (scheduler.plan(self.sizes[images], epoch=epoch) for epoch in range(self.num_epochs))
+        return max(float(batch_costs(self.memory, plan.shape_columns).max()) for plan in plans)
+
+    def make(self, setting: Setting) -> Scheduler:
+        """The scheduler of a setting. `packed` cannot be priced: it has as many tokens as `random`'s largest batch."""
+        name, limit_bytes = setting.scheduler, self.limit_bytes
+        if name == "fastest":
+            return make_scheduler(name, cost=self.memory, budget=limit_bytes, time=self.time)
+        if name == "packed":
+            widest = self.make(replace(setting, scheduler="random"))
+            plans = [widest.plan(self.sizes[setting.images], epoch=epoch) for epoch in range(self.num_epochs)]
+            return make_scheduler(name, budget=max(float(costs_of(plan).max()) for plan in plans))
+        if setting.images == "square":
+            return make_scheduler(name, batch_size=BATCH_SIZE)
+
+        def fits(size: int) -> bool:
+            return self.peak_bytes(make_scheduler(name, batch_size=size), setting.images) <= limit_bytes
+
+        size = largest_that(fits, first=BATCH_SIZE, most=len(self.sizes[setting.images]))
+        return make_scheduler(name, batch_size=size)
 
 
 @dataclass(kw_only=True)
 class Arm:
-    """One way of feeding the model: its trainer, its batches, and what its epochs took."""
+    """A setting: its trainer, its batches, and what its epochs took."""
 
     name: str
     trainer: FusionTrainer
     loader: Any
-    held_out: Iterable[Batch]
-    epochs: list[dict[str, float]] = field(default_factory=list)
+    facts: dict[str, Any]
+    rounds: list[dict[str, float]] = field(default_factory=list)
+
+    def warm_up(self) -> None:
+        """Start the workers and take a few steps that are not timed."""
+        for batch, _ in zip(self.loader, range(WARM_UP_BATCHES), strict=False):
+            self.trainer.train_step([batch])
 
     def run_epoch(self) -> None:
-        """Train an epoch and evaluate; the evaluation is not timed."""
+        """Train an epoch."""
         started_s = time.perf_counter()
         steps = self.trainer.fit(self.loader, num_epochs=1)
-        epoch_s = time.perf_counter() - started_s
-        found = self.trainer.evaluate(self.held_out)
-        self.epochs.append(
+        self.rounds.append(
             {
-                "epoch_s": epoch_s,
+                "epoch_s": time.perf_counter() - started_s,
                 "data_wait_s": sum(step["data_wait_s"] for step in steps),
                 "num_steps": len(steps),
                 "num_samples": sum(step["num_samples"] for step in steps),
-                "padded_cost": sum(step["padded_cost"] for step in steps),
-                "held_out_loss": found["loss"],
-                "image_to_text_r1": found["image_to_text_r1"],
+                "padded_tokens": sum(step["padded_cost"] for step in steps),
+                "loss": steps[-1]["loss"],
             }
         )
 
     def row(self) -> dict[str, Any]:
-        """Medians over the epochs, each epoch, and the loss at the end."""
-        times = [epoch["epoch_s"] for epoch in self.epochs]
-        return {
-            "kind": "articles",
-            "arm": self.name,
-            "epoch_s": float(np.median(times)),
-            "all_epochs_s": sum(times),
-            "data_wait_ratio": sum(epoch["data_wait_s"] for epoch in self.epochs) / sum(times),
-            "held_out_loss": self.epochs[-1]["held_out_loss"],
-            "epochs": self.epochs,
-        }
+        """The setting, what is known beforehand, and every epoch."""
+        return {"kind": "articles", "arm": self.name, **self.facts, "rounds": self.rounds}
 
 
-def measure_articles(scenes: Path, folder: Path, *, num_epochs: int) -> list[dict[str, Any]]:
-    """A row an arm; arms take turns epoch by epoch, in rotating order.
+def measure_articles(records: Records, folder: Path, *, num_rounds: int) -> list[dict[str, Any]]:
+    """A row a setting; they take turns epoch by epoch, in rotating order.
 
     Args:
-        scenes: generated data, see `mmlab.make_dataset`.
         folder: for the caches, empty.
     """
-    arms = make_arms(scenes, folder, num_epochs)
-    for epoch in range(num_epochs):
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    arms = make_arms(records, folder, num_rounds)
+    for arm in arms:
+        arm.warm_up()
+    for number in range(num_rounds):
         for turn in range(len(arms)):
-            arms[(turn + epoch) % len(arms)].run_epoch()
+            arms[(turn + number) % len(arms)].run_epoch()
+    for arm in arms:
+        if isinstance(arm.loader, PlannedLoader):
+            arm.loader.close()
+    torch.set_num_threads(num_threads)
     return [arm.row() for arm in arms]
 
 
-def make_arms(scenes: Path, folder: Path, num_epochs: int) -> list[Arm]:
-    """All arms, each with the same initial weights."""
-    records = read_records(scenes, progress=False)
-    train, held_out = records.split("train"), records.split("val")
-    square = MultimodalDataset(train, image_policy=Square(SIDE))
-    article_set = ArticleDataset(square)
-    tokenizer = square.tokenizer
+def make_arms(records: Records, folder: Path, num_epochs: int) -> list[Arm]:
+    """An arm a setting, each with the same initial weights."""
+    square = MultimodalDataset(records, image_policy=Square(SIDE))
+    own = MultimodalDataset(records, tokenizer=square.tokenizer, image_policy=Aspect(SIDE * SIDE))
+    plain = {"square": ArticleDataset(square), "own": ArticleDataset(own)}
+    cached = {images: plain[images].cached(folder / images) for images in plain}
+    sizes = {images: dataset.sizes for images, dataset in plain.items()}
+    vocab_size = len(square.tokenizer)
+    memory = fit_memory(tiny(vocab_size), device="cpu", num_held_out=0, progress=False)
+    baseline = Planner(sizes=sizes, memory=memory, time=None, num_epochs=num_epochs)
+    fitted = fit_time(
+        tiny(vocab_size),
+        sizes["own"],
+        cost=memory,
+        budget=baseline.limit_bytes,
+        num_probes=12,
+        num_held_out=4,
+        repeats=4,
+        seconds=20.0,
+        device="cpu",
+        progress=False,
+    )
+    planner = replace(baseline, time=fitted)
     arms = []
-    for name, to_longest in (("articles", False), ("articles, longest text", True)):
-        loader = DataLoader(
-            article_set,
-            batch_size=BATCH_SIZE,
-            shuffle=True,
-            num_workers=0,
-            collate_fn=partial(stack, to_longest=to_longest),
-        )
+    for name, setting in SETTINGS.items():
+        scheduler = planner.make(setting)
+        dataset, fill_s = cached[setting.images] if setting.cache else (plain[setting.images], 0.0)
+        loader: Any
+        if setting.loader == "planned":
+            loader = PlannedLoader(dataset, scheduler, num_workers=setting.num_workers)
+        else:
+            loader = TorchLoader(dataset, EpochBatches(scheduler, sizes[setting.images]), setting)
+        plans = [scheduler.plan(sizes[setting.images], epoch=epoch) for epoch in range(num_epochs)]
+        num_steps = sum(map(len, plans))
         arms.append(
             Arm(
                 name=name,
-                trainer=make_trainer(len(tokenizer), num_epochs * len(loader)),
+                trainer=FusionTrainer(
+                    suit(tiny(vocab_size), plans[0]),
+                    objectives={"contrastive": Contrastive(num_negatives=BATCH_SIZE - 1)},
+                    device="cpu",
+                    lr=LR,
+                    total_steps=num_steps + WARM_UP_BATCHES,
+                ),
                 loader=loader,
-                held_out=batches_of(
-                    MultimodalDataset(held_out, tokenizer=tokenizer, image_policy=Square(SIDE))
-                ),
-            )
-        )
-    policy = Aspect(SIDE * SIDE)
-    for name in ("budget", "packed"):
-        dataset = MultimodalDataset(train, tokenizer=tokenizer, image_policy=policy)
-        planned = PlannedLoader(
-            dataset,
-            make_scheduler(name, budget=BATCH_SIZE * float(batch_costs(COST, dataset.sizes.alone).mean())),
-            backend="threads",
-            cache=SampleCache(folder / name, key=cache_key(dataset)),
-        )
-        plan = planned.plan
-        arms.append(
-            Arm(
-                name=name,
-                trainer=make_trainer(
-                    len(tokenizer), num_epochs * len(plan), lambda model, plan=plan: suit(model, plan)
-                ),
-                loader=planned,
-                held_out=batches_of(MultimodalDataset(held_out, tokenizer=tokenizer, image_policy=policy)),
+                facts={
+                    "setting": asdict(setting),
+                    "lr": LR,
+                    "mean_batch_size": num_epochs * len(square) / num_steps,
+                    "predicted_peak_bytes": predicted_peak_bytes(planner, setting, scheduler),
+                    "cache_fill_s": fill_s,
+                    "time_spread_ratio": fitted.spread_ratio,
+                },
             )
         )
     return arms
 
 
-def make_trainer(
-    vocab_size: int,
-    total_steps: int,
-    change: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
-) -> FusionTrainer:
-    """A trainer whose loss does not depend on the batch size, of a model with weights that are always the same."""
-    torch.manual_seed(0)
-    return FusionTrainer(
-        change(build_model("tiny", vocab_size=vocab_size)),
-        objectives={"contrastive": Contrastive(num_negatives=BATCH_SIZE - 1)},
-        device="cpu",
-        lr=LR,
-        total_steps=total_steps,
-    )
+def predicted_peak_bytes(planner: Planner, setting: Setting, scheduler: Scheduler) -> float | None:
+    """Of the largest batch; None for packed batches, which cannot be priced."""
+    if setting.scheduler == "packed":
+        return None
+    if setting.texts == "512":
+        return planner.memory(BatchShape(BATCH_SIZE, MAX_TOKENS, SIDE, SIDE))
+    return planner.peak_bytes(scheduler, setting.images)
 
 
-def batches_of(dataset: MultimodalDataset) -> list[Batch]:
-    """Every sample, decoded once."""
-    plan = make_scheduler("sorted", batch_size=BATCH_SIZE).plan(dataset.sizes)
-    return [collate([dataset[row] for row in rows]) for rows in plan]
+def tiny(vocab_size: int) -> torch.nn.Module:
+    """The model, with weights that are always the same."""
+    return make_model({"preset": "tiny"}, vocab_size=vocab_size, seed=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
+import re
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,9 @@ import torch
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.loading.collate import collate
-from mmlab.types import Aspect
+from mmlab.types import Aspect, Square
 
 ROOT = Path(__file__).parents[2]
-RESULTS = [ROOT / f"benchmarks/results/{name}.json" for name in ("trainer_overhead", "trainer")]
 
 
 @pytest.fixture
@@ -41,33 +42,67 @@ def test_the_loop_by_hand_and_the_trainer_take_the_same_steps(script, dataset):
 
 def test_the_articles_batch_is_padded_as_in_the_articles(script, dataset):
     setting = script("_articles_setting")
-    articles = setting.ArticleDataset(dataset)
-    padded = setting.stack([articles[row] for row in range(3)])
+    articles = setting.ArticleDataset(MultimodalDataset(dataset.records, image_policy=Square(224)))
+    samples = [articles[row] for row in range(3)]
+    padded, longest = (setting.collate_to(samples, texts=texts) for texts in ("512", "longest"))
     assert padded.shape == (3, 512, 224, 224)
-    longest = setting.stack([articles[row] for row in range(3)], to_longest=True)
     assert longest.shape.num_tokens == max(len(dataset[row]["input_ids"]) for row in range(3))
     for row in range(3):
         tokens = padded.input_ids[row][padded.attention_mask[row]]
         assert torch.equal(tokens, dataset[row]["input_ids"])
 
 
-def test_a_verdict_is_worse_only_beyond_the_noise(script):
-    runs = [
-        {"scheduler": name, "num_steps": 10, "held_out_loss": loss + noise, "recall": 0.1 + noise}
-        for name, loss in {"random": 2.0, "alike": 2.01, "bad": 2.5, "good": 1.5}.items()
-        for noise in (-0.05, 0.0, 0.05)
-    ]
-    verdicts = {row["scheduler"]: row for row in script("trainer").compare_means(runs)}
-    found = {name: row["held_out_loss_verdict"] for name, row in verdicts.items()}
-    assert found == {"random": "same", "alike": "same", "bad": "worse", "good": "better"}
-    assert {row["recall_verdict"] for row in verdicts.values()} == {"same"}
+def test_neighbours_in_the_chain_differ_in_one_thing(script):
+    setting = script("_articles_setting")
+    names = [setting.BEFORE, *(name for _, name in setting.CHAIN)]
+    assert names[-1] == setting.MMLAB
+    for one, other in pairwise(asdict(setting.SETTINGS[name]) for name in names):
+        assert sum(one[key] != other[key] for key in one) == 1
+
+
+def test_settings_train_on_the_same_samples_within_one_memory_limit(script, dataset, tmp_path, monkeypatch):
+    setting = script("_articles_setting")
+    monkeypatch.setattr(setting, "SIDE", 32)
+    monkeypatch.setattr(setting, "BATCH_SIZE", 4)
+    rows = setting.measure_articles(dataset.records[:16], tmp_path, num_rounds=1)
+    arms = {row["arm"]: row for row in rows}
+    assert list(arms) == list(setting.SETTINGS)
+    assert {row["rounds"][0]["num_samples"] for row in rows} == {16}
+    same = ("serial, longest text", setting.TODAY, "with a cache", "worker, texts of 512", setting.BEFORE)
+    losses = [arms[name]["rounds"][0]["loss"] for name in same]  # of the same batches, however they are fed
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    limit = arms[setting.TODAY]["predicted_peak_bytes"]
+    for row in rows:
+        if row["setting"]["texts"] == "longest" and row["predicted_peak_bytes"] is not None:
+            assert row["predicted_peak_bytes"] <= limit * 1.0001
+    assert arms[setting.BEFORE]["predicted_peak_bytes"] > limit
+    tables = script("_trainer_tables")
+    assert set(tables.tables(rows)) == {"settings", "causes", "claims"}
+    assert len(tables.draw(rows).axes[0].texts) == len(setting.CHAIN) + 3
+    assert len(script("trainer").judge(rows)) == 7
+
+
+def test_a_change_is_the_median_of_ratios_within_one_turn(script):
+    tables = script("_trainer_tables")
+    rounds = [{"epoch_s": seconds, "data_wait_s": 1.0} for seconds in (10.0, 20.0, 40.0)]
+    one = {"rounds": rounds}
+    other = {"rounds": [{**found, "epoch_s": found["epoch_s"] * 0.5} for found in rounds]}
+    assert tables.change(tables.epoch_s(other) / tables.epoch_s(one)) == "-50 (-50 to -50)"
+    assert tables.computing(one).tolist() == pytest.approx([0.9, 0.95, 0.975])
 
 
 def test_the_documented_tables_are_the_measured_ones(script):
-    text = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-    rows = [row for path in RESULTS for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
-    tables = script("_trainer_tables").tables(rows)
-    assert tables
-    assert len(tables) + text.count("Not yet measured.") == 3
-    for table in tables:
-        assert table in text
+    tables = script("_trainer_tables")
+    found = tables.tables(tables.kept_rows())
+    assert "overhead" in found
+    for page in tables.PAGES:
+        text = page.read_text("utf-8")
+        assert tables.documented(text, found) == text, "run `python benchmarks/_trainer_tables.py`"
+        for name in re.findall(r"<!-- table: (\w+) -->\n\nNot yet measured", text):
+            assert name not in found
+    named = {
+        name
+        for page in tables.PAGES
+        for name in re.findall(r"<!-- table: (\w+) -->", page.read_text("utf-8"))
+    }
+    assert named == {"overhead", "causes", "settings", "claims"}
