@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 from itertools import cycle
 from math import ceil
@@ -190,14 +191,12 @@ def bench_io(
         show("reading")
         reading = read_rates(_files(dataset, data))
         show("decoding")
-        decode_per_core, image_bytes = decode_rate(
-            [records.read_image(row) for row in spread[:_NUM_IMAGES]], policy
-        )
+        encoded = [records.read_image(row) for row in spread[:_NUM_IMAGES]]
+        decode_per_core, image_bytes = decode_rate(encoded, policy)
         show("tokenising")
         texts = [text for text in records.texts[:_NUM_TEXTS] if text is not None] or [""]
-        tokenise_per_core = work_rate(
-            lambda: dataset.tokenizer(texts, truncation=False, verbose=False), len(texts)
-        )
+        tokenise = partial(dataset.tokenizer, texts, truncation=False, verbose=False)
+        tokenise_per_core = work_rate(tokenise, len(texts))
         show("padding")
         chosen = np.resize(spread[: _NUM_BATCHES * batch_size], (_NUM_BATCHES, batch_size))
         samples = [[dataset[int(row)] for row in batch] for batch in chosen]
@@ -240,10 +239,8 @@ def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
     file_of = getattr(records.store, "file_of", None)
     if file_of is None:
         return Path(data)
-    return [
-        Path(name)
-        for name in dict.fromkeys(file_of(path) for path in records.image_paths if path is not None)
-    ]
+    names = dict.fromkeys(file_of(path) for path in records.image_paths if path is not None)
+    return [Path(name) for name in names]
 
 
 def _rate(work: Callable[[Batch], object], batches: list[Batch], least_s: float, device: str) -> float:

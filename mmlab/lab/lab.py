@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,16 +186,17 @@ class Lab:
             time.sleep(1.0)
         return load_comparison(self.folder)
 
-    def wait_for(self, *states: str, timeout_s: float = 60.0) -> str:
-        """Wait until the lab is in one of these states, or its run has ended; returns the state.
+    def wait_for(self, *states: str, done_ratio: float = inf, timeout_s: float = 60.0) -> str:
+        """Wait until the lab is in one of these states, so much of its run is done, or it has ended; returns the state.
 
         Raises:
             RunError: it takes longer than `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
-        while (state := self.state) not in (*states, *ENDED):
+        while (state := self.state) not in (*states, *ENDED) and not self.progress.done_ratio >= done_ratio:
             if time.monotonic() > deadline_s:
-                raise RunError(f"still {state} after {timeout_s:g} s, waited for {' or '.join(states)}")
+                wanted = " or ".join(states) or f"{done_ratio:.0%} of the run"
+                raise RunError(f"still {state} after {timeout_s:g} s, waited for {wanted}")
             time.sleep(POLL_S)
         return state
 
@@ -211,7 +213,7 @@ class Lab:
         return "paused" if overall_status(states.values()) == "paused" else "running"
 
     @property
-    def progress(self) -> tuple[float, float]:
+    def progress(self) -> Progress:
         """Share of the run that is done, and seconds left by what the plans still cost; NaN where not known yet."""
         self._poll()
         return self._progress

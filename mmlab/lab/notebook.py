@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,6 @@ import numpy as np
 
 from mmlab.data.synthetic import make_dataset
 from mmlab.data.synthetic.scenes import draw_size
-from mmlab.errors import OptionError
 from mmlab.types import SampleSizes
 
 Value = TypeVar("Value")
@@ -33,11 +33,9 @@ def scenes() -> Path:
     """
     num_images = smoke(60, 800)
     folder = Path("../runs") / ("scenes" if num_images == 800 else f"scenes-{num_images}")
-    try:
-        make_dataset(folder, num_images=num_images, max_side=256, progress=False)
-    except (OptionError, OSError):  # it is there, or another notebook was faster
-        if not (folder / "captions.json").exists():
-            raise
+    if not folder.exists():
+        with suppress(OSError):  # another notebook made it meanwhile
+            make_dataset(folder, num_images=num_images, max_side=256, progress=False)
     return folder
 
 

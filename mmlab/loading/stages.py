@@ -142,13 +142,16 @@ class StageReport:
     def sentence(self) -> str:
         """Which stage is short, and what would help."""
         stage, busiest, waited = self.short_stage, self._busiest, f"{self.wait_ratio:.1%} of the time"
-        if stage is None and self.wait_ratio <= NO_WAIT_RATIO:
-            return f"No stage is short: training waited for data {waited}."
         busy = f"{busiest['busy_ratio']:.0%}"
         if stage is None:
+            said = f"No stage is short: training waited for data {waited}"
             return (
-                f"No stage is short: training waited for data {waited}, but the busiest stage, {busiest['stage']}, "
-                f"worked {busy} of it. It waited for batches to be handed over, as the first of an epoch, or for other programs."
+                f"{said}."
+                if self.wait_ratio <= NO_WAIT_RATIO
+                else (
+                    f"{said}, but the busiest stage, {busiest['stage']}, worked {busy} of it. It waited for batches to be "
+                    "handed over, as the first of an epoch, or for other programs."
+                )
             )
         remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (

@@ -57,7 +57,8 @@ def test_a_run_is_paused_looked_at_opened_again_and_finished(scenes: Path, tmp_p
     run = lab._run
     assert lab.start()._run is run, "a second start does nothing"
 
-    until(lambda: lab.progress[0] > 0, lab)
+    assert lab.wait_for(done_ratio=1e-6, timeout_s=120) == "running"
+    assert 0 < lab.progress.done_ratio < 1
     lab.pause()
     assert lab.wait_for("paused") == "paused"
     with pytest.raises(RunError, match=r"still paused after 0.2 s, waited for running"):
