@@ -127,20 +127,22 @@ class Lab:
         """Start a run and return at once; does nothing where one with the same options is going on already.
 
         Raises:
-            OptionError: something that cannot be sent to another process, or a run with other options is going on in
-                the same folder.
+            OptionError: something that cannot be sent to another process, a value in the panel that cannot work, or a
+                run with other options is going on in the same folder: `stop()` and the panel now reach that run.
         """
         with self._lock:
-            if self._run is not None and self._run.state == "running":
-                return self
-            other = find_run(self.folder)
-            if other is not None and other.state == "running":
-                if other.job != self._job():
+            if self._panel is not None and self._panel.wrong:
+                raise OptionError(
+                    f"not started: {'; '.join(self._panel.wrong)}; correct it in the panel first"
+                )
+            if (run := self._find_running()) is not None:
+                if changes := self.differences(run.job):
+                    if self._panel is None:
+                        self.panel().display()  # with its Stop, before the error ends the cell
                     raise OptionError(
-                        f"a run with other options is going on in {self.folder}: stop it first "
-                        f"(Lab.open({str(self.folder)!r}).stop()), or give another folder, out=..."
+                        f"a run with other options is going on in {self.folder} ({changes}): stop it first (Stop in "
+                        "its panel, or stop()), or give another folder, out=..."
                     )
-                self._run = other
                 return self
             if self.data is None:
                 raise OptionError(
@@ -152,6 +154,8 @@ class Lab:
             self._run = start_compare(
                 self.data, self.options["schedulers"], out=self.folder, detached=self.detached, **options
             )
+            if self._panel is not None:
+                self._panel.list_earlier()
         return self
 
     def pause(self) -> None:
@@ -244,9 +248,7 @@ class Lab:
 
     def code(self) -> str:
         """The configuration as a program that starts it and waits."""
-        data = self.data if isinstance(self.data, str) else None
-        if isinstance(self.data, Path):
-            data = str(self.data)
+        data = str(self.data) if isinstance(self.data, str | Path) else None
         defaults = {**_DEFAULTS, "out": "runs/lab", "detached": False}
         chosen = {**self.options, "out": str(self.folder), "detached": self.detached}
         lines = [f"    {key}={value!r}," for key, value in chosen.items() if value != defaults.get(key)]
@@ -292,8 +294,15 @@ class Lab:
         from mmlab.lab.lab_panel import LabPanel
 
         if self._panel is None:
+            self._find_running()
             self._panel = LabPanel(self, PRECISIONS)
         return self._panel
+
+    def differences(self, job: Mapping[str, Any]) -> str:
+        """In which options a run's job (`BackgroundRun.job`) is not as this configuration; empty where in none."""
+        own = job_of(self.data, self.options["schedulers"], {**self.options, "schedulers": None})
+        asked, ours = ({**each.get("options", {}), **each, "options": None} for each in (job, own))
+        return ", ".join(f"{key}={value!r}" for key, value in asked.items() if ours.get(key) != value)
 
     def __repr__(self) -> str:
         return f"Lab({self.data!r}, out={str(self.folder)!r}): {self.state}"
@@ -302,10 +311,14 @@ class Lab:
         if self.state in ("running", "paused", "stopping"):
             send(self.folder, command)
 
-    def _job(self) -> dict[str, Any]:
-        """What `BackgroundRun.job` would say of a run of this configuration."""
-        options = {key: value for key, value in self.options.items() if key != "schedulers"}
-        return job_of(self.data, self.options["schedulers"], options)
+    def _find_running(self) -> BackgroundRun | None:
+        """The run that goes on in the folder, whoever started it; from now on the one that this lab steers."""
+        if self._run is None or self._run.state != "running":
+            found = find_run(self.folder)
+            if found is None or found.state != "running":
+                return None
+            self._run = found
+        return self._run
 
     def _poll(self, *, at_once: bool = False) -> dict[str, RunState]:
         """The runs, with what is new in their files, unless that was read a moment ago."""
@@ -342,11 +355,7 @@ _DEFAULTS: dict[str, Any] = {"schedulers": SHOWN_SCHEDULERS, **asdict(Comparison
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as they will be used.
-
-    Raises:
-        OptionError: one that cannot work.
-    """
+    """Options as they will be used; raises OptionError for one that cannot work."""
     for name in options:
         if name not in _DEFAULTS:
             raise unknown_name("option of Lab", name, _DEFAULTS)

@@ -7,14 +7,18 @@ value before it. Starting, pausing and stopping are done in the live view, or by
 from __future__ import annotations
 
 import html
+import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
+from mmlab.comparison.background import PROCESS
 from mmlab.errors import OptionError
 from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.panels import Panel
+from mmlab.runs.folders import ASIDE
 from mmlab.schedule.schedulers import SCHEDULERS
 
 _WIDE = {"description_width": "7rem"}
@@ -52,21 +56,43 @@ class LabPanel(Panel):
             continuous_update=False,
             style=_WIDE,
         )
-        self.batch_size = widgets.IntText(options["batch_size"], description="batch size", style=_WIDE)
-        self.epochs = widgets.IntText(options["epochs"], description="epochs", style=_WIDE)
+        # an IntText would take 1.5 for 1 without a word
+        self.batch_size = widgets.FloatText(options["batch_size"], description="batch size", style=_WIDE)
+        self.epochs = widgets.FloatText(options["epochs"], description="epochs", style=_WIDE)
         self.precision = widgets.Dropdown(
             options=list(precisions), value=options["precision"], description="precision", style=_WIDE
         )
         self.code = widgets.HTML()
-        self.live = LivePanel(controller=lab)
+        self.wrong: list[str] = []  # what is the matter with the fields' values
+        self.earlier = widgets.VBox()
+        self._followed = [lab.folder]  # read again at every look for new files
+        self.live = LivePanel(self._followed, controller=lab)
         # configured schedulers have their sizes in them
         sizes = [self.batch_size, self.budget] if by_name else []
         numbers = widgets.VBox([*sizes, self.epochs, self.precision])
         more = widgets.Accordion([self.code], titles=("as code",))
-        super().__init__([widgets.HBox([self.schedulers, numbers])], [self.live, more])
+        super().__init__([widgets.HBox([self.schedulers, numbers])], [self.earlier, self.live, more])
         for control in self._controls().values():
             control.observe(self.showing(self._take), "value")
         self._show_code()
+        self.list_earlier()
+
+    def list_earlier(self) -> None:
+        """A box for every run that was moved aside, with what was different; the last one is shown beside the new one."""
+        boxes = []
+        for path in sorted(self.lab.folder.glob(f"{ASIDE}*/{PROCESS}"), key=os.path.getmtime):
+            name, job = path.parent.name, json.loads(path.read_text())["job"]
+            said = ": ".join(filter(None, (name, self.lab.differences(job))))
+            boxes.append(widgets.Checkbox(description=said, tooltip=name, indent=False))
+            boxes[-1].observe(self.showing(self._follow), "value")
+        self.earlier.children = [widgets.Label("compare with"), *boxes] if boxes else []
+        for box in boxes[-1:]:
+            box.value = True
+        self._follow()
+
+    def _follow(self) -> None:
+        chosen = [box.tooltip for box in self.earlier.children[1:] if box.value]
+        self._followed[1:] = [self.lab.folder / name for name in chosen]
 
     def close(self) -> None:
         """Let go of the runs; the lab goes on."""
@@ -80,28 +106,30 @@ class LabPanel(Panel):
 
     def _take(self) -> None:
         """Hand every value to the lab and show what is wrong: a message stays until its cause is gone."""
-        wrong = []
+        self.wrong = []
         for name, control in self._controls().items():
             try:
-                self.lab.configure(**{name: _budget(control.value) if name == "budget" else control.value})
+                self.lab.configure(**{name: _read(name, control.value)})
             except OptionError as error:
-                wrong.append(str(error))
-        self.message.value = "<br>".join(f"<b>{html.escape(text)}</b>" for text in wrong)
+                self.wrong.append(str(error))
+        self.message.value = "<br>".join(f"<b>{html.escape(text)}</b>" for text in self.wrong)
         self._show_code()
 
     def _show_code(self) -> None:
         self.code.value = f"<pre>{html.escape(self.lab.code())}</pre>"
 
 
-def _budget(text: str) -> float | None:
-    """A number, or None where nothing is written.
+def _read(name: str, value: Any) -> Any:
+    """The option that a field's value stands for: whole numbers as such, no budget where nothing is written.
 
     Raises:
-        OptionError: neither.
+        OptionError: a budget that is not a number.
     """
-    if not text.strip():
-        return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if name != "budget":
+        return value
     try:
-        return float(text)
+        return float(value) if value.strip() else None
     except ValueError:
-        raise OptionError(f"budget must be a number of padded tokens, or empty; found {text!r}") from None
+        raise OptionError(f"budget must be a number of padded tokens, or empty; found {value!r}") from None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from mmlab.machine import GIB
 from mmlab.runs.events import RunEvent
 from mmlab.runs.figures import to_png
+from mmlab.runs.folders import ASIDE
 from mmlab.runs.follow import ACTIVE, RunState
 from mmlab.runs.summaries import draw_runs, progress_of, summarize, verdict_of
 
@@ -55,8 +57,18 @@ def facts_of(run: RunState) -> dict[str, Any]:
     }
 
 
-def tile_of(run: RunState) -> dict[str, Any]:
-    """A run's figures in words: of all its steps so far, on its first rank."""
+def earlier_of(runs: Sequence[RunState]) -> list[RunState]:
+    """Those that were moved aside, where others are shown as well: they are drawn pale, and compared with."""
+    aside = [run for run in runs if run.name.startswith(ASIDE)]
+    return aside if len(aside) < len(runs) else []
+
+
+def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
+    """A run's figures in words: of all its steps so far, on its first rank.
+
+    Args:
+        earlier: runs to compare its speed with, those of the same scheduler among them.
+    """
     found, step, device = summarize(run), run.latest("step"), run.latest("device")
     busy = run.utilization()
     busy = busy[np.isfinite(busy)]
@@ -74,6 +86,12 @@ def tile_of(run: RunState) -> dict[str, Any]:
         "waiting": _per_cent(found["data_wait_ratio"]),
         "left": f"{left_s // 60:.0f}:{left_s % 60:02.0f}" if isfinite(left_s) else None,
     }
+    for before in earlier:
+        speed = summarize(before)["samples_per_s"]
+        if Path(run.name).name == Path(before.name).name and speed and found["samples_per_s"]:
+            figures[f"over {Path(before.name).parent}"] = (
+                f"{100 * (found['samples_per_s'] / speed - 1):+.0f} %"
+            )
     return {"id": run.id, "figures": [item for item in figures.items() if item[1]]}
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import anywidget
 import ipywidgets as widgets
+from IPython.core.getipython import get_ipython
+from IPython.display import display
 
 from mmlab.lab.live_panel import LivePanel
 
@@ -37,6 +39,11 @@ class Panel(widgets.VBox):
             if isinstance(child, LivePanel):
                 child.begin()
         return super()._repr_mimebundle_(**arguments)
+
+    def display(self) -> None:
+        """Show the panel in the cell that runs, if it is one of a notebook."""
+        if hasattr(get_ipython(), "kernel"):
+            display(self)
 
     def showing(self, act: Callable[[], object]) -> Callable[[Any], None]:
         """A callback that calls `act` and shows any error it raises, which Jupyter would hide."""

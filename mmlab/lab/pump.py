@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
-from mmlab.lab.messages import TRACKS, columns_of, facts_of, note_of, tile_of
+from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, note_of, tile_of
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import Runs, RunState, Source, overall_status
 from mmlab.runs.summaries import progress_of, verdict_of
@@ -173,6 +173,8 @@ class Pump:
         if kind == "clear":
             self.clear(content.get("run"))
         elif kind == "action" and content.get("name") in ACTIONS and self._controller is not None:
+            with self._wake:
+                self._errors = [error for error in self._errors if error["where"] != "callback"]
             getattr(self._controller, content["name"])()
         else:
             raise OptionError(f"the panel's page sent an unknown message: {content!r}")
@@ -325,9 +327,14 @@ class Pump:
         self._names |= dict.fromkeys(run.name for run in runs)
         light, dark = colours_of(self._names), colours_of(self._names, dark=True)
         dashes = {name: place for place, name in enumerate(self._names)}
+        earlier = earlier_of(runs)
         facts = {
             "runs": [
-                {**facts_of(run), "colours": [light[run.name], dark[run.name]], "dash": dashes[run.name]}
+                {
+                    **facts_of(run),
+                    "colours": [each[run.name] + "80" * (run in earlier) for each in (light, dark)],
+                    "dash": dashes[run.name],
+                }
                 for run in runs
             ],
             "notes": [note_of(run, event) for run in runs for event in run.notes],
@@ -344,9 +351,10 @@ class Pump:
         started_s = time.monotonic()
         if started_s >= self._headline_due_s and self._news_s >= self._headline_s:
             self._headline_s = started_s
+            earlier, begun = earlier_of(runs), [run for run in runs if run.count()]
             self._headline = {
-                "tiles": [tile_of(run) for run in runs if run.count()],
-                "verdict": verdict_of(runs),
+                "tiles": [tile_of(run, earlier if run not in earlier else ()) for run in begun],
+                "verdict": verdict_of(run for run in runs if run not in earlier),
             }
             self._headline_due_s = started_s + max(HEADLINE_S, 100 * (time.monotonic() - started_s))
         return self._headline

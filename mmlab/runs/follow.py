@@ -327,11 +327,16 @@ class Runs:
         state._files = dict.fromkeys(paths, UNREAD)
 
     def _name(self) -> None:
-        """Name every run after its folder; runs of one name after their comparisons as well."""
-        names = [folder.resolve().name for folder in self._states]
-        for (folder, state), name in zip(self._states.items(), names, strict=True):
-            above = folder.parent.parent if folder.parent.name == "runs" else folder.parent
-            state.name = f"{above.resolve().name}/{name}" if names.count(name) > 1 else name
+        """Name every run after its folder; runs of one name, or moved aside, after their comparisons as well."""
+        above = {
+            folder: (folder.parent.parent if folder.parent.name == "runs" else folder.parent).resolve().name
+            for folder in self._states
+        }
+        names = [folder.resolve().name for folder in self._states if not above[folder].startswith(ASIDE)]
+        for folder, state in self._states.items():
+            name = folder.resolve().name
+            is_one_of = above[folder].startswith(ASIDE) or names.count(name) > 1
+            state.name = f"{above[folder]}/{name}" if is_one_of else name
 
 
 def _relative(folder: Path, root: Path) -> Path:

@@ -25,6 +25,7 @@ from mmlab.comparison.options import PRECISIONS, ComparisonOptions
 from mmlab.comparison.result import Comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import Lab
+from mmlab.lab.messages import earlier_of, tile_of
 from mmlab.runs.control import CONTROL
 from mmlab.runs.follow import Runs
 from mmlab.schedule.schedulers import make_scheduler
@@ -294,4 +295,52 @@ def test_a_change_of_a_widget_is_a_change_of_the_next_run(tmp_path: Path) -> Non
     panel.epochs.value, panel.budget.value = 2, ""
     assert panel.message.value == ""
     assert (lab.options["epochs"], lab.options["budget"]) == (2, None)
+    panel.close()
+
+
+def test_start_refuses_while_a_field_has_a_value_that_cannot_work(tmp_path: Path) -> None:
+    lab = Lab("data/sample", schedulers=("random",), out=tmp_path, **SMALL)
+    panel = lab.panel()
+    panel.batch_size.value = 1.5
+    assert "batch_size: expected a valid integer, found 1.5" in panel.message.value
+    assert lab.options["batch_size"] == 8
+    with pytest.raises(OptionError, match=r"not started: Lab batch_size.*found 1.5; correct it in the panel"):
+        lab.start()
+    assert (lab.state, list(tmp_path.iterdir())) == ("idle", [])
+    panel.close()
+
+
+def test_the_run_before_is_kept_to_compare_and_a_new_lab_can_stop_what_goes_on(
+    scenes: Path, tmp_path: Path
+) -> None:
+    options = {**SMALL, "schedulers": ("random",), "out": tmp_path}
+    lab = Lab(scenes, epochs=1, **options)
+    panel = lab.panel()
+    lab.start().wait()
+    assert panel.earlier.children == ()
+    panel.epochs.value = 10_000
+    lab.start()
+    _, box = panel.earlier.children
+    assert (box.description, box.value) == ("previous-1: epochs=1", True)
+    assert panel._followed == [tmp_path, tmp_path / "previous-1"]
+
+    runs = Runs(panel._followed)  # as the live view reads it
+    until(
+        lambda: runs.poll() and all(run.count() > 3 for run in runs.states.values()) and len(runs.states) == 2
+    )
+    before, now = sorted(runs.states.values(), key=lambda run: run.first_s)
+    assert (before.name, now.name) == ("previous-1/random", "random")
+    assert earlier_of([before, now]) == [before]
+    assert dict(tile_of(now, [before])["figures"])["over previous-1"].endswith(" %")
+    box.value = False
+    assert panel._followed == [tmp_path]
+
+    again = Lab(scenes, epochs=2, **options)  # the cell is run again with other options
+    with pytest.raises(OptionError, match=r"a run with other options is going on in .* \(epochs=10000\)"):
+        again.start()
+    assert again.state == "running"
+    again.stop()
+    until(lambda: again.state != "stopping")
+    assert (again.state, lab.state) == ("stopped", "stopped")
+    assert Lab(scenes, **options).panel().earlier.children[1].description == "previous-1: epochs=1"
     panel.close()
