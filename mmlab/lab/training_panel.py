@@ -266,5 +266,5 @@ def training_figure(runs: Mapping[str, RunState]) -> Figure:
     weight.set(title="weights of the objectives", xlabel="samples", ylim=(0, None))
     scale.set(title="loss scale (x: step skipped)", xlabel="samples", yscale="log")
     if begun:
-        loss.legend(frameon=False, fontsize="small")
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     return figure

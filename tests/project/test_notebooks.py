@@ -72,6 +72,20 @@ def test_notebooks_are_numbered_in_reading_order() -> None:
     assert [path.name[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(len(NOTEBOOKS))]
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
+def test_a_notebook_asks_lets_predict_and_concludes(path: Path) -> None:
+    cells = json.loads(read(path))["cells"]
+    prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    places = [prose.find(part) for part in ("**The question.**", "**Predict first.**", "What to take away")]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def test_the_first_notebook_lists_all() -> None:
+    first = read(NOTEBOOKS[0])
+    assert [path.name for path in NOTEBOOKS[1:] if f"]({path.name})" not in first] == []
+
+
 def code_cell(source: str, **fields: Any) -> dict[str, Any]:
     return {
         "cell_type": "code",
