@@ -99,7 +99,7 @@ def articles(folder: Path, quick: bool) -> list[dict[str, Any]]:
     """Epochs of every setting."""
     scenes = make_dataset(
         folder / "coco-like",
-        num_images=16 if quick else 160,
+        num_images=16 if quick else 144,
         captions_per_image=2,
         max_side=640,
         val_fraction=0,
