@@ -13,6 +13,33 @@ command line turns those two into exit code 2 and every other failure into exit 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+_ABOVE_0 = 5e-324  # the least number that a float can tell from 0
+_COUNTS = """accumulation_steps classes_per_octave epochs eval_batches eval_every every_steps
+    image_layers image_room keep_last limit max_batch_size mega_batch micro_batches num_epochs num_samples
+    num_threads patch prefetch ranks rounds steps text_room text_step threads total_steps window world_size"""
+_AMOUNTS = """budget cache_limit_gib device_interval_s every_minutes interval limit_gib max_ram_gb memory_gb
+    price_per_hour timeout_s"""
+# Least and greatest value of every numeric option, wherever it is given; whole numbers where the least is one.
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(_COUNTS.split(), (1, math.inf)),
+    **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, math.inf)),
+    **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_workers"), (0, math.inf)),
+    **dict.fromkeys(("lr", "weight_decay"), (0.0, math.inf)),
+    **dict.fromkeys(("val_fraction", "warmup_ratio"), (0.0, 1.0)),
+    "captions_per_image": (1, 1000),
+    "num_images": (1, 10**9),
+    "batch_size": (1, 2**16),  # twice that of CLIP
+    "max_side": (16, 2**14),  # pixels
+    "max_tokens": (2, math.inf),  # the special tokens
+    "port": (0, 2**16 - 1),
+    "seed": (0, 2**63 - 1),  # what torch and NumPy both take
+}
+
 
 class MmlabError(Exception):
     """The root of the tree above."""
@@ -49,3 +76,31 @@ def unknown_name(kind: str, name: object, known: object) -> OptionError:
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return OptionError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}")
+
+
+def check_numbers(options: Any, prefix: str = "") -> None:
+    """Refuse a number that is out of its bounds in `BOUNDS`; names that are not in there are not looked at.
+
+    >>> check_numbers({"batch_size": 1.5})
+    Traceback (most recent call last):
+        ...
+    mmlab.errors.OptionError: batch_size must be a whole number, found 1.5
+
+    Args:
+        options: values by name, or a dataclass that has them; None and "auto" stand for a default.
+        prefix: what the message puts before the name.
+    """
+    if not isinstance(options, Mapping):
+        options = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    for name in options.keys() & BOUNDS.keys():
+        (least, most), value = BOUNDS[name], options[name]
+        whole = isinstance(least, int)
+        is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+        if value in (None, "auto") or (is_number and least <= value <= most and value < math.inf):
+            continue
+        bounds = "above 0" if least == _ABOVE_0 else f"at least {least:g}"
+        if not is_number:
+            bounds = "a whole number" if whole else "a number"
+        elif value > least:
+            bounds = f"at most {most:,}" if most < math.inf else "finite"
+        raise OptionError(f"{prefix}{name} must be {bounds}, found {value!r}")

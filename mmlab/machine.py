@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab import __version__
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 
 if TYPE_CHECKING:
     import psutil
@@ -252,8 +252,7 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
         raise OptionError(f"{device!r} is no device; known: {', '.join(CONTEXT_BYTES)}") from error
     if device.type not in CONTEXT_BYTES:
         raise OptionError(f"memory of a {device.type} device is not known; known: {', '.join(CONTEXT_BYTES)}")
-    if memory_gb is not None and not 0 < memory_gb < math.inf:
-        raise OptionError(f"the memory to plan for must be above 0 GiB, found {memory_gb}")
+    check_numbers({"memory_gb": memory_gb})
     given = None if memory_gb is None else round(memory_gb * GIB)
     if device.type == "cpu":
         total = total_memory_bytes()

@@ -21,7 +21,8 @@ from mmlab.machine import GIB
 Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
 Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
 Tokenizer = Annotated[str, "builtin, or a Hugging Face name or path"]
-Limit = Annotated[int | None, "use only the first N pairs"]
+Images = Annotated[str | None, "folder of the images, where they are not beside the data"]
+Limit = Annotated[int | None, "use N pairs, drawn from every split"]
 Model = Annotated[str, "preset of the fusion model"]
 Device = Annotated[str, "auto, cpu, cuda, cuda:1, ..."]
 Precision = Annotated[str, "of the training: fp32, tf32, bf16 or fp16"]
@@ -134,6 +135,7 @@ class _PlanOptions:
 def plan(
     *,
     data: Annotated[str | None, "image-text pairs in any format that mmlab reads"] = None,
+    images: Images = None,
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
     schedulers: Names = "random,sorted,bucket,length_grouped,aspect_bucket,budget,packed",
     max_side: Annotated[int, "images keep their aspect within this side squared"] = 384,
@@ -151,7 +153,7 @@ def plan(
         raise OptionError("mmlab plan takes one of --data and --lengths")
     if model is None and (device_name, price_per_hour) != (None, None):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
-    sizes = read_lengths(lengths) if lengths else _measured_records(data).sizes()
+    sizes = read_lengths(lengths) if lengths else _measured_records(data, images=images).sizes()
     sizes = sizes.resized(Aspect(max_side**2, options["patch"]))
     if model is None:
         return preview(sizes, _names(schedulers), **options)
@@ -177,6 +179,7 @@ class _MemoryOptions:
     image: Image = "aspect:224"
     tokenizer: Tokenizer = "builtin"
     limit: Limit = None
+    images: Images = None
 
 
 def memory(
@@ -226,6 +229,7 @@ def inspect(
     path: Data,
     *,
     image: Image = "aspect:224",
+    images: Images = None,
     tokenizer: Tokenizer = "builtin",
     skip_bad_rows: Annotated[bool, "list bad rows and go on without them"] = False,
     plot: Plot = None,
@@ -236,7 +240,7 @@ def inspect(
     from mmlab.types import parse_image_policy
 
     policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
-    found = overview(_measured_records(path, tokenizer, errors=errors), policy)
+    found = overview(_measured_records(path, tokenizer, images=images, errors=errors), policy)
     if plot:
         save_figure(found.figure(), plot)
     return found
@@ -247,6 +251,7 @@ def cache_build(
     *,
     data: Data,
     image: Image = "square:224",
+    images: Images = None,
     tokenizer: Tokenizer = "builtin",
     max_tokens: Annotated[int, "longer texts are cut"] = 512,
     engine: Annotated[Literal["threads", "ray"], "who decodes: threads of every rank, or Ray"] = "threads",
@@ -263,7 +268,7 @@ def cache_build(
     from mmlab.types import parse_image_policy
 
     dataset = MultimodalDataset(
-        read_records(data, progress=os.environ.get("RANK", "0") == "0"),
+        read_records(data, images=images, progress=os.environ.get("RANK", "0") == "0"),
         tokenizer=tokenizer,
         image_policy=parse_image_policy(image),
         max_tokens=max_tokens,
@@ -308,6 +313,7 @@ def bench_io(
     device: Device = "auto",
     precision: Precision = "fp32",
     limit: Limit = None,
+    images: Images = None,
 ) -> Any:
     """Measure every stage from the disk to the training step; name the bottleneck."""
     options = locals()

@@ -19,6 +19,8 @@ from mmlab.cli.parser import call, make_parser
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import share_cores
 
+_WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -34,6 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(document, indent=2, allow_nan=False) if options.json else found)
     except (DataError, OptionError) as error:
         print(f"mmlab: error: {error}", file=sys.stderr)
+        return 2
+    except _WRONG_PATH as error:
+        if os.environ.get("MMLAB_DEBUG"):
+            raise
+        print(f"mmlab: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mmlab: interrupted", file=sys.stderr)

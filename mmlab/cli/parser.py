@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from mmlab import __version__
 from mmlab.cli.commands import COMMANDS
+from mmlab.errors import check_numbers
 
 
 class _Parser(argparse.ArgumentParser):
@@ -19,7 +20,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of `mmlab`; what it parses has `run`, the command's function, `json`, and the function's arguments."""
+    """The parser of `mmlab`; what it parses has `command`, the command's function, `json`, and the function's arguments."""
     parser = _Parser(prog="mmlab", description="Plan, price, train and compare image-text batches.")
     parser.add_argument("--version", action="version", version=f"mmlab {__version__}")
     _add_commands(parser, COMMANDS)
@@ -29,9 +30,10 @@ def make_parser() -> argparse.ArgumentParser:
 def call(options: argparse.Namespace) -> Any:
     """Call the command that was parsed; what it returns."""
     values = dict(vars(options))
-    run = values.pop("run")
+    run = values.pop("command")
     if "json" not in signature(run).parameters:
         del values["json"]
+    check_numbers(values)
     return run(**values)
 
 
@@ -44,7 +46,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Any]) 
         if group:
             _add_commands(command, group)
             continue
-        command.set_defaults(run=run)
+        command.set_defaults(command=run)  # a name that no parameter of a command has
         hints = get_type_hints(run, include_extras=True)
         if "json" not in hints:
             command.add_argument(

@@ -3,7 +3,7 @@
 A section's keys are the options of the function or class that it configures, under the same names and with the same
 defaults. `examples/train.toml` shows them at work.
 
-    [data]        path, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
+    [data]        path, images, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
                   folder of a cache, which is filled before training, and cache_limit_gib (see docs/cache.md)
     [augment]     name, and the options of `mmlab.Augment` that differ from it
     [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
@@ -62,6 +62,7 @@ class DataOptions(LoaderOptions):
 
     path: str
     image: str = "aspect:128"
+    images: str | None = None
     tokenizer: str = "builtin"
     limit: int | None = None
     max_tokens: int = 512
@@ -74,11 +75,6 @@ class TrainerOptions(TrainOptions):
     """How to train, and how long."""
 
     num_epochs: int
-
-    def __post_init__(self) -> None:
-        TrainOptions.__post_init__(self)
-        if self.num_epochs < 1:
-            raise OptionError(f"num_epochs must be at least 1, found {self.num_epochs}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

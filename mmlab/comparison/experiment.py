@@ -77,6 +77,7 @@ def compare(
     train_set, held_out_set = make_datasets(
         data,
         image=chosen.image,
+        images=chosen.images,
         tokenizer=chosen.tokenizer,
         limit=chosen.limit,
         seed=chosen.seed,

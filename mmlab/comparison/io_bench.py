@@ -158,6 +158,7 @@ def bench_io(
     device: str = "auto",
     precision: str = "fp32",
     limit: int | None = None,
+    images: str | None = None,
     progress: bool = True,
 ) -> IoBench:
     """Measure every stage from the disk to the training step on a data set.
@@ -166,7 +167,8 @@ def bench_io(
         data: anything that `read_records` takes.
         model: preset whose contrastive training steps are timed.
         image: image policy in short form, see `parse_image_policy`.
-        limit: use only the first samples.
+        limit: use so many samples, drawn from every split.
+        images: folder of the images, where they are not beside the data.
         progress: show a bar if stderr is a terminal.
 
     Raises:
@@ -176,7 +178,7 @@ def bench_io(
     if batch_size < 2:
         raise OptionError(f"batch_size must be at least 2 (a pair is told from others), found {batch_size}")
     policy, device = parse_image_policy(image), resolve_device(device)
-    records = read_records(data, progress=progress)[:limit]
+    records = read_records(data, images=images, limit=limit, progress=progress)
     rows = np.flatnonzero(records.height)
     if (num_images := len(np.unique(records.group[rows]))) < 2:
         raise DataError(f"{data}: found {num_images} images in {len(records)} records, at least 2 are needed")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_numbers, unknown_name
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -65,7 +65,8 @@ class ComparisonOptions(SamplingOptions):
     ] = 32
     memory_gb: Annotated[float | None, "GiB to plan for (default: what `random` needs)"] = None
     epochs: Annotated[int, "turns of every scheduler; each is one repetition of the timing"] = 3
-    limit: Annotated[int | None, "use only the first N pairs"] = None
+    limit: Annotated[int | None, "use N pairs, drawn by the seed from every split"] = None
+    images: Annotated[str | None, "folder of the images, where they are not beside the data"] = None
     image: Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"] = "aspect:128"
     augment: Annotated[str, "random changes of images: none, crop, colour or randaugment"] = "none"
     model: Annotated[str, "preset of the fusion model"] = "tiny"
@@ -75,15 +76,6 @@ class ComparisonOptions(SamplingOptions):
     precision: Annotated[PrecisionName, "of the training"] = "fp32"
     seed: Annotated[int, "of weights, plans and the held-out split"] = 0
     num_workers: Annotated[int | None, "threads that decode (default: one a core, at most 8)"] = None
-
-    def __post_init__(self) -> None:
-        SamplingOptions.__post_init__(self)
-        for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0)):
-            if (value := getattr(self, name)) < least:
-                raise OptionError(f"{name} must be at least {least}, found {value}")
-        for name in ("budget", "memory_gb"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise OptionError(f"{name} must be above 0, found {value}")
 
 
 def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
@@ -111,6 +103,7 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
         found = reader.model_validate_json(json.dumps({"options": dict(values)}, default=str))
     except ValidationError as error:
         raise _explained(error, kind, where) from None
+    check_numbers(values, f"{where}: ")
     return found.options  # type: ignore[attr-defined]
 
 

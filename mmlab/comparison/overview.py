@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from mmlab.types import ImagePolicy
 
 SHOWN_SCHEDULERS = ("random", "sorted", "bucket", "budget")
+_LABELS = (
+    "labels: {} values; kept with each record, used by models that take labels, not by mmlab's own objectives"
+)
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
@@ -66,6 +69,7 @@ class Overview:
             "num_records": len(records),
             "num_images": len(np.unique(records.group)),
             "splits": dict(sorted(splits.items())),
+            "num_labels": 0 if records.labels is None else len(np.unique(records.labels)),
             "image_policy": str(self.policy),
             "distributions": self.table.to_dict(orient="index"),
             "waste": self.preview.as_dict(),
@@ -92,11 +96,12 @@ class Overview:
         return figure
 
     def __str__(self) -> str:
-        found, bad_rows = self.as_dict(), self.records.bad_rows
+        found, records, bad_rows = self.as_dict(), self.records, self.records.bad_rows
         splits = ", ".join(f"{name} {count}" for name, count in found["splits"].items())
         lines = [
             f"{found['source']}: {found['num_records']} records of {found['num_images']} images"
             + (f" ({splits})" if splits else ""),
+            *[_LABELS.format(found["num_labels"])] * (records.labels is not None),
             "",
             self.table.to_string(),
             "",

@@ -66,6 +66,7 @@ def make_datasets(
     data: str | Path | Records,
     *,
     image: str,
+    images: str | None = None,
     tokenizer: str = "builtin",
     limit: int | None = None,
     max_tokens: int = 512,
@@ -78,7 +79,8 @@ def make_datasets(
     Args:
         data: anything that `read_records` takes, or records.
         image: image policy in short form, see `parse_image_policy`.
-        limit: use only the first pairs.
+        images: folder of the images, where they are not beside the data.
+        limit: use so many pairs, drawn by `seed` from every split.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
@@ -87,8 +89,11 @@ def make_datasets(
     if limit is not None and limit < 2:
         raise OptionError(f"limit must be at least 2 pairs, found {limit}")
     policy = parse_image_policy(image)
-    records = data if isinstance(data, Records) else read_records(data, progress=progress)
-    parts = hold_out(records if limit is None else records[:limit], seed=seed)
+    if not isinstance(data, Records):
+        data = read_records(data, images=images, progress=progress)
+    elif images is not None:
+        raise OptionError("images= goes with the path of the data; records know where their images are")
+    parts = hold_out(data.sample(limit, seed=seed), seed=seed)
     text_tokenizer = load_tokenizer(tokenizer, records=parts[0], save_to=save_tokenizer_to)
     train_set, held_out_set = (
         MultimodalDataset(part, tokenizer=text_tokenizer, image_policy=policy, max_tokens=max_tokens)
@@ -112,11 +117,12 @@ def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
         share = max(0.1, 2 / max(1, len(np.unique(records.group))))
         sides = list(records.hold_out(min(0.5, share), seed=seed))
     for part, purpose in zip(sides, ("train on", "hold out"), strict=True):
-        num_images = len(np.unique(part.group))
-        if num_images < 2:
+        num_groups = len(np.unique(part.group))
+        if num_groups < 2:
             raise DataError(
-                f"{records.source or 'the data'}: found {num_images} image to {purpose} in {len(records)} pairs, "
-                "at least 2 are needed; give more images, or a higher limit"
+                f"{records.source or 'the data'}: of {len(records)} pairs {len(part)} are left to {purpose}, captions of "
+                f"{num_groups} image{'s' * (num_groups != 1)} (groups), at least 2 are needed; give more images, or a "
+                "higher limit"
             )
     return sides[0], sides[1]
 

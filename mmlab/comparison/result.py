@@ -138,6 +138,7 @@ class Comparison:
             "epochs; same initial weights and same samples for every scheduler. Epochs of the schedulers "
             f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
             *self._limit_notes(),
+            *self._data_notes(),
             f"Peak memory is {' and '.join(sources)}.",
             f"R@1 ranks all held-out pairs; chance is {100 * max(arm.chance_r1 for arm in self.arms):.1f} %.",
             "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
@@ -154,6 +155,14 @@ class Comparison:
             )
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
+        return notes
+
+    def _data_notes(self) -> list[str]:
+        limit, size, notes = self.config["limit"], self.config["batch_size"], []
+        if limit is not None:
+            notes.append(f"limit={limit}: pairs drawn by seed {self.config['seed']} from every split.")
+        if size > self.config["num_train"]:
+            notes.append(f"batch_size {size} is more than the training pairs: an epoch of it is one batch.")
         return notes
 
     def _limit_notes(self) -> list[str]:

@@ -181,6 +181,7 @@ class _Training:
         train_set, held_out_set = make_datasets(
             data.path,
             image=data.image,
+            images=data.images,
             tokenizer=data.tokenizer,
             limit=data.limit,
             max_tokens=data.max_tokens,

@@ -21,7 +21,7 @@ from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import encode_texts, load_tokenizer
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, check_numbers
 from mmlab.types import ImagePolicy, Region, Square, processor_policy
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ class MultimodalDataset(Dataset[Sample]):
         processor: Any = None,
         max_tokens: int = 512,
     ) -> None:
-        if max_tokens < 2:
-            raise OptionError(f"max_tokens must be at least 2 (the special tokens), found {max_tokens}")
+        check_numbers({"max_tokens": max_tokens})
         if not isinstance(records, Records):
             records = read_records(records, texts, progress=False)
         if processor is not None:

@@ -140,6 +140,25 @@ class Records(Sequence[Record]):
         assert self.splits is not None
         return self.select([row for row, split in enumerate(self.splits) if split == name])
 
+    def sample(self, num: int | None, *, seed: int = 0) -> Records:
+        """So many records, drawn by `seed`, in the order that they had; all where None or where there are no more.
+
+        The records of an image (group) come together, and every split is drawn from in proportion, but with two
+        images at least, so that a small sample, too, has something to hold out.
+        """
+        if num is None or num >= len(self):
+            return self
+        split = np.unique([str(name) for name in self.splits or [None] * len(self)], return_inverse=True)[1]
+        groups, group = np.unique(np.stack([split, self.group]), axis=1, return_inverse=True)
+        place = np.empty(groups.shape[1])
+        rng = np.random.default_rng(seed)
+        for name in np.unique(split):
+            rows = np.flatnonzero(groups[0] == name)
+            turn = rng.permutation(len(rows))
+            place[rows] = np.where(turn < 2, -1, turn / len(rows))
+        drawn = np.argsort(place[group.ravel()], kind="stable")[:num]
+        return self.select(np.sort(drawn))
+
     def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> tuple[Records, Records]:
         """Split off a share of the *images* (groups), so that no image is on both sides.
 
@@ -151,7 +170,8 @@ class Records(Sequence[Record]):
         groups = np.unique(self.group)
         if len(groups) < 2:
             raise DataError(
-                f"cannot hold out images: found {len(groups)} distinct image, at least 2 are needed"
+                f"cannot hold out images: all {len(self)} records are of one group (the captions of one image, or what "
+                "the column `group` joins), at least 2 groups are needed"
             )
         num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
         chosen = np.random.default_rng(seed).choice(groups, size=num_held_out, replace=False)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.errors import DataError, RunError, check_numbers, unknown_name
 from mmlab.loading.backends import Backend, Setting, ThreadBackend
 from mmlab.loading.batches import (
     ON_BAD_SAMPLE,
@@ -108,9 +108,7 @@ class PlannedLoader:
             raise unknown_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
         workers = num_workers if isinstance(num_workers, int) else default_num_workers()
         ahead = max(1, 2 * workers) if prefetch is None else prefetch
-        for name, value, least in (("num_workers", workers, 0), ("prefetch", ahead, 1)):
-            if value < least:
-                raise OptionError(f"{name} must be at least {least}, found {value}")
+        check_numbers({"num_workers": num_workers, "prefetch": ahead, "max_ram_gb": max_ram_gb})
         if pin_memory and not torch.cuda.is_available():
             warnings.warn("pin_memory=True has no effect: no GPU is available", stacklevel=2)
         if cache is not None:

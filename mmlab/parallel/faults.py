@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from torch import distributed
 
-from mmlab.errors import MmlabError, OptionError, RunError
+from mmlab.errors import MmlabError, RunError, check_numbers
 from mmlab.parallel.torch_internals import default_store
 
 TIMEOUT_S = 600.0  # that a rank may keep the others waiting
@@ -73,8 +73,7 @@ class RankWatch:
     """
 
     def __init__(self, write: Write | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
-        if not timeout_s > 0:
-            raise OptionError(f"[parallel] timeout_s must be above 0, found {timeout_s}")
+        check_numbers({"timeout_s": timeout_s}, "[parallel] ")
         self.timeout_s = timeout_s
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self._write = write or (lambda kind, step, **values: None)

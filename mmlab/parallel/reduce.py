@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed, nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_numbers, unknown_name
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms, Objective
 from mmlab.training.precision import Precision
@@ -52,10 +52,7 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise unknown_name("parallel strategy", self.strategy, STRATEGIES)
-        if self.ahead < 0:
-            raise OptionError(f"ahead must be at least 0, found {self.ahead}")
-        if self.image_layers is not None and self.image_layers < 1:
-            raise OptionError(f"image_layers must be at least 1, found {self.image_layers}")
+        check_numbers(self)
         if self.image_layers is not None and self.strategy != "branch":
             raise OptionError(
                 f"image_layers={self.image_layers} cuts the image branch, which strategy={self.strategy!r} leaves "

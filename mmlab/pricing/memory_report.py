@@ -231,6 +231,7 @@ def memory_report(
     image: str = "aspect:224",
     tokenizer: str = "builtin",
     limit: int | None = None,
+    images: str | None = None,
     progress: bool = True,
     **setting: Any,
 ) -> MemoryReport:
@@ -244,7 +245,8 @@ def memory_report(
         device: "cuda" or "cpu": whose kernels and allocator are priced.
         image: image policy in short form, see `parse_image_policy`.
         tokenizer: see `load_tokenizer`.
-        limit: use only the first samples.
+        limit: use so many samples, drawn from every split.
+        images: folder of the images, where they are not beside the data.
         setting: other fields of `mmlab.pricing.trace.StepSetting`: `precision`, `checkpointing`, ...
 
     Raises:
@@ -252,7 +254,7 @@ def memory_report(
         OptionError: no such model, a model that cannot be priced, or an impossible limit.
     """
     memory_bytes = memory_limit(device, memory_gb=memory_gb)
-    records = read_records(data, limit=limit)
+    records = read_records(data, images=images, limit=limit)
     if not len(records):
         raise DataError(f"{data} has no records to price")
     tokens = load_tokenizer(tokenizer, records=records)

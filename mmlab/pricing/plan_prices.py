@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import CONTEXT_BYTES, GIB, memory_limit, resolve_device
 from mmlab.pricing.devices import find_device
 from mmlab.pricing.fit import fit_memory
@@ -71,8 +71,7 @@ def price_plans(
     Raises:
         OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device.
     """
-    if price_per_hour is not None and not price_per_hour > 0:
-        raise OptionError(f"the price per hour must be above 0, found {price_per_hour}")
+    check_numbers({"price_per_hour": price_per_hour})
     here = resolve_device("auto") if device_name is None else None
     named = None if device_name is None else find_device(device_name)
     if named is not None:

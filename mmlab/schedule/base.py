@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import OptionError
+from mmlab.errors import check_numbers
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.schedule.plan import BatchPlan
@@ -38,7 +38,7 @@ class Scheduler:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        require_at_least("world_size", self.world_size, 1)
+        check_numbers(self)
 
     @classmethod
     def options_among(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,9 +114,3 @@ def sizes_of(samples: Samples) -> SampleSizes:
         return samples.sizes()
     columns = ("num_tokens", "height", "width", "group")
     return SampleSizes(**{name: np.array([getattr(record, name) for record in samples]) for name in columns})
-
-
-def require_at_least(name: str, value: float, limit: float) -> None:
-    """Raise an OptionError that names the option, the value and the limit."""
-    if value < limit:
-        raise OptionError(f"{name} must be at least {limit}, found {value}")

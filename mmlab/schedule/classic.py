@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.schedule.base import Scheduler, require_at_least
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.collisions import images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.cost import PaddedTokens
@@ -33,10 +33,6 @@ class FixedSize(Scheduler):
 
     batch_size: int = 8
     allow_collisions: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("batch_size", self.batch_size, 1)
 
     def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
         order = self.sort_samples(sizes, rows)
@@ -101,10 +97,6 @@ class LengthGrouped(FixedSize):
 
     mega_batch: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("mega_batch", 1 if self.mega_batch is None else self.mega_batch, 1)
-
     def sort_samples(self, sizes: SampleSizes, rows: Ints) -> Ints:
         length = np.add(*lengths(sizes, PATCH, rows))
         span = self.batch_size * (self.mega_batch or max(1, min(len(rows) // (self.batch_size * 4), 50)))
@@ -138,11 +130,6 @@ class Bucket(Bucketed):
 
     text_step: int = 8
     classes_per_octave: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("text_step", self.text_step, 1)
-        require_at_least("classes_per_octave", self.classes_per_octave, 1)
 
     def bucket_of(self, sizes: SampleSizes, rows: Ints) -> Ints:
         aspect = aspect_class(sizes.height[rows], sizes.width[rows], self.classes_per_octave)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.base import BLOCK_SIZE, Scheduler, require_at_least
+from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.classic import aspect_class
 from mmlab.schedule.collisions import REACH, images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits
@@ -73,12 +73,8 @@ class Budget(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget is not None and not self.budget > 0:
-            raise OptionError(f"budget must be above 0 {self.cost.unit}, found {self.budget}")
         if self.time is not None:
             self._check_time(self.time)
-        require_at_least("window", 1 if self.window is None else self.window, 1)
-        require_at_least("max_batch_size", self.max_batch_size, 1)
 
     def limits(self, sizes: SampleSizes) -> Limits:
         budget = self.budget

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.base import BLOCK_SIZE, Scheduler, require_at_least
+from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.collisions import images_of
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.cost import PaddedTokens
@@ -55,14 +55,10 @@ class Packed(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("patch", self.patch, 1)
         if (self.text_room is None) != (self.image_room is None):
             raise OptionError("text_room and image_room go together; give both, or a budget")
         if self.budget is not None and self.text_room is not None:
             raise OptionError("give either budget, or text_room and image_room, not both")
-        for name in ("budget", "text_room", "image_room"):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(name, value, 1)
 
     def limits(self, sizes: SampleSizes) -> Limits:
         if self.text_room is not None and self.image_room is not None:

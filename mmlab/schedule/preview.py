@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, unknown_name
-from mmlab.schedule.base import Scheduler, require_at_least, sizes_of
+from mmlab.errors import DataError, check_numbers, unknown_name
+from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.metrics import lengths
@@ -112,8 +113,7 @@ def preview(
     Raises:
         OptionError: an unknown name, a number out of range, or a budget below the costliest sample.
     """
-    for name, value in (("ranks", ranks), ("epochs", epochs), ("patch", patch)):
-        require_at_least(name, value, 1)
+    check_numbers(locals())
     sizes = sizes_of(samples)
     length = np.add(*lengths(sizes, patch))
     mean = float(length.mean()) if len(sizes) else 1.0
@@ -177,7 +177,7 @@ def read_lengths(path: str | Path) -> SampleSizes:
         raise DataError(f"no file {path}") from None
     except pd.errors.EmptyDataError:
         table = pd.DataFrame()
-    except ValueError as error:  # of a parser or a decoder
+    except (ValueError, OSError, tarfile.TarError) as error:  # of a parser, a decoder or the disk
         raise DataError(f"{path} cannot be read as a table: {error}") from error
     table = table.rename(columns=lambda name: str(name).strip())
     wanted = ["height", "width", "num_tokens"]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.schedule.base import require_at_least
 from mmlab.schedule.columns import Ints
 from mmlab.schedule.drawing import Drawing
 from mmlab.schedule.order import derive_key, permute
@@ -50,8 +49,6 @@ class Weighted(Drawing):
             raise OptionError(
                 f"weights must be above zero and finite, found {weights[wrong[0]]} in row {wrong[0]}"
             )
-        if self.num_samples is not None:
-            require_at_least("num_samples", self.num_samples, 1)
         object.__setattr__(self, "weights", weights)
 
     def expected_times(self) -> NDArray[np.float64]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_numbers, unknown_name
 from mmlab.model.parameters import PARTS
 from mmlab.training.weighting import Weighting
 
@@ -89,20 +88,7 @@ class TrainOptions:
         ):
             if name not in known:
                 raise unknown_name(what, name, known)
-        for name, least, most in (
-            ("lr", 0, math.inf),
-            ("weight_decay", 0, math.inf),
-            ("warmup_ratio", 0, 1),
-            ("total_steps", 1, math.inf),
-            ("accumulation_steps", 1, math.inf),
-            ("eval_every", 1, math.inf),
-            ("eval_batches", 1, math.inf),
-            ("seed", 0, math.inf),
-        ):
-            number = getattr(self, name)
-            if number is not None and not least <= number <= most:
-                bounds = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
-                raise OptionError(f"{name} must be {bounds}, found {number}")
+        check_numbers(self)
         self._check_limits()
 
     def _check_limits(self) -> None:

@@ -261,10 +261,12 @@ def test_held_out_images_are_never_trained_on(records: Records) -> None:
 
 def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
     train, held_out = records.split("train"), records.split("val")
-    with pytest.raises(DataError, match="found 0 image to train on"):
+    with pytest.raises(DataError, match=r"0 are left to train on, captions of 0 images \(groups\)"):
         hold_out(held_out)
     some = [*np.unique(train.group)[:4], held_out.group[0]]
-    with pytest.raises(DataError, match="found 1 image to hold out in 15 pairs, at least 2 are needed"):
+    with pytest.raises(
+        DataError, match=r"of 15 pairs 3 are left to hold out, captions of 1 image \(groups\), at least 2"
+    ):
         hold_out(records.select(np.flatnonzero(np.isin(records.group, some))))
     _, two = hold_out(train.select(np.flatnonzero(np.isin(train.group, some))))
     assert len(np.unique(two.group)) == 2
@@ -277,6 +279,13 @@ def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
         ({"seed": -3}, "seed must be at least 0, found -3"),
         ({"limit": 1}, "limit must be at least 2 pairs"),
+        ({"batch_size": 1.5}, "compare batch_size: expected a valid integer, found 1.5"),
+        ({"batch_size": 100_000}, "compare: batch_size must be at most 65,536, found 100000"),
+        ({"memory_gb": float("inf")}, "memory_gb"),
+        ({"lr": -1.0}, "compare: lr must be at least 0, found -1.0"),
+        ({"seed": 2**64}, "seed must be at most"),
+        ({"num_workers": -1}, "num_workers must be at least 0, found -1"),
+        ({"images": "x"}, "images= goes with the path of the data"),
         ({"budget": 3}, "budget"),
         ({"image": "round:3"}, "image policy 'round:3'"),
         ({"device": "cuda:77"}, "device 'cuda:77' cannot be used here"),
@@ -333,3 +342,11 @@ def test_packed_plans_train_without_padding_within_their_budget(records):
     assert packed.num_samples == padded.num_samples
     assert packed.batches_over_budget == packed.shape_mismatches == 0
     assert packed.final_loss == pytest.approx(padded.final_loss, rel=0.5)
+
+
+def test_a_limit_keeps_the_split_to_hold_out_and_is_told(records: Records) -> None:
+    found = compare(records, ("random",), **{**SMALL, "epochs": 1, "limit": 30, "batch_size": 60})
+    assert 6 <= found.config["num_held_out"] < 12 < found.config["num_train"]
+    notes = "\n".join(found.notes())
+    assert "limit=30: pairs drawn by seed 0 from every split." in notes
+    assert "batch_size 60 is more than the training pairs: an epoch of it is one batch." in notes

@@ -51,10 +51,12 @@ def test_lists_may_lack_a_modality_when_allowed(folder):
     assert records.num_tokens.tolist() == [3, 0]
 
 
-def test_limit_takes_the_first_good_records(three):
-    assert read_records(three, limit=2).texts == ["picture 0", "picture 1"]
+def test_limit_draws_good_records_by_seed(three):
+    drawn = {tuple(read_records(three, limit=2, seed=seed).texts) for seed in range(20)}
+    assert drawn == {("picture 0", "picture 1"), ("picture 0", "picture 2"), ("picture 1", "picture 2")}
+    assert read_records(three, limit=2).ids == read_records(three, limit=2).ids
     assert len(read_records(three, limit=10)) == 3
-    with pytest.raises(OptionError, match="limit must be at least 1 record, found 0"):
+    with pytest.raises(OptionError, match="limit must be at least 1, found 0"):
         read_records(three, limit=0)
 
 

@@ -52,6 +52,22 @@ def test_slices_and_selections_are_records():
     assert records[:2].source == "here"
 
 
+def test_a_sample_has_whole_images_of_every_split_in_their_order():
+    records = make(num_images=40, per_image=2)
+    records = replace(
+        records, splits=["val" if row >= 72 else "train" for row in range(80)]
+    )  # 36 and 4 images
+    for seed in range(9):
+        few, half = records.sample(8, seed=seed), records.sample(40, seed=seed)
+        assert few.splits.count("val") == 4  # two images, though val is a tenth
+        assert half.splits.count("val") == pytest.approx(4, abs=2)
+        for sample in (few, half):
+            assert set(np.bincount(sample.group)) == {0, 2}
+            assert sample.ids == sorted(set(sample.ids), key=records.ids.index)
+    assert records.sample(8, seed=1).ids == records.sample(8, seed=1).ids != records.sample(8, seed=2).ids
+    assert records.sample(None) is records.sample(80) is records
+
+
 def test_columns_must_agree():
     with pytest.raises(ValueError, match=r"columns must have one length, found ids 8, .*num_tokens 3"):
         replace(make(), num_tokens=np.zeros(3, np.int32))
@@ -89,7 +105,7 @@ def test_holding_out_divides_the_images(num_images, per_image, fraction, seed):
 def test_holding_out_refuses_what_cannot_be():
     with pytest.raises(OptionError, match=r"fraction must lie between 0 and 1, found 1.5"):
         make().hold_out(1.5)
-    with pytest.raises(DataError, match="found 1 distinct image"):
+    with pytest.raises(DataError, match=r"all 2 records are of one group .* at least 2 groups are needed"):
         make(1).hold_out()
 
 

@@ -105,7 +105,7 @@ def test_an_empty_folder_is_a_fine_target(tmp_path: Path) -> None:
     ],
 )
 def test_a_number_out_of_range_is_named(tmp_path: Path, option: str, value: float) -> None:
-    with pytest.raises(OptionError, match=f"{option} must lie between .* found {value:g}"):
+    with pytest.raises(OptionError, match=f"{option} must be at least .*found {value:g}"):
         make_dataset(tmp_path / "set", progress=False, **{option: value})
     assert not list(tmp_path.iterdir())
 

@@ -143,7 +143,7 @@ def test_a_model_that_tells_hidden_tokens_is_priced_with_the_datas_tokenizer(
 
 def test_nothing_to_price_is_refused(clip: str, scenes: Path) -> None:
     for limit in (0, -5):
-        with pytest.raises(OptionError, match=f"limit must be at least 1 record, found {limit}"):
+        with pytest.raises(OptionError, match=f"limit must be at least 1, found {limit}"):
             memory_report(clip, scenes, memory_gb=1, limit=limit)
 
 

@@ -166,7 +166,7 @@ def test_small_batches_are_pointed_out():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"budget": 0}, "budget must be above 0 padded tokens, found 0"),
+        ({"budget": 0}, "budget must be above 0, found 0"),
         ({"budget": -5.0}, "budget must be above 0"),
         ({"window": 0}, "window must be at least 1, found 0"),
         ({"time": PaddedTokens()}, "time must be a cost model in seconds.*PaddedTokens in padded tokens"),

@@ -32,7 +32,7 @@ def test_rooms_follow_the_budget_or_are_given():
         make_scheduler("packed", text_room=900)
     with pytest.raises(OptionError, match="give either budget, or text_room and image_room"):
         make_scheduler("packed", text_room=900, image_room=900, budget=1800)
-    with pytest.raises(OptionError, match="budget must be at least 1, found 0"):
+    with pytest.raises(OptionError, match="budget must be above 0, found 0"):
         make_scheduler("packed", budget=0)
 
 

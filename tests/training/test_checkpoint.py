@@ -263,8 +263,8 @@ def test_an_interval_in_steps_or_minutes_is_kept(tmp_path):
     ("options", "message"),
     [
         ({"keep_last": 0}, "keep_last must be at least 1, found 0"),
-        ({"keep_best": -1}, "keep_best must not be negative, found -1"),
-        ({"every_steps": 0}, "every_steps must be above 0, found 0"),
+        ({"keep_best": -1}, "keep_best must be at least 0, found -1"),
+        ({"every_steps": 0}, "every_steps must be at least 1, found 0"),
         ({"every_minutes": -1.0}, "every_minutes must be above 0"),
     ],
 )

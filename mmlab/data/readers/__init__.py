@@ -20,7 +20,7 @@ from mmlab.data.readers.rows import Row, Table, to_records
 from mmlab.data.readers.tar import is_tar, read_shards
 from mmlab.data.records import FileStore, Records
 from mmlab.data.text import measure_tokens
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_numbers, unknown_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,6 +36,7 @@ def read_records(
     tokenizer: PreTrainedTokenizerFast | None = None,
     split: str | None = None,
     limit: int | None = None,
+    seed: int = 0,
     errors: str = "raise",
     allow_missing_modality: bool = False,
     progress: bool = True,
@@ -49,7 +50,7 @@ def read_records(
         images: the folder of the images, where they are not beside the data file.
         tokenizer: measures text lengths; without it they are estimated (`mmlab.data.text.estimate_num_tokens`).
         split: keep one split; rows of others are not checked.
-        limit: keep the first so many records.
+        limit: keep so many records, drawn by `seed` from every split, see `Records.sample`.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
         allow_missing_modality: keep records that have a text only or an image only.
         progress: show a bar while image headers are read, if stderr is a terminal.
@@ -60,8 +61,7 @@ def read_records(
     """
     if errors not in ("raise", "report"):
         raise unknown_name("errors=", errors, ("raise", "report"))
-    if limit is not None and limit < 1:
-        raise OptionError(f"limit must be at least 1 record, found {limit}")
+    check_numbers({"limit": limit, "seed": seed})
     folder = None if images is None else Path(images).expanduser()
     if folder is not None and not folder.is_dir():
         raise OptionError(f"images={images}: not a folder")
@@ -76,8 +76,7 @@ def read_records(
         progress=progress,
         allow_missing_modality=allow_missing_modality,
     )
-    if limit is not None:
-        records = records[:limit]
+    records = records.sample(limit, seed=seed)
     return records if tokenizer is None else measure_tokens(records, tokenizer)
 
 

@@ -58,7 +58,11 @@ def read_saved_dataset(folder: Path, images: Path | None, allow_missing_modality
     """The rows of a saved dataset."""
     from datasets import load_from_disk
 
-    return read_dataset(load_from_disk(str(folder)), images, allow_missing_modality)
+    try:
+        saved = load_from_disk(str(folder))
+    except (ValueError, OSError, KeyError) as error:  # pyarrow's errors are ValueErrors
+        raise DataError(f"{folder}: this saved dataset is damaged ({error}); save it again") from error
+    return read_dataset(saved, images, allow_missing_modality)
 
 
 def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool) -> Table:

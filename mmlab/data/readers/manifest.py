@@ -111,7 +111,7 @@ def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
     for _, entry in entries:
         if isinstance(entry, dict):
             names |= dict.fromkeys(entry)
-    columns = require_columns(names, str(path), allow_missing_modality)
+    columns = require_columns(names, str(path), allow_missing_modality) if names else {}
     return [row for where, entry in entries for row in rows_of_entry(where, entry, columns)]
 
 
@@ -224,7 +224,8 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
                 yield where, {name: value if value.strip() else None for name, value in named}
     except csv.Error as error:
         raise DataError(
-            f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field"
+            f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field (a field may have "
+            "131,072 characters)"
         ) from error
 
 

@@ -266,7 +266,7 @@ def _report(bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: st
     summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
     if errors == "raise" or len(bad_rows) == num_rows:
         remedy = (
-            "Mend them, or leave them out with errors='report'."
+            "Mend them, or leave them out: read_records(..., errors='report') gives records that compare and Lab take."
             if errors == "raise"
             else "Nothing is left to read."
         )

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from mmlab.data.synthetic.captions import write_captions
 from mmlab.data.synthetic.painting import paint
 from mmlab.data.synthetic.scenes import make_scene
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import num_usable_cores
 
 __all__ = ["make_dataset"]
@@ -62,16 +62,8 @@ def make_dataset(
     Raises:
         OptionError: `out` exists and is not an empty folder, or a number is out of its range.
     """
+    check_numbers(locals())
     num_workers = num_usable_cores() if num_workers is None else num_workers
-    for name, value, low, high in (
-        ("num_images", num_images, 1, 10**9),
-        ("captions_per_image", captions_per_image, 1, 1000),
-        ("max_side", max_side, 32, 4096),
-        ("val_fraction", val_fraction, 0, 1),
-        ("num_workers", num_workers, 0, 1000),
-    ):
-        if not low <= value <= high:
-            raise OptionError(f"{name} must lie between {low:g} and {high:g}, found {value:g}")
     images: list[dict[str, object]] = []
     annotations: list[dict[str, object]] = []
     with _written_whole(Path(out)) as folder:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from mmlab.errors import DataError, OptionError, RunError
+from mmlab.errors import DataError, OptionError, RunError, check_numbers
 from mmlab.machine import num_usable_cores
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def check_build(dataset: MultimodalDataset, num_threads: int | None) -> tuple[Sa
         raise OptionError(
             "the data set has no cache: set dataset.cache = SampleCache(folder, key=cache_key(dataset))"
         )
-    if num_threads is not None and num_threads < 1:
-        raise OptionError(f"num_threads must be at least 1, found {num_threads}")
+    check_numbers({"num_threads": num_threads})
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return dataset.cache, num_threads or max(1, num_usable_cores() // ranks_here)
 

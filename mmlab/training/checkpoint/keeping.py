@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.runs.events import RunEvent
 from mmlab.training.checkpoint.files import (
     SAVING,
@@ -59,13 +59,7 @@ class Checkpoints:
         every_minutes: float | None = 10.0,
         emit: Callable[[RunEvent], object] | None = None,
     ) -> None:
-        if keep_last < 1:
-            raise OptionError(f"keep_last must be at least 1, found {keep_last}")
-        if keep_best < 0:
-            raise OptionError(f"keep_best must not be negative, found {keep_best}")
-        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
-            if value is not None and value <= 0:
-                raise OptionError(f"{name} must be above 0, found {value}; leave it out for none")
+        check_numbers(locals())
         self.folder, self.keep_last, self.keep_best = Path(folder), keep_last, keep_best
         self.best_key, self.maximize = best_key, maximize
         self.every_steps, self.every_minutes = every_steps, every_minutes

@@ -1,0 +1,113 @@
+"""Bad input to any command: exit code 2, one clear line on stderr, nothing on stdout, nothing dropped in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mmlab.cli.main import main
+from mmlab.runs.events import RunLog
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command that is given something wrong says."""
+    try:
+        code: object = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, ""), said
+    return said.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("compare --data D --batch-size 1.5", "--batch-size: invalid int value: '1.5'"),
+        ("compare --data D --batch-size 100000", "batch_size must be at most 65,536, found 100000"),
+        ("compare --data D --lr nan", "lr must be at least 0, found nan"),
+        ("compare --data D --memory-gb inf", "memory_gb must be finite, found inf"),
+        ("compare --data D --limit 0", "limit must be at least 1, found 0"),
+        ("plan --data D --max-side 0", "max_side must be at least 16, found 0"),
+        ("plan --data D --patch 0", "patch must be at least 1, found 0"),
+        ("plan --data D --seed -1", "seed must be at least 0, found -1"),
+        ("memory --model tiny --data D --limit -5", "limit must be at least 1, found -5"),
+        ("data make OUT --num-images 0", "num_images must be at least 1, found 0"),
+        ("data make OUT --val-fraction 1.5", "val_fraction must be at most 1.0, found 1.5"),
+        ("data make OUT --seed -1", "seed must be at least 0, found -1"),
+        ("cache build OUT --data D --threads 0", "threads must be at least 1, found 0"),
+        ("cache build OUT --data D --limit-gib -1", "limit_gib must be above 0, found -1.0"),
+        ("bench io --data D --batch-size 100000", "batch_size must be at most 65,536, found 100000"),
+        ("bench parallel --steps 0", "steps must be at least 1, found 0"),
+        ("watch D --interval 0", "interval must be above 0, found 0.0"),
+        ("app --port 99999", "port must be at most 65,535, found 99999"),
+    ],
+)
+def test_numbers_out_of_bounds_are_named(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(tmp_path / word) if word in ("D", "OUT") else word for word in arguments.split()]
+    said = refused(words, capsys)
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs, home = tmp_path / "pairs.csv", scenes.parent
+    rows = [f"{path.relative_to(home)},text {path.stem}" for path in sorted(home.glob("images/*"))]
+    pairs.write_text("\n".join(["image,text", *rows]))
+    (tmp_path / "images").symlink_to(home / "images")
+    data, images = ["--data", str(pairs)], ["--images", str(home)]
+    small = ["--image", "square:32", "--tokenizer", "builtin"]
+    commands = [
+        ["plan", *data, "--schedulers", "random"],
+        ["data", "inspect", str(pairs)],
+        ["cache", "build", str(tmp_path / "cache"), *data, *small],
+    ]
+    for words in commands:
+        said = refused(words, capsys)
+        assert f"is a symlink to {os.path.realpath(home / 'images')}" in said
+        assert "pass images=FOLDER" in said
+        assert main([*words, *images, "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+    options = ["--equal", "batch_size", "--epochs", "1", "--batch-size", "8", "--image", "aspect:48"]
+    words = ["compare", *data, "--schedulers", "random", "--out", str(tmp_path / "out"), *options]
+    assert main([*words, *images, "--num-workers", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == images[1]
+
+
+def test_an_export_gives_the_run_that_was_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The argument `run` once took the place of the function to run."""
+    with RunLog(tmp_path / "run") as log:
+        for step in range(3):
+            log.write("step", step, loss=1.0)
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "board"), "--to", "tensorboard", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["num_points"] == 3
+    assert list((tmp_path / "board").rglob("events.out*"))
+    assert "no events-rank*.jsonl in it" in refused(["export", str(tmp_path), "x", "--to", "wandb"], capsys)
+
+
+def test_paths_that_cannot_be_used_are_the_inputs_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, ragged = tmp_path / "saved", tmp_path / "ragged.csv"
+    broken.mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (broken / name).write_text("{")
+    ragged.write_text("image,text\na.jpg,one,two\nb.jpg\n")
+    (tmp_path / "shard.tar").write_bytes(b"no archive")
+    (tmp_path / "file").write_text("")
+    said = refused(["data", "inspect", str(broken)], capsys)
+    assert "this saved dataset is damaged" in said
+    said = refused(["data", "inspect", str(ragged)], capsys)
+    assert "line 2: expected 2 fields as in the header, found 3" in said
+    assert "cannot be read as a table" in refused(["plan", "--lengths", str(tmp_path)], capsys)
+    assert "cannot be read as a table" in refused(["plan", "--lengths", str(tmp_path / "shard.tar")], capsys)
+    said = refused(["data", "make", str(tmp_path / "file" / "in"), "--num-images", "2"], capsys)
+    assert said == f"mmlab: error: {tmp_path / 'file'}: File exists"
