@@ -98,8 +98,7 @@ class IoBench:
         """Samples/s that each stage of an epoch can give; reading is cold where that could be measured."""
         rates = {row["stage"]: row["samples_per_s"] for row in self.rows}
         read = rates["read, cold" if self.reading.really_cold else "read, warm"]
-        stages = {name: rates[name] for name in ("decode", "collate", "copy") if name in rates}
-        return {"read": read, **stages}
+        return {"read": read} | {name: rates[name] for name in ("decode", "collate", "copy") if name in rates}
 
     @property
     def bottleneck(self) -> str:

@@ -71,11 +71,8 @@ class Comparison:
         """One row a scheduler, figures as measured, indexed by its name."""
         import pandas as pd
 
-        rows = [
-            {key: value for key, value in asdict(arm).items() if key not in ("epochs", "options")}
-            for arm in self.arms
-        ]
-        return pd.DataFrame(rows).set_index("scheduler")
+        rows = pd.DataFrame([asdict(arm) for arm in self.arms])
+        return rows.set_index("scheduler").drop(columns=["epochs", "options"])
 
     @property
     def steps(self) -> pd.DataFrame:

@@ -26,7 +26,6 @@ _REMEDIES = {
 }
 _FROM_CACHE = "smaller images (their pixels are copied from the cache), or more workers"
 NO_WAIT_RATIO = 0.01  # a trainer that waits less does not wait
-_SHORT_BUSY_RATIO = 0.5  # a stage that works less is not what training waits for
 _COLUMNS = ("stage", "num_threads", "items_per_s", "busy_ratio", "wait_ratio", "queue_depth")
 
 
@@ -127,11 +126,11 @@ class StageReport:
     def short_stage(self) -> str | None:
         """The busiest stage, if training waits for it: not if it idles too, as at the start of an epoch."""
         busiest, wait_ratio = self._busiest, self.wait_ratio
-        # without workers, training waits for as long as the stages work
+        # without workers, training waits for as long as the stages work; with them, for one that hardly idles
         in_turns = (
             busiest["queue_depth"] is None and sum(row["busy_ratio"] for row in self.rows[:-1]) <= wait_ratio
         )
-        short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= _SHORT_BUSY_RATIO)
+        short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= 0.5)
         return busiest["stage"] if short else None
 
     @property

@@ -145,6 +145,7 @@ def bert(
         max_position_embeddings=max_tokens,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
+        use_cache=False,  # of decoders
     )
     return HuggingFaceTexts(BertModel(config, add_pooling_layer=False))
 
