@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from inspect import signature
 
@@ -92,3 +93,15 @@ def test_a_copy_has_checkpoints_of_its_own() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(OptionError, match="Linear has no block that can be checkpointed"):
         enable_checkpointing(nn.Linear(2, 2))
+
+
+def test_our_encoders_are_checkpointed_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = build_model("tiny", vocab_size=100)
+    enable_checkpointing(model)
+    said = logging.getLogger("transformers")
+    said.addHandler(caplog.handler)
+    try:
+        model.train()(make_batch([(5, 32, 32), (8, 32, 32)]))
+    finally:
+        said.removeHandler(caplog.handler)
+    assert caplog.messages == []
