@@ -49,7 +49,7 @@ class Printed:
 def compare(
     *,
     data: Data,
-    schedulers: Names = "random,sorted,bucket,budget",
+    schedulers: Names = "random,sorted,bucket,budget,fastest",
     out: Annotated[str | None, "folder for the results (default: runs/compare-DATE-TIME)"] = None,
     **options: Annotated[Any, ComparisonOptions],
 ) -> Any:
@@ -126,7 +126,7 @@ def export(
 @dataclass(kw_only=True)
 class _PlanOptions:
     budget: Annotated[float | None, "padded tokens a batch may cost (default: 32 mean samples)"] = None
-    patch: Annotated[int, "side of an image patch in pixels"] = 16
+    patch: Annotated[int | None, "side of an image patch in pixels (default: the model's, else 16)"] = None
     ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 8
     epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2
     seed: Seed = 0
@@ -147,18 +147,21 @@ def plan(
 ) -> Any:
     """Show what each scheduler's batches would waste, and what an epoch would take, before any training."""
     from mmlab.schedule.preview import preview, read_lengths
-    from mmlab.types import Aspect
+    from mmlab.types import PATCH, Aspect
 
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
     if model is None and (device_name, price_per_hour) != (None, None):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
     sizes = read_lengths(lengths) if lengths else _measured_records(data, images=images).sizes()
+    if model is not None:
+        from mmlab.pricing.plan_prices import price_plans, side_of_patch
+
+        options["patch"] = side_of_patch(model, options["patch"])
+    options["patch"] = options["patch"] or PATCH
     sizes = sizes.resized(Aspect(max_side**2, options["patch"]))
     if model is None:
         return preview(sizes, _names(schedulers), **options)
-    from mmlab.pricing.plan_prices import price_plans
-
     prices = price_plans(
         model, sizes, device_name=device_name, precision=precision, price_per_hour=price_per_hour
     )

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mmlab.comparison.options import COMPARED
 from mmlab.comparison.result import load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
@@ -184,7 +185,7 @@ class BackgroundRun:
 
 def start_compare(
     data: Any,
-    schedulers: Any = ("random", "sorted", "bucket", "budget"),
+    schedulers: Any = COMPARED,
     *,
     out: str | Path,
     detached: bool = False,

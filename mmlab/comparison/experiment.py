@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from mmlab.comparison.options import ComparisonOptions, read_options, scheduler_names
+from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
 from mmlab.comparison.sizing import Sized, as_configured, size_schedulers
@@ -41,7 +41,7 @@ from mmlab.schedule.base import Scheduler
 
 def compare(
     data: str | Path | Records,
-    schedulers: Sequence[str] | Mapping[str, Scheduler] = ("random", "sorted", "bucket", "budget"),
+    schedulers: Sequence[str] | Mapping[str, Scheduler] = COMPARED,
     *,
     out: str | Path | None = None,
     progress: bool = True,

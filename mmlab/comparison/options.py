@@ -16,6 +16,7 @@ from mmlab.errors import OptionError, check_numbers, unknown_name
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+COMPARED = ("random", "sorted", "bucket", "budget", "fastest")  # schedulers, where none are named
 Options = TypeVar("Options")
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)

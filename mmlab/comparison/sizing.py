@@ -17,14 +17,14 @@ from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.plan import named_scheduler
-from mmlab.comparison.preparation import COST, costs_of, make_model, sampled
+from mmlab.comparison.preparation import COST, augmentation, costs_of, make_model, sampled
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import OptionError
 from mmlab.machine import device_limit
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.time_model import TimeModel
-from mmlab.pricing.timing import fit_time
+from mmlab.pricing.timing import fit_time, loading_seconds
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs, costliest_sample
 from mmlab.schedule.dense import Memory
@@ -239,5 +239,8 @@ def _fit_time(
         warnings.filterwarnings("ignore", message="repeats of one step lie")
         return fit_time(
             model, dataset.sizes, cost=cost, budget=budget, device=device, precision=options.precision,
+            loading=loading_seconds(
+                dataset, device=device, num_workers=options.num_workers, augment=augmentation(options.augment)
+            ),
             progress=progress, **_SHORT,
         )  # fmt: skip

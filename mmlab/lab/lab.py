@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
-from mmlab.comparison.options import PRECISIONS, ComparisonOptions, read_options, scheduler_names
-from mmlab.comparison.overview import SHOWN_SCHEDULERS
+from mmlab.comparison.options import COMPARED, PRECISIONS, ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.runs.control import send
@@ -81,7 +80,7 @@ class Lab:
         self,
         data: Any,
         *,
-        schedulers: Any = SHOWN_SCHEDULERS,
+        schedulers: Any = COMPARED,
         out: str | Path = "runs/lab",
         detached: bool = False,
         **options: Any,
@@ -351,7 +350,7 @@ class Lab:
         )
 
 
-_DEFAULTS: dict[str, Any] = {"schedulers": SHOWN_SCHEDULERS, **asdict(ComparisonOptions())}
+_DEFAULTS: dict[str, Any] = {"schedulers": COMPARED, **asdict(ComparisonOptions())}
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

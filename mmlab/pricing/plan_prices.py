@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import CONTEXT_BYTES, GIB, memory_limit, resolve_device
 from mmlab.pricing.devices import find_device
-from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.fit import fit_memory, patch_of
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.named_model import named_model
 from mmlab.pricing.roofline import predict_time
@@ -49,6 +49,20 @@ class PlanPrices:
             f"seconds on {conditions['device']} in {conditions['precision']}: {method}; "
             f"a step may take {self.limit_bytes / GIB:.1f} GiB"
         )
+
+
+def side_of_patch(model: str, given: int | None = None) -> int:
+    """Side in pixels of a named model's image patches.
+
+    Raises:
+        OptionError: an unknown model, or another side was given.
+    """
+    side = patch_of(named_model(model, vocab_size=_VOCAB_SIZE))
+    if given not in (None, side):
+        raise OptionError(
+            f"{model} has patches of {side} pixels, found patch={given}; leave it out, or give {side}"
+        )
+    return side
 
 
 def price_plans(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +18,11 @@ from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.fitted import FittedModel
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.time_model import TimeModel
-from mmlab.pricing.timing import fit_time
+from mmlab.pricing.timing import fit_time, time_conditions, timed_trainer
 from mmlab.pricing.trace import StepSetting
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import SampleSizes
+from mmlab.types import CostModel, SampleSizes
 
 Fitted = TypeVar("Fitted", bound=FittedModel)
 
@@ -66,15 +66,30 @@ def memory_scheduler(
 
 
 def saved_or_fitted_time(
-    saved: Path | None, model: nn.Module, sizes: SampleSizes, **options: Any
+    saved: Path | None,
+    model: nn.Module,
+    sizes: SampleSizes,
+    *,
+    cost: CostModel,
+    budget: float,
+    progress: bool,
+    **options: Any,
 ) -> TimeModel:
     """The time model of a file, so that a run that goes on has the same plans; fitted and written where there is none.
 
+    One that was measured on another device, in another precision or with another number of threads is fitted anew, and
+    a warning says why.
+
     Args:
-        options: of `fit_time`.
+        cost, budget, progress: of `fit_time`.
+        options: of `TrainOptions`.
     """
     return _saved_or_fitted(
-        saved, TimeModel, lambda: fit_time(model, sizes, **options), fingerprint=fingerprint(model)
+        saved,
+        TimeModel,
+        lambda: fit_time(model, sizes, cost=cost, budget=budget, progress=progress, **options),
+        fingerprint=fingerprint(model),
+        conditions=time_conditions(timed_trainer(model, **options)),
     )
 
 
@@ -83,8 +98,10 @@ def _saved_or_fitted(
 ) -> Fitted:
     """What `saved` holds, if it is of what is asked; else what `fit` makes, which is saved."""
     if saved is not None and saved.exists():
-        with suppress(OptionError):  # of another model or training: fitted anew
+        try:
             return kind.load(saved, **asked)
+        except OptionError as error:
+            warnings.warn(f"{error}: done now, and plans may differ from earlier ones", stacklevel=4)
     found = fit()
     if saved is not None:
         found.save(saved)

@@ -50,6 +50,8 @@ class TimeModel(FittedModel):
             and memory of these sizes is taken for the first time.
         data_s_per_sample: seconds a sample that the loader takes by itself, with the workers that it will have; 0 where
             it never is the slower stage.
+        shared_s_per_sample: seconds a sample by which loading makes a step longer: it runs in the training thread, or on
+            the cores that a step on a CPU computes on. `loading_seconds` measures both.
     """
 
     unit: ClassVar[str] = "seconds"
@@ -58,6 +60,7 @@ class TimeModel(FittedModel):
     spread_ratio: float = 0.0
     new_shape_s: float = 0.0
     data_s_per_sample: float = 0.0
+    shared_s_per_sample: float = 0.0
 
     @property
     def polynomial(self) -> MaxPolynomial:
@@ -68,11 +71,13 @@ class TimeModel(FittedModel):
         """(M,) seconds of each batch of a plan: of its step, or of loading its samples where that takes longer.
 
         The first batch of each shape in the plan takes `new_shape_s` more. A loader works ahead while the device
-        computes, so the longer of the two stages counts. In a packed plan each sample counts without padding.
+        computes, so the longer of the two stages counts; what both need the same cores for is added to the step. In a
+        packed plan each sample counts without padding.
         """
         steps = batch_costs(self, plan.shape_columns) if plan.limits.streams is None else self._packed_s(plan)
         steps[np.unique(plan.shape_columns, axis=0, return_index=True)[1]] += self.new_shape_s
-        return np.maximum(steps, plan.columns.counts * self.data_s_per_sample)
+        counts = plan.columns.counts
+        return np.maximum(steps + counts * self.shared_s_per_sample, counts * self.data_s_per_sample)
 
     def epoch_s(self, plan: BatchPlan, *, num_ranks: int = 1) -> float:
         """Seconds of an epoch: the sum over its steps; evaluation, checkpoints and communication are not in it.

@@ -15,6 +15,9 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,15 +27,17 @@ from torch import nn
 from torch.quasirandom import SobolEngine
 from tqdm.auto import tqdm
 
-from mmlab.data.dataset import Sample
+from mmlab.data.dataset import MultimodalDataset, Sample
 from mmlab.errors import OptionError
 from mmlab.loading.collate import collate
-from mmlab.machine import cpu_name
+from mmlab.loading.loader import PlannedLoader, default_num_workers
+from mmlab.machine import cpu_name, num_usable_cores
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import patch_of
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
 from mmlab.schedule.cost import PaddedTokens, batch_costs, max_batch_size
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
 
@@ -41,6 +46,7 @@ _MIN_ROUNDS = 3  # in the first of which the shapes are new
 _WARM_UP_STEPS = 2
 _NOISY_RATIO = 0.15
 _NUM_PADDED = 512  # padded image sizes that shapes are chosen from
+_LOADED, _NUM_LOADED = 16, 8  # samples of a batch that is loaded for its time, and such batches
 _MIN_ROWS = 16  # of an embedding table; those of token types are smaller
 
 
@@ -54,7 +60,7 @@ def fit_time(
     num_held_out: int = 8,
     repeats: int = 8,
     seconds: float = 40.0,
-    data_s_per_sample: float = 0.0,
+    loading: Mapping[str, float] | None = None,
     progress: bool = True,
     **options: Any,
 ) -> TimeModel:
@@ -70,7 +76,7 @@ def fit_time(
         num_held_out: further shapes that its errors are reported on.
         repeats: rounds after the first one.
         seconds: after which no further round begins, once three are done.
-        data_s_per_sample: see `TimeModel`; `mmlab bench io` measures it.
+        loading: what `loading_seconds` found; None leaves loading out of the epochs that the model predicts.
         options: fields of `TrainOptions`: `device`, `precision`, `checkpointing`, `objectives`, ...
 
     Raises:
@@ -87,22 +93,62 @@ def fit_time(
         )
     patch = patch_of(model)
     shapes = probe_shapes(sizes, num_probes + num_held_out, cost or PaddedTokens(patch), budget)
-    trainer = FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
+    trainer = timed_trainer(model, **options)
     first_s, times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
     low_s, spread_ratio = low_seconds(times)
     rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
     held_out = {}
     if num_held_out:
         held_out = held_out_errors(batch_costs(rows, shapes[num_probes:]), low_s[num_probes:])
+    # an epoch has its share of other programs' work as well: as much as the repeats had
+    usual_ratio = float(np.median(times.mean(axis=1) / low_s))
     return TimeModel(
-        rows=rows,
+        rows=replace(rows, coefficients=usual_ratio * rows.coefficients),
         fingerprint=fingerprint(model),
         conditions=time_conditions(trainer),
         held_out=held_out,
         spread_ratio=spread_ratio,
         new_shape_s=max(0.0, float(np.median(first_s - np.median(times, axis=1)))),
-        data_s_per_sample=data_s_per_sample,
+        **dict[str, Any](loading or {}),
     )
+
+
+def loading_seconds(
+    dataset: MultimodalDataset, *, device: str | torch.device, num_workers: int | None = None, **options: Any
+) -> dict[str, float]:
+    """What loading adds to the seconds of an epoch: the fields of a `TimeModel` that end in `_s_per_sample`.
+
+    Some batches are loaded in this thread, and its processor time is counted: other programs do not disturb it, and
+    waiting for a disk is not in it. Workers share it. Steps on a CPU use all cores that torch is given, and what
+    workers take of these makes them longer.
+
+    Args:
+        dataset: with its cache, if there is one.
+        device: that computes the steps.
+        num_workers, options: of the `PlannedLoader`.
+    """
+    workers, cores = default_num_workers() if num_workers is None else num_workers, num_usable_cores()
+    times = []
+    with PlannedLoader(
+        dataset, make_scheduler("random", batch_size=_LOADED), num_workers=0, **options
+    ) as loader:
+        batches, started_s = iter(loader), time.thread_time()
+        for batch in islice(batches, 1 + _NUM_LOADED):  # the first one opens files
+            times.append((time.thread_time() - started_s) / len(batch))
+            started_s = time.thread_time()
+    sample_s = float(np.median(times[1:] or times))
+    if not workers:
+        return {"shared_s_per_sample": sample_s}
+    same_cores = torch.device(device).type == "cpu" and torch.get_num_threads() >= cores
+    return {
+        "data_s_per_sample": sample_s / min(workers, cores),
+        "shared_s_per_sample": sample_s / cores if same_cores else 0.0,
+    }
+
+
+def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
+    """The trainer whose steps are measured, of a copy of the model."""
+    return FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
 
 
 def time_conditions(trainer: FusionTrainer) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from transformers import CLIPConfig, CLIPVisionConfig
 
 from mmlab.cli.main import main
 from mmlab.cli.parser import make_parser
 from mmlab.comparison.options import ComparisonOptions
+from mmlab.pricing.plan_prices import side_of_patch
 
 
 def test_help_lists_the_commands_and_loads_nothing_for_it() -> None:
@@ -143,6 +145,19 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     assert main(too_large) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "sample 1 (8 tokens, 16000 x 16000 pixels) alone needs" in said
+
+
+def test_plan_counts_patches_as_the_model_makes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vision = CLIPVisionConfig(image_size=64, patch_size=32)
+    CLIPConfig(vision_config=vision.to_dict(), architectures=["CLIPModel"]).save_pretrained(tmp_path)
+    assert side_of_patch(str(tmp_path)) == 32
+    (tmp_path / "lengths.csv").write_text("height,width,num_tokens\n64,64,8\n64,64,9\n")
+    words = ["plan", "--lengths", str(tmp_path / "lengths.csv"), "--model", str(tmp_path), "--patch", "16"]
+    assert main(words) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.endswith("has patches of 32 pixels, found patch=16; leave it out, or give 32")
 
 
 def test_make_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,20 @@
 """Seconds of a step: recovered from timings, robust to noise, summed over a plan, and refused where they do not hold."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.lab.notebook import draw_sizes
+from mmlab.machine import num_usable_cores
 from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.planner import saved_or_fitted_time
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
-from mmlab.pricing.timing import fit_time, low_seconds, make_batch, probe_shapes
+from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, make_batch, probe_shapes
 from mmlab.schedule.cost import FREE, MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
@@ -111,6 +115,31 @@ def test_slow_data_count_where_they_take_longer_than_the_step():
     assert slow.batch_s(plan) == pytest.approx([0.4, MODEL(plan.shapes[1])])
 
 
+def test_loading_on_the_same_cores_makes_every_step_longer():
+    plan = BatchPlan.from_batches([range(40), [40]], SIZES)
+    shared = replace(MODEL, shared_s_per_sample=0.002, data_s_per_sample=0.001)
+    assert shared.batch_s(plan) == pytest.approx(
+        [MODEL(plan.shapes[0]) + 0.08, MODEL(plan.shapes[1]) + 0.002]
+    )
+
+
+def test_loading_is_measured_as_the_loader_will_do_it(records):
+    dataset = MultimodalDataset(records, image_policy=aspect(96 * 96))
+    alone = loading_seconds(dataset, device="cpu", num_workers=0)
+    assert alone.keys() == {"shared_s_per_sample"}  # between two steps
+    assert 1e-5 < alone["shared_s_per_sample"] < 0.1
+    one, two = (loading_seconds(dataset, device="cuda", num_workers=number) for number in (1, 2))
+    assert one["shared_s_per_sample"] == two["shared_s_per_sample"] == 0  # another device computes the steps
+    share = min(2, num_usable_cores())
+    assert one["data_s_per_sample"] == pytest.approx(share * two["data_s_per_sample"], rel=0.9)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_usable_cores())
+        assert loading_seconds(dataset, device="cpu", num_workers=1)["shared_s_per_sample"] > 0
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_first_batch_of_a_shape_takes_longer():
     same = SampleSizes(num_tokens=[9] * 12, height=[64] * 12, width=[48] * 12, group=range(12))
     plan = BatchPlan.from_batches([range(5), range(5, 10), [10, 11]], same)
@@ -145,6 +174,25 @@ def test_a_time_model_of_another_model_or_machine_is_refused(tmp_path, asked, na
     MODEL.save(tmp_path / "time.json")
     with pytest.raises(OptionError, match=f"{named}.*fit the time model again"):
         TimeModel.load(tmp_path / "time.json", **asked)
+
+
+@pytest.mark.filterwarnings("ignore:repeats of one step")
+def test_seconds_kept_from_another_machine_are_measured_anew(tmp_path):
+    kept, model = tmp_path / "time_model.json", MODELS["tiny"]()
+    given = {"cost": PaddedTokens(), "budget": 600, "progress": False, "device": "cpu"}
+    found = saved_or_fitted_time(kept, model, SIZES, **given)
+    written = kept.read_text()
+    assert saved_or_fitted_time(kept, model, SIZES, **given).rows.coefficients == pytest.approx(
+        found.rows.coefficients
+    )
+    assert kept.read_text() == written
+    for name, other in (("device", "another CPU"), ("precision", "fp16"), ("num_threads", 99)):
+        replace(found, conditions={**found.conditions, name: other}).save(kept)
+        with pytest.warns(
+            UserWarning, match=rf"\({name}: fitted for {other}, asked for .*\); fit .*again: done now"
+        ):
+            anew = saved_or_fitted_time(kept, model, SIZES, **given)
+        assert anew.conditions == found.conditions == TimeModel.load(kept).conditions
 
 
 def test_a_memory_model_is_no_time_model(tmp_path):
