@@ -9,9 +9,5 @@ from __future__ import annotations
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "doctor": ["diagnose"],
-        "main": ["main"],
-    },
+    __name__, submod_attrs={"doctor": ["diagnose"], "main": ["main"]}
 )

@@ -184,12 +184,7 @@ class BackgroundRun:
 
 
 def start_compare(
-    data: Any,
-    schedulers: Any = COMPARED,
-    *,
-    out: str | Path,
-    detached: bool = False,
-    **options: Any,
+    data: Any, schedulers: Any = COMPARED, *, out: str | Path, detached: bool = False, **options: Any
 ) -> BackgroundRun:
     """Start `mmlab.compare(data, schedulers, out=out, **options)` in a fresh interpreter and return at once.
 

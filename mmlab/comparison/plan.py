@@ -69,18 +69,19 @@ def named_scheduler(
         return memory
     assert sizes is not None
     limit_bytes = memory.target_ratio * int(least)
-    timed = {name: setting[name] for name in ("precision", "checkpointing", "objectives") if name in setting}
+    trainer = {
+        name: setting[name] for name in ("precision", "checkpointing", "objectives") if name in setting
+    }
     kept = None if saved is None else saved.with_name(TIME_MODEL)
     time = group.run_on_main(
         lambda: saved_or_fitted_time(
             kept,
             model(),
             sizes,
+            trainer={"device": device, **trainer},
             cost=memory.cost,
             budget=limit_bytes,
-            device=device,
             progress=progress,
-            **timed,
         ),
         doing="measure the model's steps",
     )

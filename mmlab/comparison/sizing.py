@@ -19,22 +19,20 @@ from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.plan import named_scheduler
 from mmlab.comparison.preparation import COST, augmentation, costs_of, make_model, sampled
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.errors import OptionError
 from mmlab.machine import device_limit
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, loading_seconds
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.cost import PaddedTokens, batch_costs, costliest_sample
+from mmlab.schedule.cost import PaddedTokens, batch_costs, require_room
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler, scheduler_type
-from mmlab.types import CostModel, SampleSizes
+from mmlab.types import CostModel
 
 # of the time model: enough to rank schedulers, some seconds for a small model
 _SHORT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +114,7 @@ def _by_memory(
     progress: bool,
 ) -> Sized:
     memory = fit_memory(
-        model,
-        num_held_out=0,
-        progress=progress,
-        device=device.partition(":")[0],
-        precision=options.precision,
+        model, num_held_out=0, progress=progress, device=device.partition(":")[0], precision=options.precision
     )
     sizing = _Sizing(options, dataset, memory)
     if options.memory_gb is None:
@@ -128,7 +122,9 @@ def _by_memory(
         limit_bytes = sizing.peak_bytes(baseline)
     else:
         limit_bytes = device_limit(device, memory_gb=options.memory_gb)
-        _require_room(memory, dataset.sizes, limit_bytes)
+        require_room(
+            memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
+        )
         baseline = sizing.largest("random", options.batch_size, limit_bytes)
     time = _fit_time(model, dataset, options, device, progress, cost=memory, budget=limit_bytes)
     sizing.time = time
@@ -194,16 +190,6 @@ class _Sizing:
 
     def _peak_of(self, plan: BatchPlan) -> float:
         return float(batch_costs(self.memory, plan.shape_columns).max())
-
-
-def _require_room(memory: MemoryModel, sizes: SampleSizes, limit_bytes: float) -> None:
-    row, needed = costliest_sample(memory, sizes, enough=limit_bytes)
-    if needed > limit_bytes:
-        raise OptionError(
-            f"sample {row} alone ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) "
-            f"needs {needed / _MIB:.0f} MiB, above the limit of {limit_bytes / _MIB:.0f}; "
-            "raise memory_gb, take a smaller model or smaller images"
-        )
 
 
 def largest_that(fits: Callable[[int], bool], *, first: int, most: int) -> int:

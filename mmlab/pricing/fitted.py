@@ -63,11 +63,7 @@ class FittedModel:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        *,
-        fingerprint: str | None = None,
-        conditions: Mapping[str, Any] | None = None,
+        cls, path: str | Path, *, fingerprint: str | None = None, conditions: Mapping[str, Any] | None = None
     ) -> Self:
         """Read what `save` wrote.
 

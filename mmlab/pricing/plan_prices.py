@@ -13,7 +13,7 @@ from mmlab.pricing.named_model import named_model
 from mmlab.pricing.roofline import predict_time
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time
-from mmlab.schedule.cost import batch_costs, costliest_sample
+from mmlab.schedule.cost import batch_costs, require_room
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import SampleSizes
 
@@ -94,13 +94,7 @@ def price_plans(
     limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(str(here)).usable_bytes
     network = named_model(model, vocab_size=_VOCAB_SIZE, device="meta" if named else "cpu")
     memory = fit_memory(network, precision=precision, device=kind, num_held_out=0, progress=progress)
-    row, largest_bytes = costliest_sample(memory, sizes, enough=limit_bytes)
-    if largest_bytes > limit_bytes:
-        raise OptionError(
-            f"sample {row} ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) alone needs "
-            f"{largest_bytes / GIB:.1f} GiB in a step, {device_name or here} gives {limit_bytes / GIB:.1f}; make images "
-            "smaller, or take a larger device"
-        )
+    require_room(memory, sizes, limit_bytes, "make images smaller, or take a larger device")
     if named:
         time = predict_time(
             network, sizes, named, precision=precision, cost=memory, budget=limit_bytes, progress=progress

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from mmlab.pricing.timing import fit_time, time_conditions, timed_trainer
 from mmlab.pricing.trace import StepSetting
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import CostModel, SampleSizes
+from mmlab.types import SampleSizes
 
 Fitted = TypeVar("Fitted", bound=FittedModel)
 
@@ -66,14 +66,7 @@ def memory_scheduler(
 
 
 def saved_or_fitted_time(
-    saved: Path | None,
-    model: nn.Module,
-    sizes: SampleSizes,
-    *,
-    cost: CostModel,
-    budget: float,
-    progress: bool,
-    **options: Any,
+    saved: Path | None, model: nn.Module, sizes: SampleSizes, *, trainer: Mapping[str, Any], **options: Any
 ) -> TimeModel:
     """The time model of a file, so that a run that goes on has the same plans; fitted and written where there is none.
 
@@ -81,15 +74,15 @@ def saved_or_fitted_time(
     a warning says why.
 
     Args:
-        cost, budget, progress: of `fit_time`.
-        options: of `TrainOptions`.
+        trainer: options of its trainer.
+        options: others of `fit_time`.
     """
     return _saved_or_fitted(
         saved,
         TimeModel,
-        lambda: fit_time(model, sizes, cost=cost, budget=budget, progress=progress, **options),
+        lambda: fit_time(model, sizes, **options, **trainer),
         fingerprint=fingerprint(model),
-        conditions=time_conditions(timed_trainer(model, **options)),
+        conditions=time_conditions(timed_trainer(model, **trainer)),
     )
 
 

@@ -114,7 +114,7 @@ def fit_time(
 
 
 def loading_seconds(
-    dataset: MultimodalDataset, *, device: str | torch.device, num_workers: int | None = None, **options: Any
+    dataset: MultimodalDataset, *, device: str, num_workers: int | None = None, **options: Any
 ) -> dict[str, float]:
     """What loading adds to the seconds of an epoch: the fields of a `TimeModel` that end in `_s_per_sample`.
 
@@ -128,10 +128,8 @@ def loading_seconds(
         num_workers, options: of the `PlannedLoader`.
     """
     workers, cores = default_num_workers() if num_workers is None else num_workers, num_usable_cores()
-    times = []
-    with PlannedLoader(
-        dataset, make_scheduler("random", batch_size=_LOADED), num_workers=0, **options
-    ) as loader:
+    times, scheduler = [], make_scheduler("random", batch_size=_LOADED)
+    with PlannedLoader(dataset, scheduler, num_workers=0, **options) as loader:
         batches, started_s = iter(loader), time.thread_time()
         for batch in islice(batches, 1 + _NUM_LOADED):  # the first one opens files
             times.append((time.thread_time() - started_s) / len(batch))
@@ -139,11 +137,8 @@ def loading_seconds(
     sample_s = float(np.median(times[1:] or times))
     if not workers:
         return {"shared_s_per_sample": sample_s}
-    same_cores = torch.device(device).type == "cpu" and torch.get_num_threads() >= cores
-    return {
-        "data_s_per_sample": sample_s / min(workers, cores),
-        "shared_s_per_sample": sample_s / cores if same_cores else 0.0,
-    }
+    shared_s = sample_s / cores if device == "cpu" and torch.get_num_threads() >= cores else 0.0
+    return {"data_s_per_sample": sample_s / min(workers, cores), "shared_s_per_sample": shared_s}
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:

@@ -154,6 +154,21 @@ def costliest_sample(cost: CostModel, sizes: SampleSizes, *, enough: float) -> t
     return int(rows[costliest]), float(prices[costliest])
 
 
+def require_room(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str) -> None:
+    """Refuse a sample that costs more than a batch may.
+
+    Raises:
+        OptionError: names the sample, and the remedy.
+    """
+    row, price = costliest_sample(cost, sizes, enough=budget)
+    if price > budget:
+        scale, unit = (2**20, "MiB") if cost.unit == "bytes" else (1, cost.unit)
+        raise OptionError(
+            f"sample {row} alone ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) costs "
+            f"{price / scale:.6g} {unit}, above the budget of {budget / scale:.6g}; {remedy}"
+        )
+
+
 def max_batch_size(cost: CostModel, num_tokens: int, height: int, width: int, budget: float) -> int:
     """The most samples of one shape whose batch costs at most `budget`; 0 if one is too many.
 

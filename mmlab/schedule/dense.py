@@ -26,6 +26,7 @@ from mmlab.schedule.cost import (
     costliest_sample,
     max_batch_size,
     polynomial_of,
+    require_room,
 )
 from mmlab.schedule.metrics import lengths, sides, work
 from mmlab.schedule.ranks import balance
@@ -80,14 +81,10 @@ class Budget(Scheduler):
         budget = self.budget
         if budget is None:
             budget = DEFAULT_MEAN_SAMPLES * self._cost_of_one(*mean_lengths(sizes, self._patch))
-        row, price = costliest_sample(self.cost, sizes, enough=budget)
-        if price > budget and self.budget is None:
-            budget = price
-        if price > budget:
-            raise OptionError(
-                f"sample {row} alone ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) "
-                f"costs {price:.6g} {self.cost.unit}, above the budget of {budget:.6g}; "
-                f"raise the budget to {price:.6g} or more, or cut the text or the image"
+            budget = max(budget, costliest_sample(self.cost, sizes, enough=budget)[1])
+        else:
+            require_room(
+                self.cost, sizes, budget, "raise the budget to this cost, or cut the text or the image"
             )
         return Limits(self.cost, budget, time=self.time)
 

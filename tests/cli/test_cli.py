@@ -144,7 +144,8 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     too_large = ["plan", "--lengths", str(wide), "--max-side", "16000", *asked[3:]]
     assert main(too_large) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "sample 1 (8 tokens, 16000 x 16000 pixels) alone needs" in said
+    assert "sample 1 alone (8 tokens, 16000 x 16000 pixels) costs" in said
+    assert said.endswith("make images smaller, or take a larger device")
 
 
 def test_plan_counts_patches_as_the_model_makes_them(

@@ -171,7 +171,7 @@ def test_a_memory_limit_bounds_every_scheduler(records: Records) -> None:
     assert all(arm.peak_over_budget <= 1 for arm in found.arms)
     assert int(found.arms[0].options["batch_size"]) > 8
     with pytest.raises(
-        OptionError, match=r"sample \d+ alone .* needs \d+ MiB, above the limit of .*raise memory_gb"
+        OptionError, match=r"sample \d+ alone .* costs [\d.]+ MiB, above the budget of .*raise memory_gb"
     ):
         compare(records, ("random",), memory_gb=1.001, **options)
 
