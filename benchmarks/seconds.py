@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import cpu_name, total_memory_bytes
 from mmlab.model.presets import build_model
 from mmlab.pricing.devices import Device
-from mmlab.pricing.timing import fit_time, low_seconds, measure_steps, probe_shapes
+from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, measure_steps, probe_shapes
 from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
@@ -128,10 +129,11 @@ def epochs(quick: bool) -> list[dict[str, Any]]:
 def epochs_of(name: str, dataset: MultimodalDataset, *, num_rounds: int) -> list[dict[str, Any]]:
     """The same of one preset."""
     sizes, model = dataset.sizes, preset(name, vocab_size=len(dataset.tokenizer))
-    data_s = seconds_of_data(dataset)
-    fitted = fit_time(
-        model, sizes, device="cpu", budget=LARGEST_BATCH, data_s_per_sample=data_s, progress=False
-    )
+    fitted = fit_time(model, sizes, device="cpu", budget=LARGEST_BATCH, progress=False)
+    times = {
+        number: replace(fitted, **loading_seconds(dataset, device="cpu", num_workers=number))
+        for number in NUM_WORKERS
+    }
     budget = BATCH_SIZE * float(batch_costs(PaddedTokens(), sizes.alone).mean())
     schedulers = {arm: scheduler_of(arm, budget, fitted) for arm in ARMS}
     trainer = FusionTrainer(model, device="cpu", lr=1e-4, total_steps=10**6)
@@ -148,7 +150,7 @@ def epochs_of(name: str, dataset: MultimodalDataset, *, num_rounds: int) -> list
     rows = []
     for arm, num_workers in turns:
         plans = [schedulers[arm].plan(sizes, epoch=epoch) for epoch in range(1, 1 + num_rounds)]
-        predicted_s = float(np.mean([fitted.epoch_s(plan) for plan in plans]))
+        predicted_s = float(np.mean([times[num_workers].epoch_s(plan) for plan in plans]))
         all_s = measured[arm, num_workers][1:]
         rows.append(
             {
@@ -164,7 +166,8 @@ def epochs_of(name: str, dataset: MultimodalDataset, *, num_rounds: int) -> list
                 "error_ratio": predicted_s / median(all_s) - 1,
                 "samples_per_s": len(sizes) / median(all_s),
                 "spread_ratio": fitted.spread_ratio,
-                "data_s_per_sample": data_s,
+                "data_s_per_sample": times[num_workers].data_s_per_sample,
+                "shared_s_per_sample": times[num_workers].shared_s_per_sample,
                 "all_measured_s": all_s,
             }
         )
@@ -207,18 +210,6 @@ def roofline(quick: bool) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def seconds_of_data(dataset: MultimodalDataset) -> float:
-    """Seconds a sample that the loader takes by itself, the better of two epochs."""
-    times = []
-    for _ in range(2):
-        with PlannedLoader(dataset, make_scheduler("random", batch_size=BATCH_SIZE), num_workers=1) as loader:
-            started = time.perf_counter()
-            for _ in loader:
-                pass
-            times.append(time.perf_counter() - started)
-    return min(times) / len(dataset)
 
 
 def scheduler_of(name: str, budget: float, fitted: Any) -> Scheduler:

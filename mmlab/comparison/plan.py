@@ -69,16 +69,15 @@ def named_scheduler(
         return memory
     assert sizes is not None
     limit_bytes = memory.target_ratio * int(least)
-    trainer = {
-        name: setting[name] for name in ("precision", "checkpointing", "objectives") if name in setting
-    }
+    own = ("precision", "checkpointing", "objectives")
+    trainer = {"device": device, **{key: value for key, value in setting.items() if key in own}}
     kept = None if saved is None else saved.with_name(TIME_MODEL)
     time = group.run_on_main(
         lambda: saved_or_fitted_time(
             kept,
             model(),
             sizes,
-            trainer={"device": device, **trainer},
+            trainer=trainer,
             cost=memory.cost,
             budget=limit_bytes,
             progress=progress,
