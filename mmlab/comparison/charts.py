@@ -56,7 +56,8 @@ def draw_comparison(
         throughput.plot(
             range(len(table)), table["predicted_samples_per_s"], "D", color="#D55E00", ms=5, label="predicted"
         )
-    throughput.set_ylim(top=1.25 * throughput.get_ylim()[1])  # room for the legend
+    for axes in (throughput, time):
+        axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     for index, (name, colour) in enumerate(colours.items()):
         speeds, losses = epochs[name]["samples_per_s"], epochs[name]["held_out_loss"]
         throughput.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
@@ -68,11 +69,10 @@ def draw_comparison(
     if limit is not None:
         costs.axhline(limit / scale, color="black", ls="--", lw=1, label="limit")
     costs.set_xticks(range(len(table)), table.index)
-    costs.set_ylim(bottom=0)
     throughput.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")
     time.set(title="Time per sample", ylabel="ms")
     memory.set(title=f"Peak memory ({table['peak_source'].iloc[0]})", ylabel="MiB")
-    costs.set(title="Cost of each batch, in order", ylabel=unit)
+    costs.set(title="Cost of each batch, in order", ylabel=unit, ylim=(0, None))
     loss.set(title="Held-out loss", xlabel="epoch")
     loss.xaxis.get_major_locator().set_params(integer=True)
     for axes in (waste, throughput, time, memory, costs):
