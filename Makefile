@@ -5,6 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # OpenMP's threads must not spin while they wait: data workers and other programs need the same cores.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start hundreds of processes: what Python has compiled is kept for the next one.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo lab test check notebooks browser strip bench gpu lock clean
 
 # The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
@@ -24,10 +26,15 @@ runs/scenes/captions.json: | $(READY)
 lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
 
-# Two processes share the tests, a file at a time; what measures time, or fills the machine itself, runs alone at the end.
-test: lint notebooks chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 -m "not serial"
-	$(BIN)/python -m pytest --durations=5 -m serial tests
+# Many tests wait for processes, so more run at once than there are cores: three share the tests (see tests/conftest.py),
+# and notebooks run beside them. What measures time, or fills the machine itself, runs alone at the end.
+test: lint chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests
+	@$(MAKE) --no-print-directory -j2 suite notebooks BESIDE=1
+	$(BIN)/python -m pytest --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
+
+.PHONY: suite
+suite: $(READY)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=25 -m "not serial"
 
 check: lint  ## the inner loop: lint, format, types, layers, documents, and the tests of schedule, data and runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
@@ -39,8 +46,9 @@ lint: $(READY)
 	$(BIN)/mypy
 
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
-	MMLAB_SMOKE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -W default --timeout 0 \
-		--nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks/*.ipynb
+	MMLAB_SMOKE=1 $(BIN)/python -m pytest $(if $(BESIDE),,-n 2 --dist loadfile) -W default --timeout 0 \
+		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb \
+		$(if $(BESIDE),| { said=$$(cat); echo "$$said"; })
 
 browser: $(READY) chromium  ## drive the live panel in a real JupyterLab
 	$(BIN)/python -m pytest tests/browser

@@ -1,10 +1,11 @@
-"""Real files that many tests share, made once a session."""
+"""Real files that many tests share, made once a session; and how processes share the tests."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,44 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from mmlab.data.records import Records
 
 COCO_SAMPLE = Path(__file__).parents[2] / "shared" / "data" / "coco-sample" / "captions.json"
+HERE = Path(__file__).parent
+BROWSER = "tests/browser"
+# What takes long begins first, so that all processes end at about the same time.
+LONGEST_FIRST = (
+    "browser",
+    "comparison",
+    "parallel",
+    "benchmarks",
+    "lab",
+    "cli",
+    "pricing",
+    "training",
+    "loading",
+    "model",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+        return LONGEST_FIRST.index(room) if room in LONGEST_FIRST else len(LONGEST_FIRST)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file at a time, in the order above, and one process for the browser: its files share a server and a page."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class InOrder(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return BROWSER if nodeid.startswith(BROWSER) else super()._split_scope(nodeid)
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return InOrder(config, log)
 
 
 @pytest.fixture(scope="session")

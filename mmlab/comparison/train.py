@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -250,7 +250,8 @@ class _Training:
         if start is not None:
             restore(trainer, self._loader, start)
         self._begin()
-        with _explained():
+        # a rank that ends with data workers alive waits for them at its exit, until its launcher kills it
+        with _explained(), closing(self._loader):
             self._run.fit(
                 trainer,
                 self._loader,

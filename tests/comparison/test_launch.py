@@ -173,11 +173,13 @@ def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
         return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
 
     assert len(interrupted([path, runs], all_step, send)) >= 4  # ranks and their workers
+    ended_s = time.time()
     saved = read_checkpoint(Checkpoints(runs / "pair" / "checkpoints").paths[-1])
     for file in files:
         step, end = [event for event in read_events(file)[0] if event.kind in ("step", "end")][-2:]
         assert (step.kind, end.kind, end.values["status"]) == ("step", "end", "stopped")
         assert step.step == end.step == saved["progress"]["step"]
+        assert ended_s - end.time_s < 25, "the launcher killed the ranks, 30 s after it told them to end"
 
 
 def test_an_interrupt_while_ranks_are_started_leaves_none(scenes: Path, tmp_path: Path) -> None:
