@@ -18,12 +18,11 @@ from typing import Any
 
 import anywidget
 import traitlets
-from IPython.core.getipython import get_ipython
-from IPython.display import HTML, DisplayHandle
 
 from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, saved_view
 from mmlab.lab.pump import Controller, Pump
+from mmlab.lab.saved import SavedView
 from mmlab.runs.follow import RunState, Source, run_files, summary_line
 
 STATIC = Path(__file__).parent / "static"
@@ -75,9 +74,8 @@ class LivePanel(anywidget.AnyWidget):
             steers=controller is not None,
             tracks={track: list(keys) for track, keys in TRACKS.items()},
         )
-        self._place: DisplayHandle | None = (
-            None  # of what a saved notebook shows, in the cell below the panel
-        )
+        self._saved = SavedView()
+        self._save([])
         self._pump = Pump(source, controller, self.send, self._save, interval_s=1 / hz)
         self.on_msg(self._receive)
         # ipykernel would hand the page's messages to the thread that last sent one: the main one, behind the cells.
@@ -88,10 +86,7 @@ class LivePanel(anywidget.AnyWidget):
     def begin(self) -> None:
         """Send from now on, as displaying does: a page's first word may have to wait behind cells that are queued."""
         self._pump.begin()
-        shell = get_ipython()
-        if self._place is None and shell is not None and hasattr(shell, "kernel"):
-            self._place = DisplayHandle()
-            shell.events.register("post_run_cell", self._take_place)
+        self._saved.take_place()
 
     def summary(self) -> str:
         """One line on the state of the runs, for places where no page can show the panel."""
@@ -118,16 +113,9 @@ class LivePanel(anywidget.AnyWidget):
         except Exception as error:  # consoles and tracebacks call repr: it must not fail
             return f"LivePanel: {error!r}"
 
-    def _take_place(self, _result: object) -> None:
-        """After the panel in its cell; the page hides it as long as there is the panel."""
-        get_ipython().events.unregister("post_run_cell", self._take_place)
-        assert self._place is not None
-        self._place.display(HTML(saved_view([])))
-
     def _save(self, runs: list[RunState]) -> None:
         """Put what the ended runs came to where a notebook keeps it."""
-        if self._place is not None:
-            self._place.update(HTML(saved_view(runs)))
+        self._saved.show(saved_view(runs), repr(self))
 
     def _repr_mimebundle_(self, **arguments: Any) -> Any:
         self.begin()

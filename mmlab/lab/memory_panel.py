@@ -6,28 +6,25 @@ image, in a fraction of a second.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ipywidgets as widgets
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from mmlab.errors import OptionError
 from mmlab.lab.panels import WIDE, Panel
+from mmlab.lab.plan_figure import GREY, page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
 from mmlab.pricing.memory_report import PlannedMemory, plan_memory
-from mmlab.runs.figures import PALETTE, to_png
+from mmlab.runs.figures import PALETTE
 
 if TYPE_CHECKING:
     from mmlab.pricing.memory import MemoryModel
     from mmlab.types import SampleSizes
-
-_GREY = "#808080"
-_INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-_ON_ANY_PAGE: Any = {"figure.facecolor": "none", "axes.facecolor": "none", **dict.fromkeys(_INK, _GREY)}
 
 
 class MemoryPanel(Panel):
@@ -102,8 +99,12 @@ class MemoryPanel(Panel):
                     f"a fixed batch size would have to be {figures['fixed_batch_size']}",
                 ]
             )
-        with rc_context(_ON_ANY_PAGE):  # for a light one or a dark one
-            self.picture.value = to_png(memory_figure(planned), dpi=80)
+        self.picture.value = page_png(memory_figure, planned)
+
+    @property
+    def text(self) -> str:
+        """The answer in words."""
+        return re.sub("<.*?>", lambda tag: "; " * (tag[0] == "<br>"), self.summary.value)
 
 
 def memory_figure(planned: PlannedMemory) -> Figure:
@@ -116,7 +117,7 @@ def memory_figure(planned: PlannedMemory) -> Figure:
         dots = counts.scatter(columns[:, 2] * columns[:, 3] / 1e3, columns[:, 0], c=columns[:, 1], s=8)
         figure.colorbar(dots, label="tokens")
         needed.plot(planned.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
-    needed.axhline(limit_gib, color=_GREY, lw=1, ls="--")
+    needed.axhline(limit_gib, color=GREY, lw=1, ls="--")
     counts.set(title="batches by image size", xlabel="thousand pixels", ylabel="samples", ylim=(0, None))
     needed.set(title="predicted peak (-- limit)", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib))
     return figure

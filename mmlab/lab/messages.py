@@ -96,9 +96,9 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
 
 
 def saved_view(runs: list[RunState]) -> str:
-    """Table and picture of runs as a page, for a notebook that is opened without its kernel; empty without runs."""
+    """Table and picture of runs as HTML, for a notebook that is opened without its kernel."""
     if not (runs := [run for run in runs if run.count()]):
-        return '<div class="mmlab-saved"></div>'
+        return "No run had ended when this was saved; run the cell to see them live."
     rows = [f"<td>{html.escape(run.name)}</td>" for run in runs]
     figures = [dict(tile_of(run)["figures"]) for run in runs]
     names = dict.fromkeys(name for each in figures for name in each)
@@ -108,10 +108,10 @@ def saved_view(runs: list[RunState]) -> str:
     ]
     picture = base64.b64encode(to_png(draw_runs({run.name: run for run in runs}), dpi=72)).decode()
     return (
-        f'<div class="mmlab-saved"><p>{html.escape(verdict_of(runs))}</p>'
+        f"<p>{html.escape(verdict_of(runs))}</p>"
         f"<table><tr><th></th>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
         f"{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
-        f'<img alt="Loss, cost, throughput and memory of each run" src="data:image/png;base64,{picture}"></div>'
+        f'<img alt="Loss, cost, throughput and memory of each run" src="data:image/png;base64,{picture}">'
     )
 
 

@@ -5,9 +5,10 @@ Does not: draw. The live panel has a page of its own and needs none of this.
 
 from __future__ import annotations
 
+import base64
 import html
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import anywidget
@@ -16,6 +17,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from mmlab.lab.live_panel import LivePanel
+from mmlab.lab.saved import HIDDEN, SavedView
 
 WIDE = {"description_width": "9rem"}  # labels of one column, as wide as each other
 
@@ -29,16 +31,34 @@ class Panel(widgets.VBox):
     """
 
     def __init__(self, above: Sequence[widgets.Widget], below: Sequence[widgets.Widget] = ()) -> None:
+        self._saved = SavedView()
         self.message = widgets.HTML()
         self.message.add_class("mmlab-message")
         super().__init__([*above, self.message, *below, _KeptKeys()])
         self.add_class("mmlab-panel")
 
     def _repr_mimebundle_(self, **arguments: Any) -> Any:
-        for child in self.children:
-            if isinstance(child, LivePanel):
-                child.begin()
-        return super()._repr_mimebundle_(**arguments)
+        live = [child for child in self.children if isinstance(child, LivePanel)]
+        for child in live:
+            child.begin()
+        if not live:
+            self._saved.take_place()
+            self._save()
+        bundle = super()._repr_mimebundle_(**arguments)
+        return bundle and {**bundle, "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """What the panel shows, for places without widgets."""
+        return "\n".join(repr(child) for child in self.children if isinstance(child, LivePanel))
+
+    def _save(self) -> None:
+        """Keep what the widgets show for those who open the notebook without its kernel."""
+        page = "".join(_parts(self))
+        self._saved.show(page, repr(self))
 
     def display(self) -> None:
         """Show the panel in the cell that runs, if it is one of a notebook."""
@@ -52,6 +72,7 @@ class Panel(widgets.VBox):
             try:
                 self.message.value = ""
                 act()
+                self._save()
             except Exception as error:
                 details = html.escape(traceback.format_exc())
                 self.message.value = (
@@ -62,9 +83,19 @@ class Panel(widgets.VBox):
         return acting
 
 
+def _parts(widget: widgets.Widget) -> Iterator[str]:
+    """The tables, texts and pictures in a widget, as HTML."""
+    for child in getattr(widget, "children", ()):
+        if isinstance(child, widgets.Image):
+            yield f'<img alt="" src="data:image/png;base64,{base64.b64encode(child.value).decode()}">'
+        else:
+            yield child.value if isinstance(child, widgets.HTML) else "".join(_parts(child))
+
+
 class _KeptKeys(anywidget.AnyWidget):
     """Shows nothing; keeps the keys that are pressed in the panel around it from the notebook."""
 
+    _css = HIDDEN
     _esm = """
     // A notebook would take b, d d, ... for itself. Ctrl and Cmd combinations are let through, as the live panel does.
     function keep(event) { if (!event.ctrlKey && !event.metaKey) event.stopPropagation(); }

@@ -13,14 +13,18 @@ import numpy as np
 
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
 from mmlab.lab.panels import WIDE, Panel
+from mmlab.lab.plan_figure import page_png, plan_figure
 from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 
 if TYPE_CHECKING:
+    from mmlab.pricing.plan_prices import PlanPrices
+    from mmlab.schedule.plan import BatchPlan
     from mmlab.types import SampleSizes
 
 MAX_EXPLORED = 16_384  # samples that a slider's answer is worked out from; more would take too long
-_LONG = {"width": "26rem"}
+_NUM_EPOCHS = 2  # planned with each scheduler, of which the first is drawn
+_LONG = {"width": "26rem", "margin": "2px"}  # a SelectionSlider has no margin of its own, as others do
 _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
 
 
@@ -33,9 +37,16 @@ class PlanExplorer(Panel):
     Args:
         sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
         schedulers: names to begin with.
+        prices: bytes and seconds of a model's steps (`mmlab.pricing.plan_prices.price_plans`), for two more pictures.
     """
 
-    def __init__(self, sizes: SampleSizes, schedulers: Sequence[str] = SHOWN_SCHEDULERS) -> None:
+    def __init__(
+        self,
+        sizes: SampleSizes,
+        schedulers: Sequence[str] = SHOWN_SCHEDULERS,
+        prices: PlanPrices | None = None,
+    ) -> None:
+        self._prices = prices
         self._num_samples, self._sizes = len(sizes), some_images(sizes, MAX_EXPLORED)
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
         self.schedulers = _choose_schedulers(schedulers, without=("memory", "fastest"))
@@ -52,14 +63,26 @@ class PlanExplorer(Panel):
         self.classes = _slider("bucket, aspects", 4, 1, 16)
         self.ranks = _slider("ranks", 1, 1, 16)
         self.table = widgets.HTML()
+        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
         sliders = [self.samples, self.window, self.text_step, self.classes, self.ranks]
-        super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)])], [self.table])
+        super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)])], [self.table, self.picture])
         for control in (self.schedulers, *sliders):
             control.observe(self.showing(self._update), "value")
         self._update()
 
+    @property
+    def text(self) -> str:
+        """The figures of the present plans."""
+        return str(self.found)
+
     def _update(self) -> None:
-        found = preview(
+        planned: list[BatchPlan] = []
+
+        def keep(plan: BatchPlan, _num_ranks: int) -> dict[str, float | None]:
+            planned.append(plan)
+            return {}
+
+        found = self.found = preview(
             self._sizes,
             self.schedulers.value,
             budget=self.samples.value * self._mean_cost,
@@ -67,7 +90,10 @@ class PlanExplorer(Panel):
             window=self.window.value,
             text_step=self.text_step.value,
             classes_per_octave=self.classes.value,
+            epochs=_NUM_EPOCHS,
+            prices=keep,
         )
+        plans = dict(zip(found.figures, planned[::_NUM_EPOCHS], strict=True))
         table = found.table[["num_batches", *_PER_CENT, "peak_over_budget", "randomness"]]
         shares = table.columns[1:-2]
         style = table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", shares)
@@ -76,14 +102,18 @@ class PlanExplorer(Panel):
         style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
         style = style.set_table_styles(
             [
-                {"selector": "th", "props": "text-align: left; vertical-align: bottom; line-height: 1.2"},
+                {
+                    "selector": "thead th",
+                    "props": "text-align: left; vertical-align: bottom; line-height: 1.2",
+                },
                 {"selector": "th, td", "props": "word-break: keep-all; overflow-wrap: normal"},
             ]
         )
-        head = f"Budget {found.budget:.0f} padded tokens a batch."
+        head = f"Budget {found.budget:.0f} padded tokens a batch. Blue: image, orange: text, grey: padding; dashed: limit."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
+        self.picture.value = page_png(plan_figure, plans, found.budget, self._prices) if plans else b""
 
 
 def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widgets.SelectMultiple:

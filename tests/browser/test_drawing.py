@@ -379,6 +379,13 @@ def test_a_saved_notebook_keeps_table_and_picture_of_what_has_ended(notebook: No
     notebook.page.wait_for_function("() => !jupyterapp.shell.currentWidget.context.model.dirty")
     written = nbformat.read(notebook.server.files / notebook.name, as_version=4).cells[number].outputs
     assert any("data:image/png" in output.data.get("text/html", "") for output in written)
+    gone = "bundle = {'application/vnd.jupyter.widget-view+json': {'model_id': 'gone', 'version_major': 2, 'version_minor': 0}}"
+    shown = "from IPython.display import display\nfrom mmlab.lab.saved import SavedView\nsaved = SavedView()"
+    cell = notebook.run(
+        f"{gone}\n{shown}\nsaved.take_place()\nsaved.show('a table')\ndisplay(bundle, raw=True)"
+    )
+    expect(cell.locator(".mmlab-saved")).to_have_text("a table")
+    expect(cell.get_by_text("Error displaying widget")).to_be_hidden()
 
 
 def test_a_run_is_cleared_and_comes_again_when_it_is_written_anew(notebook: Notebook) -> None:

@@ -136,16 +136,20 @@ def photograph(output: Locator, name: str) -> None:
 
 
 def move_a_slider_of_the_plan_explorer(notebook: Notebook, output: Locator) -> None:
-    table = output.locator("table")
-    before = table.inner_text()
+    table, picture = output.locator(".mmlab-panel table"), output.locator(".mmlab-panel img")
+    before, drawn = table.inner_text(), picture.get_attribute("src") or ""
+    assert table.evaluate(_ROWS_OFF) <= 1.5, "names of rows stand beside their figures"
+    assert output.locator(".mmlab-panel .widget-slider").evaluate_all(_LEFT_OFF) <= 1
+    expect(output.locator(".mmlab-saved")).to_be_hidden()  # as long as there is the panel
     output.locator(".noUi-handle").first.focus()
     notebook.page.keyboard.press("ArrowRight")
     expect(table).not_to_have_text(before, use_inner_text=True)
+    expect(picture).not_to_have_attribute("src", drawn)
     keys_stay(notebook, output.locator("select"), output.locator(".noUi-handle").last)
 
 
 def move_a_slider_of_the_memory_panel(notebook: Notebook, output: Locator) -> None:
-    picture = output.locator("img")
+    picture = output.locator(".mmlab-panel img")
     before = picture.get_attribute("src") or ""
     output.locator(".noUi-handle").focus()
     notebook.page.keyboard.press("ArrowLeft")
@@ -164,6 +168,12 @@ def train_with_another_setting(notebook: Notebook, output: Locator) -> None:
     panel.wait_state("done")
     keys_stay(notebook, output.get_by_label("weighting"), output.locator(".noUi-handle"))
 
+
+_ROWS_OFF = """table => Math.max(...[...table.tBodies[0].rows].map(row => { const [name, figure] = [...row.cells].map(cell => {
+  const range = document.createRange(); range.selectNodeContents(cell); const box = range.getBoundingClientRect();
+  return (box.top + box.bottom) / 2; }); return Math.abs(name - figure); }))"""
+_LEFT_OFF = """sliders => { const lefts = sliders.map(each => each.getBoundingClientRect().left);
+  return Math.max(...lefts) - Math.min(...lefts); }"""
 
 # Which of a notebook's widgets is tried, and how.
 BY_HAND: dict[str, tuple[int, Callable[[Notebook, Locator], None]]] = {

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import time
 
 import pytest
 
 from mmlab.data.records import Records
 from mmlab.lab.notebook import draw_sizes
+from mmlab.lab.plan_figure import IMAGE, PADDING, TEXT, plan_figure, thumbnails
 from mmlab.lab.plan_panel import MAX_EXPLORED, PlanExplorer
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.plan_prices import PlanPrices
+from mmlab.pricing.time_model import TimeModel
+from mmlab.schedule.cost import MaxPolynomial
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect, SampleSizes
 
-ANSWER_S = 0.2
+ANSWER_S = 0.3  # with the picture, which takes most of it
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +41,11 @@ def test_every_slider_of_the_explorer_changes_the_table() -> None:
         explorer.schedulers: ("sorted",),
     }
     for control, value in moves.items():
-        before = explorer.table.value
+        before, picture = explorer.table.value, explorer.picture.value
         control.value = value
         assert explorer.message.value == ""
         assert explorer.table.value != before, control.description
+        assert explorer.picture.value != picture, control.description
     assert "sorted" in explorer.table.value
     assert "bucket" not in explorer.table.value
     assert "combined waste" in explorer.table.value
@@ -81,3 +90,56 @@ def test_the_explored_part_holds_whole_images(many: SampleSizes) -> None:
         num_tokens=many.num_tokens, height=many.height, width=many.width, group=[-1] * len(many)
     )
     assert len(PlanExplorer(unknown, ("random",))._sizes) == MAX_EXPLORED
+
+
+def test_a_picture_of_batches_fills_what_is_useful_and_leaves_padding() -> None:
+    sizes = SampleSizes(num_tokens=[4, 8, 8], height=[64, 32, 96], width=[64, 64, 96], group=[0, 1, 2])
+    shown = thumbnails(BatchPlan.from_batches([[0, 1]], sizes))[:8, :12]
+    assert (shown[:4, :4] == IMAGE).all()
+    assert (shown[:4, 6:10] == [[IMAGE] * 4] * 2 + [[PADDING] * 4] * 2).all(), (
+        "half of the second image's place"
+    )
+    assert (shown[4:6, :4] == [TEXT, TEXT, PADDING, PADDING]).all(), (
+        "half as long as the batch's longest text"
+    )
+    assert (shown[4:6, 6:10] == TEXT).all()
+
+
+def test_costs_are_drawn_against_the_limit_in_tokens_bytes_and_seconds() -> None:
+    sizes = draw_sizes(200).resized(Aspect(96**2))
+    rows = MaxPolynomial([[1e6, 5e4]], [(0, 0, 0), (1, 1, 0)], unit="bytes")
+    seconds = MaxPolynomial([[1e-3, 1e-5]], [(0, 0, 0), (1, 1, 0)], unit="seconds")
+    prices = PlanPrices(
+        memory=MemoryModel(rows=rows, fingerprint="none", conditions={}),
+        time=TimeModel(rows=seconds, fingerprint="none", conditions={}),
+        limit_bytes=2**27,
+    )
+    explorer = PlanExplorer(sizes, ("random", "budget"), prices)
+    unpriced = PlanExplorer(sizes, ("random", "budget")).picture.value
+    assert len(explorer.picture.value) > len(unpriced)
+    plans = {name: make_scheduler(name).plan(sizes) for name in ("random", "budget")}
+    figure = plan_figure(plans, 500.0, prices)
+    tokens, gib, ms = figure.axes[2:]
+    assert [area.get_xlabel() for area in (tokens, gib, ms)] == [
+        "padded tokens of a batch", "peak of a step, GiB", "step, ms",
+    ]  # fmt: skip
+    for area, limit in ((tokens, 500.0), (gib, 0.125)):
+        assert area.lines[0].get_xdata()[0] == limit
+        assert area.get_xlim()[1] >= limit
+    for area in (tokens, gib, ms):
+        assert [int(stairs.get_data().values.sum()) for stairs in area.patches] == list(
+            map(len, plans.values())
+        )
+
+
+def test_without_a_front_end_for_widgets_the_figures_are_text_and_the_saved_view_has_the_picture() -> None:
+    explorer = PlanExplorer(draw_sizes(200).resized(Aspect(96**2)), ("random", "budget"))
+    text = explorer._repr_mimebundle_()["text/plain"]
+    assert text.startswith("PlanExplorer: budget: ")
+    assert "combined_waste" in text
+    page = explorer._saved._bundle["text/html"]
+    assert explorer.table.value in page
+    assert base64.b64encode(explorer.picture.value).decode() in page
+    explorer.samples.value = 8
+    assert explorer._saved._bundle["text/html"] != page
+    assert explorer._saved._bundle["text/plain"] == repr(explorer) != text

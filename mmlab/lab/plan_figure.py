@@ -1,0 +1,103 @@
+"""A picture of plans: what is padding in some batches of the first and the last, and what every batch costs.
+
+Costs a fifth of a second, most of it matplotlib's. Reads plans and prices, never pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from mmlab.machine import GIB
+from mmlab.runs.figures import colours_of, to_png
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.types import PATCH
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.pricing.plan_prices import PlanPrices
+    from mmlab.schedule.plan import BatchPlan
+    from mmlab.types import CostModel
+
+GREY = "#808080"
+_INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_ON_ANY_PAGE: Any = {"figure.facecolor": "none", "axes.facecolor": "none", **dict.fromkeys(_INK, GREY)}
+_NUM_BATCHES, _NUM_SAMPLES = (
+    5,
+    9,
+)  # shown of a plan: batches, one below the other, and samples of each, side by side
+_KINDS = np.array([(0, 0, 0, 0), (128, 128, 128, 70), (0, 114, 178, 255), (217, 140, 0, 255)], np.uint8)
+EMPTY, PADDING, IMAGE, TEXT = range(len(_KINDS))
+
+
+def page_png(draw: Callable[..., Figure], *arguments: Any) -> bytes:
+    """A figure as a PNG file that is readable on a light page and on a dark one."""
+    with rc_context(_ON_ANY_PAGE):
+        return to_png(draw(*arguments), dpi=80)
+
+
+def plan_figure(plans: Mapping[str, BatchPlan], budget: float, prices: PlanPrices | None = None) -> Figure:
+    """Some batches of the first and the last plan, and how many batches cost how much, with the limit dashed."""
+    costs: list[tuple[str, CostModel, float, float]] = [
+        ("padded tokens of a batch", PaddedTokens(), 1.0, budget)
+    ]
+    if prices is not None:
+        costs += [("peak of a step, GiB", prices.memory, GIB, prices.limit_bytes)]
+        costs += [("step, ms", prices.time, 1e-3, np.nan)]
+    shown = list(dict.fromkeys((*list(plans)[:1], *list(plans)[-1:])))
+    figure = Figure(figsize=(2.9 * len(shown) + 3.1 * len(costs), 2.9), layout="constrained")
+    axes = figure.subplots(1, len(shown) + len(costs), squeeze=False)[0]
+    for area, name in zip(axes, shown, strict=False):
+        area.imshow(_KINDS[thumbnails(plans[name])], interpolation="nearest", aspect="equal")
+        area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
+        area.set_axis_off()
+    colours = colours_of(plans)
+    for area, (title, cost, unit, limit) in zip(axes[len(shown) :], costs, strict=True):
+        found = {name: batch_costs(cost, plan.shape_columns) / unit for name, plan in plans.items()}
+        highest = np.nanmax([1.02 * limit / unit, *(values.max() for values in found.values())])
+        for name, values in found.items():
+            area.stairs(
+                *np.histogram(values, bins=40, range=(0, highest)), label=name, color=colours[name], lw=1.4
+            )
+        area.axvline(limit / unit, color=GREY, lw=1, ls="--")
+        area.set_xlabel(title)
+        area.set_ylim(0)
+        area.locator_params(nbins=5)
+        area.spines[["top", "right"]].set_visible(False)
+    axes[len(shown)].set_ylabel("batches")
+    figure.legend(
+        *axes[len(shown)].get_legend_handles_labels(), loc="outside upper right", ncols=9, frameon=False
+    )
+    return figure
+
+
+def thumbnails(plan: BatchPlan) -> NDArray[np.int64]:
+    """(H, W) some batches of a plan, cheap and dear ones, as a picture: its cells are patches, each of one kind.
+
+    A row is a batch, its cells are the first samples: the padded image with the useful part filled, above the text.
+    """
+    if not len(plan):
+        return np.zeros((1, 1), np.int64)
+    batches, sizes = plan.columns, plan.sizes
+    by_cost = np.argsort(plan.costs(), kind="stable")
+    rows = []
+    for batch in by_cost[np.linspace(0, len(plan) - 1, _NUM_BATCHES).astype(int)]:
+        end, count = batches.ends[batch], batches.counts[batch]
+        members = batches.order[end - count : end][:_NUM_SAMPLES]
+        tokens, height, width = (int(most) for most in plan.shape_columns[batch, 1:])
+        high, wide = -(-height // PATCH), max(4, -(-width // PATCH))
+        row = np.full((high + 4, _NUM_SAMPLES * (wide + 2)), EMPTY)
+        for place, sample in enumerate(members):
+            cell = row[:, place * (wide + 2) : place * (wide + 2) + wide]
+            cell[: high + 2] = PADDING
+            cell[: -(-sizes.height[sample] // PATCH), : -(-sizes.width[sample] // PATCH)] = IMAGE
+            cell[high : high + 2] = PADDING
+            cell[high : high + 2, : round(wide * sizes.num_tokens[sample] / max(1, tokens))] = TEXT
+        rows.append(row)
+    most = max(row.shape[1] for row in rows)
+    return np.concatenate([np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows])
