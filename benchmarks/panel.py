@@ -196,8 +196,8 @@ class Bench:
         shown = [at for _, at in frames if began_ms < at < ended_ms]
         figures: dict[str, Any] = {}
         if kind == "panel":
-            ours = root.locator(".mmlp-cost").inner_text().split()
-            figures = {"thread_ms_per_update": float(ours[1]), "heap_growth_bytes": grown}
+            ours = str(root.locator(".mmlp-cost").get_attribute("title")).split()
+            figures = {"thread_ms_per_update": float(ours[0]), "heap_growth_bytes": grown}
         self.add(
             name,
             steps_per_s=hz,

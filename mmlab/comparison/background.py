@@ -33,7 +33,7 @@ from mmlab.comparison.options import COMPARED
 from mmlab.comparison.result import load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
-from mmlab.runs.control import Control, replace_file, send
+from mmlab.runs.control import PHASE, Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
 
 
 def _make_room(folder: Path, written: Sequence[str]) -> None:
-    ours = (LOG, PROCESS, OUTCOME)
+    ours = (LOG, PROCESS, OUTCOME, PHASE)
     if any((folder / name).exists() for name in written):
         fresh_folder(folder, (*written, *ours))
     folder.mkdir(parents=True, exist_ok=True)
@@ -304,9 +304,11 @@ def _child() -> None:
     try:
         if not detached:
             threading.Thread(target=end_with_parent, args=(signal.SIGINT,), daemon=True).start()
+        control = Control(folder, since_s=since_s)
+        control.say("importing torch")
         import mmlab
 
-        found = getattr(mmlab, name)(*arguments, **options, control=Control(folder, since_s=since_s))
+        found = getattr(mmlab, name)(*arguments, **options, control=control)
         if name == "train":
             outcome |= {"status": found.status, "result": asdict(found)}
         elif found.interrupted:

@@ -74,6 +74,7 @@ def compare(
     control = control or Control(out)
     device = resolve_device(chosen.device)
     names = scheduler_names(schedulers)
+    control.say("reading headers")
     train_set, held_out_set = make_datasets(
         data,
         image=chosen.image,
@@ -85,6 +86,7 @@ def compare(
     )
     if chosen.num_workers is None:
         chosen = dataclasses.replace(chosen, num_workers=default_num_workers())
+    control.say("planning")
     if isinstance(schedulers, Mapping):
         sized = as_configured(schedulers, chosen, train_set)
     else:
@@ -123,6 +125,7 @@ def compare(
     if folder is not None and sized.time is not None:
         sized.time.save(folder / TIME_MODEL)
     runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
+    control.say("reading every image once")
     _warm_page_cache(train_set.records, progress)
     interrupted = take_turns(runs, setup, progress)
     finished = min(len(run.epochs) for run in runs)

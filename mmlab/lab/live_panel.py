@@ -49,6 +49,7 @@ class LivePanel(anywidget.AnyWidget):
 
     _esm = STATIC / "live_panel.js"
     _css = STATIC / "live_panel.css"
+    page = traitlets.Unicode((STATIC / "live_panel.html").read_text()).tag(sync=True)
     uid = traitlets.Unicode().tag(sync=True)
     title = traitlets.Unicode().tag(sync=True)
     steers = traitlets.Bool().tag(sync=True)

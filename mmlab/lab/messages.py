@@ -42,15 +42,14 @@ def columns_of(run: RunState, track: str, rank: int, start: int, stop: int) -> N
 
 
 def facts_of(run: RunState) -> dict[str, Any]:
-    """What is shown of a run beside its numbers."""
-    start, step, device = (run.latest(kind) for kind in ("start", "step", "device"))
+    """What is shown of a run beside its numbers; `pauses` are pairs of seconds, the second None until it ends."""
+    step, device = run.latest("step"), run.latest("device")
     return {
         "id": run.id,
         "name": run.name,
         "ranks": [rank for rank in run.ranks() if any(run.count(track, rank) for track in TRACKS)],
         "status": run.status,
-        "first_s": run.first_s if isfinite(run.first_s) else None,
-        "device": start.get("device") or device.get("device"),
+        "pauses": [[a - run.first_s, b - run.first_s if isfinite(b) else None] for a, b in run.pauses()],
         "memory_source": device.get("memory_source"),
         "peak_source": step.get("memory_source"),
         "utilization_source": device.get("utilization_source"),
@@ -63,8 +62,11 @@ def earlier_of(runs: Sequence[RunState]) -> list[RunState]:
     return aside if len(aside) < len(runs) else []
 
 
+_GAUGED = ("utilization_ratio", "memory_bytes", "memory_total_bytes")
+
+
 def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
-    """A run's figures in words: of all its steps so far, on its first rank.
+    """A run's figures in words: of all its steps so far, on its first rank; gauges of several ranks and of GPUs.
 
     Args:
         earlier: runs to compare its speed with, those of the same scheduler among them.
@@ -92,7 +94,13 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
             figures[f"over {Path(before.name).parent}"] = (
                 f"{100 * (found['samples_per_s'] / speed - 1):+.0f} %"
             )
-    return {"id": run.id, "figures": [item for item in figures.items() if item[1]]}
+    gauges = [
+        [f"{now['device']}, rank {rank}", *(now[key] for key in _GAUGED)]
+        for rank in run.ranks()
+        if (now := run.latest("device", rank)).keys() >= set(_GAUGED)
+        and (len(run.ranks()) > 1 or now.get("memory_source") != "process RSS")
+    ]
+    return {"id": run.id, "figures": [item for item in figures.items() if item[1]], "gauges": gauges}
 
 
 def saved_view(runs: list[RunState]) -> str:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, note_of, tile_of
+from mmlab.runs.control import read_phase
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import Runs, RunState, Source, overall_status
 from mmlab.runs.summaries import progress_of, verdict_of
@@ -287,6 +288,10 @@ class Pump:
     def _shown_runs(self) -> list[RunState]:
         return [run for run in self._runs.states.values() if run.id not in self._cleared]
 
+    def _phase(self) -> str:
+        source = self._runs.source  # the first of several is what runs now
+        return read_phase(str(source if isinstance(source, str | Path) else next(iter(source or ()), "")))
+
     def _new_rows(self) -> dict[str, NDArray[np.float32]]:
         """Rows that were not sent yet, (C, N) for each series "<run id>.<rank>.<track>"; as many as a message holds."""
         found, room = {}, MAX_NUMBERS
@@ -334,12 +339,14 @@ class Pump:
                     **facts_of(run),
                     "colours": [each[run.name] + "80" * (run in earlier) for each in (light, dark)],
                     "dash": dashes[run.name],
+                    "ghost": run in earlier,
                 }
                 for run in runs
             ],
             "notes": [note_of(run, event) for run in runs for event in run.notes],
             "errors": errors,
             "state": state,
+            "phase": "" if any(run.count() for run in runs if run not in earlier) else self._phase(),
             **self._headlines(runs),
         }
         changed = {key: value for key, value in facts.items() if self._said.get(key) != value}
@@ -381,7 +388,7 @@ class _Cost:
         now_s = time.monotonic()
         if now_s - self._since_s >= 2.0:
             cpu_s = self._cpu_s + handler_cpu_s - self._handler_s
-            self._shown = [1000 * cpu_s / max(1, self._updates), cpu_s / (now_s - self._since_s)]
+            self._shown = [round(1000 * cpu_s / max(1, self._updates), 3), cpu_s / (now_s - self._since_s)]
             self._cpu_s, self._updates, self._handler_s, self._since_s = 0.0, 0, handler_cpu_s, now_s
 
     def update(self) -> list[float | None]:

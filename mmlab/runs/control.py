@@ -21,12 +21,14 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mmlab.errors import unknown_name
 
 CONTROL = "control.json"
+PHASE = "phase.txt"  # what a run does before its first step, for a person
 POLL_S = 0.05  # how often a paused run looks whether it may go on
 _LEVELS = {"resume": 0, "pause": 1, "stop": 2}  # of several ranks the highest holds
 
@@ -55,6 +57,13 @@ def replace_file(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def read_phase(folder: str | Path) -> str:
+    """What `Control.say` said last of a run in this folder; empty where it said nothing."""
+    with suppress(OSError):
+        return (Path(folder) / PHASE).read_text()
+    return ""
+
+
 class Control:
     """The commands to a run, read by its training loop. Use from one thread.
 
@@ -71,6 +80,11 @@ class Control:
         self._wanted = "resume"
         self.paused_s = 0.0  # spent waiting so far
         self.stopped = False  # the last answer of `wait_if_paused_or_stop`
+
+    def say(self, phase: str) -> None:
+        """Tell what the run does before its first step, for the views that follow it."""
+        if self._path is not None:
+            replace_file(self._path.with_name(PHASE), phase)
 
     @property
     def wanted(self) -> str:

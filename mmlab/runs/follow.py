@@ -167,14 +167,17 @@ class RunState:
         blank = [nan] * len(range(self.count(kind, rank))[start:stop])
         return np.array([columns[key][start:stop] if key in columns else blank for key in keys])
 
+    def pauses(self, rank: int = 0) -> list[tuple[float, float]]:
+        """From when to when training was paused, seconds since 1970; infinity where it still is."""
+        begins, ends = (self.column("time_s", kind, rank).tolist() for kind in ("pause", "resume"))
+        return list(zip(begins, [*ends, inf], strict=False))
+
     def utilization(self, rank: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.float64]:
         """The busy share of each reading of the device; NaN where training was paused since the reading before."""
         first = max(0, start - 1)
         busy, read_s = self.rows(("utilization_ratio", "time_s"), "device", rank, first, stop)
         before_s = np.concatenate([read_s[:1], read_s[:-1]])
-        pauses = self.column("time_s", "pause", rank)
-        resumes = np.append(self.column("time_s", "resume", rank), inf)[: len(pauses)]
-        for paused_s, resumed_s in zip(pauses, resumes, strict=True):
+        for paused_s, resumed_s in self.pauses(rank):
             busy[(read_s > paused_s) & (before_s < resumed_s)] = nan
         return busy[start - first :]
 

@@ -278,6 +278,10 @@ class Panel:
         self.frames()
         return self.plot(name).locator("canvas").first.evaluate(_COLOURS, [LINE_COLOURS, *part])
 
+    def shade(self, name: str, share: float) -> list[int]:
+        """Red, green, blue and opacity (0-255) of a plot's background at a place of the x axis, below every line."""
+        return self.plot(name).locator("canvas").first.evaluate(_SHADE, share)
+
     def x_range(self) -> tuple[float, float]:
         self.frames()
         low, high = self.data("x").split()
@@ -320,6 +324,11 @@ _COLOURS = """(canvas, [lines, from, to]) => {
   }
   return found;
 }"""
+
+
+_SHADE = """(canvas, share) => {
+  const scale = canvas.width / canvas.clientWidth, x = scale * (52 + share * (canvas.clientWidth - 60));
+  return [...canvas.getContext('2d').getImageData(x, scale * (canvas.clientHeight - 24), 1, 1).data]; }"""
 
 
 def _free_port() -> int:

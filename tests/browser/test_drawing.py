@@ -16,10 +16,11 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
-from mmlab.runs.events import read_events
+from mmlab.runs.control import Control
+from mmlab.runs.events import RunLog, read_events
 from mmlab.runs.figures import colours_of
 from tests.browser.jupyter import BLUE, ORANGE, Notebook, Panel
-from tests.browser.writing_runs import write_run, write_turns
+from tests.browser.writing_runs import write_replay, write_run, write_turns
 
 WRITER = Path(__file__).with_name("writing_runs.py")
 STEPS = 300
@@ -41,6 +42,8 @@ def shown(notebook: Notebook, runs: Path) -> Panel:
     """A panel of the two runs."""
     panel = notebook.show("panel = LivePanel('pair')\npanel")
     panel.wait_points(2 * STEPS)
+    panel.root.locator(".mmlp-axes").select_option("step")
+    panel.root.locator("input[type=range]").fill("0")
     return panel
 
 
@@ -49,7 +52,7 @@ def panel(shown: Panel) -> Iterator[Panel]:
     """The panel as it was at first."""
     shown.root.scroll_into_view_if_needed()
     yield shown
-    shown.root.locator("select").select_option("step")
+    shown.root.locator(".mmlp-axes").select_option("step")
     shown.root.locator("input[type=range]").fill("0")
     shown.root.locator(".mmlp-reset").click()
     for button in shown.root.locator(".mmlp-legend button[aria-pressed=false]").all():
@@ -76,8 +79,10 @@ def test_two_runs_are_overlaid_in_every_plot_that_has_their_numbers(panel: Panel
         # of a thin, flat line few pixels have its colour in full
         assert colours.get(ORANGE, 0) > 5, f"{name}: the first run is not drawn, {colours}"
         assert colours.get(BLUE, 0) > 5, f"{name}: the second run is not drawn, {colours}"
-    expect(panel.plot("memory").locator("figcaption")).to_contain_text("in use (process RSS)")
-    expect(panel.plot("memory").locator("figcaption")).to_contain_text("peak of step (live tensors)")
+    caption = panel.plot("memory").locator("figcaption")
+    expect(caption).to_contain_text("peak (live tensors)")
+    expect(caption).to_contain_text("predicted")
+    expect(caption).not_to_contain_text("process RSS")  # beside live tensors a few grey words in the corner
     expect(panel.root.locator(".mmlp-cost")).to_contain_text("% of a core")
 
 
@@ -106,7 +111,7 @@ def test_the_x_axis_counts_steps_seconds_samples_and_padded_tokens(panel: Panel,
     }
     assert len(steps) == STEPS
     for axis, last in wanted.items():
-        panel.root.locator("select").select_option(axis)
+        panel.root.locator(".mmlp-axes").select_option(axis)
         assert panel.x_range()[1] == pytest.approx(last, rel=1e-3), axis
 
 
@@ -138,6 +143,33 @@ def test_dragging_zooms_every_plot_and_a_double_click_or_a_key_resets(panel: Pan
     assert high - low == pytest.approx((whole[1] - whole[0]) / 2)
     panel.page.keyboard.press("0")
     assert panel.x_range() == whole
+
+
+def test_the_wheel_a_window_and_a_log_scale_change_what_is_seen(panel: Panel) -> None:
+    whole = panel.x_range()
+    panel.root.focus()
+    panel.plot("loss").locator(".mmlp-over").hover()
+    panel.page.mouse.wheel(0, -100)
+    panel.page.wait_for_function(
+        "([el, x]) => el.dataset.x !== x", arg=[panel.root.element_handle(), "1 300"]
+    )
+    low, high = panel.x_range()
+    assert high - low == pytest.approx(0.8 * (whole[1] - whole[0]), rel=0.01)
+    panel.root.locator(".mmlp-last").select_option("50")
+    assert panel.x_range() == (STEPS - 49, STEPS)
+    panel.root.locator(".mmlp-reset").click()
+    assert panel.x_range() == whole
+    linear = panel.plot("loss").get_attribute("data-y")
+    log = panel.plot("loss").get_by_role("button", name="log")
+    log.click()
+    panel.frames()
+    expect(log).to_have_attribute("aria-pressed", "true")
+    assert float((panel.plot("loss").get_attribute("data-y") or "").split()[0]) > 0
+    assert panel.colours("loss").get(ORANGE, 0) > 20
+    panel.root.focus()
+    panel.page.keyboard.press("l")
+    panel.frames()
+    assert panel.plot("loss").get_attribute("data-y") == linear
 
 
 def test_the_cursor_reads_the_same_step_in_every_plot(panel: Panel, runs: Path) -> None:
@@ -242,7 +274,7 @@ def test_the_dark_theme_is_followed(notebook: Notebook, panel: Panel) -> None:
 
 def test_keys_on_the_panel_leave_the_notebooks_cells_alone(notebook: Notebook, panel: Panel) -> None:
     before = notebook.num_cells
-    for target in (panel.root, panel.root.locator(".mmlp-csv"), panel.root.locator("select")):
+    for target in (panel.root, panel.root.locator(".mmlp-csv"), panel.root.locator(".mmlp-axes")):
         target.focus()
         for key in ("b", "a", "d", "d", "x", "m", "Shift+M", "z"):
             panel.page.keyboard.press(key)
@@ -333,6 +365,14 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
     expect(panel.root.locator(".mmlp-verdict")).to_have_text(
         "fastest: +25 % over random (+25 to +25 % in 3 paired epochs); padding 50 → 40 %"
     )
+    expect(panel.root.locator(".mmlp-axes")).to_have_value("sample")
+    expect(panel.root.locator("input[type=range]")).to_have_value("0.9")
+    names = panel.root.locator(".mmlp-plot").evaluate_all("plots => plots.map(plot => plot.dataset.plot)")
+    assert names[:2] == ["loss", "speed"]
+    box = panel.root.bounding_box()
+    assert box
+    assert box["height"] <= 600
+    panel.root.locator(".mmlp-axes").select_option("step")
     for name, speed in (("random", 20), ("fastest", 25)):
         tile = panel.root.locator(f"[data-tile={name}]")
         rate = (28 * speed + 3) / (28 + 3 * 0.001)  # the first two steps are not counted
@@ -345,12 +385,12 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
     box = area.bounding_box()
     assert box
     area.hover(position={"x": box["width"] - 9, "y": 40})
-    weights = 0.9 ** np.arange(33)
-    samples, seconds = (np.tile([last, *[each] * 10], 3) for last, each in ((1, 20), (0.001, 1)))
+    weights = 0.9 ** np.arange(18)  # of the steps since the pause
+    samples, seconds = (np.tile([last, *[each] * 10], 3)[:18] for last, each in ((1, 20), (0.001, 1)))
     rate = (weights @ samples) / (weights @ seconds)
     expect(panel.plot("speed").locator(".mmlp-read")).to_contain_text(f"random: {rate:.4g}, nothing to learn")
     panel.root.locator("input[type=range]").fill("0")
-    panel.root.locator("select").select_option("second")
+    panel.root.locator(".mmlp-axes").select_option("second")
     low, high = panel.x_range()
     for plot in ("waste", "use"):
         for start, end in (
@@ -361,6 +401,50 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
             assert (panel.colours(plot, part=part).get(BLUE, 0) > 0) == (start == 41), (plot, start)
         part = ((60 - low) / (high - low), (75 - low) / (high - low))
         assert not panel.colours(plot, part=part).get(BLUE, 0), "a line crosses the other scheduler's turn"
+        shades = [panel.shade(plot, (second - low) / (high - low)) for second in (35, 43, 47, 63)]
+        assert shades[0][3] == 0, "nobody trains from 30 to 40 s"
+        assert shades[1][2] > shades[1][0], "random's turn is shaded in its blue"
+        assert max(shades[2][:3]) - min(shades[2][:3]) < 20 < shades[2][3], "the pause is grey"
+        assert shades[3][1] > shades[3][0], "the other scheduler's turn is shaded in its green"
+
+
+def test_before_the_first_step_the_panel_says_what_the_run_does(notebook: Notebook) -> None:
+    folder = notebook.server.files / "phases"
+    with RunLog(folder / "runs" / "random") as log:
+        log.write("start", 0, run_name="random", num_steps=4)
+        Control(folder).say("planning")
+        panel = notebook.show("LivePanel('phases')")
+        expect(panel.root.locator(".mmlp-phase")).to_have_text("planning …")
+        expect(panel.root.locator(".mmlp-grid")).to_be_hidden()
+        log.write("step", 1, loss=1.0, num_samples=2, step_s=0.1)
+        panel.wait_points(1)
+        expect(panel.root.locator(".mmlp-grid")).to_be_visible()
+        expect(panel.root.locator(".mmlp-phase")).to_be_hidden()
+
+
+def test_of_an_earlier_run_no_step_counts(notebook: Notebook) -> None:
+    folder = notebook.server.files / "again"
+    for name in ("previous-1", "."):
+        write_run(folder / name / "runs" / "random", 30, seed=len(name))
+    panel = notebook.show("LivePanel(['again', 'again/previous-1'])")
+    names = panel.root.locator(".mmlp-legend [data-line]")
+    expect(names).to_have_text(["previous-1/random", "random"])
+    expect(panel.root.locator("[data-tile=random]")).to_contain_text("over previous-1")
+    assert panel.wait_points(30) == 30
+
+
+def test_every_gpu_has_gauges_and_lines_of_its_own(notebook: Notebook) -> None:
+    write_replay(notebook.server.files / "replay")
+    panel = notebook.show("LivePanel('replay')")
+    panel.wait_points(24)
+    gauges = panel.root.locator(".mmlp-gauge")
+    expect(gauges).to_have_count(2)
+    expect(gauges.nth(0)).to_contain_text("rank 0")
+    expect(gauges.nth(1)).to_contain_text("75.0 % busy")
+    expect(gauges.nth(1)).to_contain_text("61 GiB of 80 GiB")
+    expect(panel.plot("use").locator("figcaption")).to_contain_text("NVML")
+    for measure in ("in use (NVML)", "peak (torch allocator)", "reserved", "allocated", "predicted", "limit"):
+        expect(panel.plot("memory").locator("figcaption")).to_contain_text(measure)
 
 
 def test_a_saved_notebook_keeps_table_and_picture_of_what_has_ended(notebook: Notebook, runs: Path) -> None:

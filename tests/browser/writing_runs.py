@@ -7,6 +7,8 @@ import random
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from mmlab.runs.events import RunEvent, RunLog
 
@@ -54,6 +56,43 @@ def write_turns(folder: Path, speeds: dict[str, float]) -> None:
                     log.emit(RunEvent("device", -1, 0, time_s, _USE | {"utilization_ratio": 0.8}))
                 log.emit(RunEvent("eval", step, 0, time_s, {"loss": 1.0}))
             log.emit(RunEvent("end", step, 0, time_s, {"status": "done"}))
+
+
+class _Replay:
+    """Stands where NVIDIA's bindings stand, and answers what was written down of an H100 under load."""
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "MemoryInfo": SimpleNamespace(used=61 * 2**30, total=80 * 2**30),
+            "UtilizationRates": SimpleNamespace(gpu=75, memory=48),
+        }
+        return lambda *_: answers.get(name.removeprefix("nvmlDeviceGet"))
+
+
+def write_replay(folder: Path) -> None:
+    """A run on two GPUs, whose readings NVML would have given: the meter is real, the driver is a double."""
+    from dataclasses import asdict
+
+    from mmlab.runs.meters import DeviceMeter
+    from mmlab.runs.nvml import Gpu
+
+    for rank in range(2):
+        with RunLog(folder, rank) as log, DeviceMeter("cuda") as meter:
+            log.emit(RunEvent("start", 0, rank, 1e9, {"run_name": "replay", "num_steps": 12}))
+            meter._gpu = Gpu("GPU-0", _Replay())
+            for step in range(1, 13):
+                reading = asdict(meter.read())
+                reading |= {"allocated_bytes": 40 * 2**30, "reserved_bytes": 50 * 2**30}
+                del reading["notes"], reading["details"]
+                log.emit(RunEvent("device", -1, rank, 1e9 + step, reading))
+                values = {
+                    "num_samples": 8,
+                    "step_s": 1.0,
+                    "loss": 1 / step,
+                    "memory_source": "torch allocator",
+                }
+                values |= {"peak_bytes": 45 * 2**30, "predicted_bytes": 46 * 2**30, "limit_bytes": 70 * 2**30}
+                log.emit(RunEvent("step", step, rank, 1e9 + step, {**_SIZES, **values}))
 
 
 _SIZES = {"num_tokens": 16, "height": 64, "width": 64, "text_waste": 0.1, "image_waste": 0.1}
