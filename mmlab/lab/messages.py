@@ -76,13 +76,15 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     busy = busy[np.isfinite(busy)]
     source = str(device.get("utilization_source", ""))
     peak, limit = found["peak_bytes"], step.get("limit_bytes")
-    if limit is None and device.get("memory_source") not in (None, "process RSS"):
+    if is_process := step.get("memory_source") == "process RSS":
+        limit = None  # that of tensors: what the whole process takes does not compare with it
+    if limit is None and not is_process and device.get("memory_source") not in (None, "process RSS"):
         limit = device.get("memory_total_bytes")
     left_s = progress_of([run]).left_s if run.status in ACTIVE else nan
     figures = {
         "samples/s": found["samples_per_s"] and f"{found['samples_per_s']:.4g}",
         "waste": _per_cent(found["combined_waste"]),
-        "peak" if limit is None else "peak / limit": peak
+        "process" if is_process else "peak" if limit is None else "peak / limit": peak
         and " / ".join(map(_mib, filter(None, (peak, limit)))),
         "GPU busy" if source == "NVML" else "CPU busy": _per_cent(busy.mean() if len(busy) else None),
         "waiting": _per_cent(found["data_wait_ratio"]),

@@ -582,8 +582,8 @@ class View {
 
 	// Of memory, what a process takes in all says little beside the bytes of its tensors: words, and no line.
 	isExtra(line, measure, soft) {
-		if (line.run[measure.source] !== "process RSS" || measure.id !== "in_use") return false;
-		const found = line.values({ from: [["step", "peak_bytes"]] }) && line.values(measure);
+		if (line.run[measure.source] !== "process RSS") return false;
+		const found = (line.run.peak_source !== "process RSS" || line.values({ from: [["step", "predicted_bytes"], ["step", "limit_bytes"]] })) && line.values(measure);
 		if (found && soft) soft.process = Math.max(soft.process ?? 0, found.values[found.n - 1]);
 		return !!found;
 	}
