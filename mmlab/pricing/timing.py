@@ -155,9 +155,7 @@ def time_conditions(trainer: FusionTrainer) -> dict[str, Any]:
         "num_threads": None if on_gpu else torch.get_num_threads(),
         "precision": trainer.precision.name,
         "objectives": " + ".join(trainer.objectives),
-        "checkpointing": options.checkpointing,
-        "compile": options.compile,
-        "channels_last": options.channels_last,
+        **{name: getattr(options, name) for name in ("checkpointing", "compile", "channels_last")},
     }
 
 
