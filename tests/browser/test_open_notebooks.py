@@ -1,6 +1,6 @@
-"""Notebooks as a user meets them: opened, all cells run, nothing raised, its panels drawn and tried by hand.
+"""Notebooks as a user meets them: opened, run, nothing raised, their panels drawn and tried by hand.
 
-Only those whose widgets are tried by hand here; `make notebooks` runs the cells of all.
+Only those whose widgets are tried by hand here, and as far as these: `make notebooks` runs all cells of all.
 
 All are tabs of one JupyterLab, each with a kernel of its own. The next one is started before the one in hand is
 looked at, so that neither core waits. What the widgets look like, in both themes, is kept in `build/screenshots`.
@@ -47,11 +47,18 @@ _SHOW = """number => { const notebook = jupyterapp.shell.currentWidget.content;
 
 
 class Tour:
-    """The notebooks, copied beside their data and opened in one page."""
+    """The notebooks, copied beside their data as far as they are run, and opened in one page."""
 
     def __init__(self, server: Server, page: Page) -> None:
         for folder in ("notebooks", "data", "examples"):
             shutil.copytree(ROOT / folder, server.files / "tour" / folder, dirs_exist_ok=True)
+        for name, (_, _, last_code) in BY_HAND.items():
+            path = server.files / f"tour/notebooks/{name}.ipynb"
+            content = json.loads(path.read_text())
+            sources = ["".join(cell["source"]) for cell in content["cells"]]
+            last = next(place for place, source in enumerate(sources) if last_code in source)
+            del content["cells"][last + 1 :]
+            path.write_text(json.dumps(content))
         self.server, self.page = server, page
         self.opened: dict[str, Notebook] = {}
 
@@ -98,7 +105,7 @@ def test_a_notebook_opens_and_runs(request: pytest.FixtureRequest, tour: Tour, n
         if each not in tour.opened:
             tour.begin(each)
     notebook = tour.end(name)
-    cells = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text())["cells"]
+    cells = json.loads((tour.server.files / notebook.name).read_text())["cells"]
     assert tour.page.evaluate(_FAILED) == []
     assert tour.page.evaluate(_NUM_RUN) == sum(cell["cell_type"] == "code" for cell in cells)
     panels = tour.page.evaluate(_PANELS)
@@ -162,6 +169,7 @@ def train_with_another_setting(notebook: Notebook, output: Locator) -> None:
     runs = panel.root.locator(".mmlp-legend [data-line]")
     before, points = runs.count(), int(panel.data("points"))
     output.get_by_label("precision", exact=True).select_option("bf16")
+    output.get_by_label("weighting").select_option("trend")
     panel.button("start").click()
     expect(runs).to_have_count(before + 1)
     panel.wait_points(points + 8)
@@ -175,11 +183,11 @@ _ROWS_OFF = """table => Math.max(...[...table.tBodies[0].rows].map(row => { cons
 _LEFT_OFF = """sliders => { const lefts = sliders.map(each => each.getBoundingClientRect().left);
   return Math.max(...lefts) - Math.min(...lefts); }"""
 
-# Which of a notebook's widgets is tried, and how.
-BY_HAND: dict[str, tuple[int, Callable[[Notebook, Locator], None]]] = {
-    "02_sorting_and_bucketing": (0, move_a_slider_of_the_plan_explorer),
-    "03_memory_aware_batching": (-1, move_a_slider_of_the_memory_panel),
-    "04_amp_training": (0, train_with_another_setting),
+# Which of a notebook's widgets is tried, how, and what stands in the last cell that is run for it.
+BY_HAND: dict[str, tuple[int, Callable[[Notebook, Locator], None], str]] = {
+    "02_sorting_and_bucketing": (0, move_a_slider_of_the_plan_explorer, "PlanExplorer(many"),
+    "03_memory_aware_batching": (-1, move_a_slider_of_the_memory_panel, "MemoryPanel(many"),
+    "04_amp_training": (0, train_with_another_setting, "panel.wait()"),
 }
 
 
