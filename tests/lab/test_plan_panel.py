@@ -70,6 +70,7 @@ def test_a_budget_that_is_too_small_is_shown_and_mended_by_the_next_move(records
 
 
 @pytest.mark.serial
+@pytest.mark.serial
 def test_sliders_answer_at_once_on_a_hundred_thousand_samples(many: SampleSizes) -> None:
     explorer = PlanExplorer(many)
     assert len(many) == 100_000
