@@ -82,9 +82,10 @@ class Control:
         self.stopped = False  # the last answer of `wait_if_paused_or_stop`
 
     def say(self, phase: str) -> None:
-        """Tell what the run does before its first step, for the views that follow it."""
+        """Tell what the run does before its first step, for the views that follow it; without its folder there are none."""
         if self._path is not None:
-            replace_file(self._path.with_name(PHASE), phase)
+            with suppress(FileNotFoundError):
+                replace_file(self._path.with_name(PHASE), phase)
 
     @property
     def wanted(self) -> str:
