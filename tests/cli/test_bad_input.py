@@ -59,7 +59,7 @@ def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
     scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs, home = tmp_path / "pairs.csv", scenes.parent
-    rows = [f"{path.relative_to(home)},text {path.stem}" for path in sorted(home.glob("images/*"))]
+    rows = [f"{path.relative_to(home)},text {path.stem}" for path in sorted(home.glob("images/*.jpg"))]
     pairs.write_text("\n".join(["image,text", *rows]))
     (tmp_path / "images").symlink_to(home / "images")
     data, images = ["--data", str(pairs)], ["--images", str(home)]
