@@ -96,7 +96,7 @@ def tour(server: Server, page: Page) -> Iterator[Tour]:
     own.close()
 
 
-@pytest.mark.parametrize("name", ["02_sorting_and_bucketing", "03_memory_aware_batching", "04_amp_training"])
+@pytest.mark.parametrize("name", ["02_sorting_and_bucketing", "03_memory_aware_batching"])
 def test_a_notebook_opens_and_runs(request: pytest.FixtureRequest, tour: Tour, name: str) -> None:
     chosen = [
         item.callspec.params["name"] for item in request.session.items if item.path == request.node.path
@@ -164,19 +164,6 @@ def move_a_slider_of_the_memory_panel(notebook: Notebook, output: Locator) -> No
     keys_stay(notebook, output.locator("select"), output.locator("input[type=checkbox]"))
 
 
-def train_with_another_setting(notebook: Notebook, output: Locator) -> None:
-    panel = notebook.panel(output)
-    runs = panel.root.locator(".mmlp-legend [data-line]")
-    before, points = runs.count(), int(panel.data("points"))
-    output.get_by_label("precision", exact=True).select_option("bf16")
-    output.get_by_label("weighting").select_option("trend")
-    panel.button("start").click()
-    expect(runs).to_have_count(before + 1)
-    panel.wait_points(points + 8)
-    panel.wait_state("done")
-    keys_stay(notebook, output.get_by_label("weighting"), output.locator(".noUi-handle"))
-
-
 _ROWS_OFF = """table => Math.max(...[...table.tBodies[0].rows].map(row => { const [name, figure] = [...row.cells].map(cell => {
   const range = document.createRange(); range.selectNodeContents(cell); const box = range.getBoundingClientRect();
   return (box.top + box.bottom) / 2; }); return Math.abs(name - figure); }))"""
@@ -187,7 +174,6 @@ _LEFT_OFF = """sliders => { const lefts = sliders.map(each => each.getBoundingCl
 BY_HAND: dict[str, tuple[int, Callable[[Notebook, Locator], None], str]] = {
     "02_sorting_and_bucketing": (0, move_a_slider_of_the_plan_explorer, "PlanExplorer(many"),
     "03_memory_aware_batching": (-1, move_a_slider_of_the_memory_panel, "MemoryPanel(many"),
-    "04_amp_training": (0, train_with_another_setting, "panel.wait()"),
 }
 
 
