@@ -195,7 +195,7 @@ def test_all_that_a_training_run_emits_stands_in_the_table_under_its_kind(tmp_pa
     assert {"start", "step", "epoch", "eval", "device"} <= {event.kind for event in events}
     for event in events:
         strangers = {key for key in event.values if event.kind not in EVENT_KEYS[key].kinds.split()}
-        assert not strangers, f"event_keys.py does not say that {event.kind} events carry {strangers}"
+        assert not strangers, f"event_keys.toml does not say that {event.kind} events carry {strangers}"
 
 
 def test_the_documentation_holds_the_table() -> None:
