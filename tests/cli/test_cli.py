@@ -183,13 +183,24 @@ def test_doctor_reports_and_judges(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["ok"]
 
 
-def test_an_unforeseen_failure_exits_with_1(
+def test_a_folder_that_cannot_be_made_is_named(
     scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert (
-        main(["compare", "--data", str(scenes), "--epochs", "1", "--out", str(tmp_path / "file" / "below")])
-        == 1
-    )
+    out = tmp_path / "file" / "below"
+    assert main(["compare", "--data", str(scenes), "--epochs", "1", "--out", str(out)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("mmlab: failed: NotADirectoryError")
+    assert error.startswith(f"mmlab: error: {out}")
+    assert "Not a directory" in error
+
+
+def test_an_unforeseen_failure_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("nobody thought of that")
+
+    monkeypatch.setattr(sys.modules["mmlab.cli.main"], "call", fail)
+    assert main(["watch", str(tmp_path)]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("mmlab: failed: ZeroDivisionError: nobody thought of that")
