@@ -1,12 +1,13 @@
-"""Does a plan that saves time cost learning? Schedulers beside `random`, paired by seed.
+"""Does a plan that saves time cost learning? Ways to form batches beside `random`, paired by seed.
 
     python benchmarks/learning.py [--quick] [--seeds N] [--json FILE | --out DIR]
 
 Generated scenes, preset `tiny`. Every arm starts from the same weights and is judged on the same held-out images, by
-its loss and by R@1 (mean of both directions). Runs of one seed are paired: a row gives the mean difference from `random`
-over the seeds and its 95 % interval (Student's t). Every arm is trained twice: on equal samples, and for as many
-optimizer steps as `random` takes. Samples are decoded once beforehand, so seconds mean nothing here; what is learnt does
-not depend on the load of the machine.
+its loss and by R@1 (mean of both directions) among 200 images at a time. Runs of one seed are paired: a row gives the
+mean difference from `random` over the seeds and its 95 % interval (Student's t). Every arm is trained until it has seen
+as many samples as `random`, until it has taken as many optimizer steps, and until it has taken as many seconds, as a
+fixed time model predicts them: samples are decoded once beforehand and no clock is read, so what is found does not
+depend on the load of the machine.
 Exit code: 0 done, whether or not every goal is met.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 from _common import add_common_options, goal, print_goals, write_if_asked
 from tqdm.auto import tqdm
 
-from mmlab.comparison.preparation import COST, held_out_loader, make_datasets, make_model
+from mmlab.comparison.preparation import COST, make_datasets, make_model
 from mmlab.data.synthetic import make_dataset
 from mmlab.loading.collate import collate
 from mmlab.schedule.base import Scheduler
@@ -33,7 +34,7 @@ from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.types import Batch, SampleSizes
+from mmlab.types import SampleSizes
 
 BATCH_SIZE = 32
 SIDE = 48  # of the images, pixels
@@ -42,6 +43,7 @@ LR = 1e-3
 POINT = 0.01  # of R@1 that the interval of the recommended scheduler may reach below `random`
 # Student's t, two-sided 95 %, by the number of pairs
 T_95 = {2: 12.71, 4: 3.182, 8: 2.365, 12: 2.201, 16: 2.131}
+POOL = 200  # held-out images among which R@1 is measured; the mean over several pools is less noisy than one
 # seconds of a step of `tiny` on two cores: as much for the step itself as for 600 padded tokens
 SECONDS = MaxPolynomial([[600.0, 1.0, 1.0]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], unit="seconds")
 
@@ -52,17 +54,24 @@ class Arm:
 
     scheduler: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int = BATCH_SIZE  # of `random` and `bucket`
     scale_lr: bool = False  # by the square root of the mean batch size over that of `random`
+    num_negatives: int | None = BATCH_SIZE - 1  # to which the loss is scaled; None takes those of the batch
+    image: str = f"aspect:{SIDE}"
+    beside: str = "random"  # the arm that it is compared with
 
 
 ARMS = {
     "random": Arm("random"),
     "random, captions of an image apart": Arm("random", {"allow_collisions": False}),
+    "random, batches of 44": Arm("random", batch_size=44),
     "bucket": Arm("bucket"),
     "budget": Arm("budget"),
-    "budget, window of 256": Arm("budget", {"window": 256}),
     "fastest": Arm("fastest"),
     "fastest, learning rate scaled": Arm("fastest", scale_lr=True),
+    "fastest, all negatives counted": Arm("fastest", num_negatives=None),
+    "random, square images": Arm("random", image=f"square:{SIDE}"),
+    "fastest, square images": Arm("fastest", image=f"square:{SIDE}", beside="random, square images"),
 }
 
 
@@ -77,10 +86,10 @@ def main() -> None:
     with TemporaryDirectory() as temporary:
         scenes = make_dataset(
             Path(temporary) / "scenes",
-            num_images=60 if options.quick else 800,
+            num_images=60 if options.quick else 2200,
             captions_per_image=2,
             max_side=128,
-            val_fraction=0.25,
+            val_fraction=0.25 if options.quick else 8 / 11,
             progress=False,
         )
         study = Study(scenes.parent, num_epochs=1 if options.quick else NUM_EPOCHS)
@@ -93,87 +102,121 @@ def main() -> None:
     write_if_asked(options, "learning", rows, goals)
 
 
+class Samples:
+    """The decoded samples of one image policy: those to train on, and the held-out batches, pool by pool."""
+
+    def __init__(self, data: Path, image: str) -> None:
+        train_set, held_out = make_datasets(data, image=image, progress=False)
+        self.sizes: SampleSizes = train_set.sizes
+        self.vocab_size = len(train_set.tokenizer)
+        self.train = [train_set[row] for row in tqdm(range(len(train_set)), desc=f"decoding {image}")]
+        pool = np.unique(held_out.records.group, return_inverse=True)[1] // POOL
+        judged = [held_out[row] for row in tqdm(range(len(held_out)), desc=f"decoding {image}, held out")]
+        order = np.argsort(held_out.sizes.height / held_out.sizes.width, kind="stable")
+        rows_of_pools = [order[pool[order] == number] for number in range(pool.max() + 1)]
+        self.pools = [
+            [
+                collate([judged[row] for row in rows[start : start + BATCH_SIZE]])
+                for start in range(0, len(rows), BATCH_SIZE)
+            ]
+            for rows in rows_of_pools
+        ]
+
+
 class Study:
-    """Decoded samples, and runs on them."""
+    """Runs of every arm on the same samples."""
 
     def __init__(self, data: Path, *, num_epochs: int) -> None:
-        self.train_set, held_out = make_datasets(data, image=f"aspect:{SIDE}", progress=False)
-        self.samples = [self.train_set[row] for row in tqdm(range(len(self.train_set)), desc="decoding")]
-        self.held_out = held_out_loader(held_out)
+        self.samples = {image: Samples(data, image) for image in {arm.image for arm in ARMS.values()}}
         self.num_epochs = num_epochs
-        self.sizes: SampleSizes = self.train_set.sizes
 
     def run(self, seed: int) -> list[dict[str, Any]]:
         """A row an arm and a measure of equal effort."""
-        num_steps = self._steps_of_epochs(self._scheduler(ARMS["random"], seed))
         rows = []
         for name, arm in ARMS.items():
-            scheduler = self._scheduler(arm, seed)
-            own_steps = self._steps_of_epochs(scheduler)
-            for equal, steps in (("samples", own_steps), ("steps", num_steps)):
-                if rows and equal == "steps" and own_steps == num_steps:
-                    found = {
-                        key: rows[-1][key] for key in ("held_out_loss", "recall", "num_steps", "num_samples")
-                    }
-                else:
-                    found = self._train(arm, scheduler, seed, steps, num_steps / own_steps)
-                rows.append({"kind": "run", "arm": name, "equal": equal, "seed": seed, **found})
+            samples, scheduler = (
+                self.samples[arm.image],
+                scheduler_of(arm, self.samples[arm.image].sizes, seed),
+            )
+            seconds = step_seconds(scheduler, samples.sizes)
+            base = ARMS[arm.beside]
+            own_steps, num_steps = (
+                sum(len(of.plan(samples.sizes, epoch=epoch)) for epoch in range(self.num_epochs))
+                for of in (scheduler, scheduler_of(base, samples.sizes, seed))
+            )
+            time = sum(
+                islice(step_seconds(scheduler_of(base, samples.sizes, seed), samples.sizes), num_steps)
+            )
+            steps = {
+                "samples": own_steps,
+                "steps": num_steps,
+                "seconds": sum(
+                    1 for spent in accumulate(islice(seconds, 4 * num_steps)) if spent <= 1.0001 * time
+                ),
+            }
+            found: dict[int, dict[str, Any]] = {}
+            for equal, length in steps.items():
+                if length not in found:
+                    found[length] = train(arm, samples, scheduler, seed, length, num_steps / own_steps)
+                rows.append({"kind": "run", "arm": name, "equal": equal, "seed": seed, **found[length]})
         return rows
 
-    def _scheduler(self, arm: Arm, seed: int) -> Scheduler:
-        budget = BATCH_SIZE * float(batch_costs(COST, self.sizes.alone).mean())
-        options: dict[str, Any] = {"seed": seed, **arm.options}
-        if arm.scheduler in ("random", "bucket"):
-            options["batch_size"] = BATCH_SIZE
-        else:  # what a random batch costs at most, as on equal memory
-            options["budget"] = 1.6 * budget
-        if arm.scheduler == "fastest":
-            options["time"] = SECONDS
-        return make_scheduler(arm.scheduler, **options)
 
-    def _steps_of_epochs(self, scheduler: Scheduler) -> int:
-        return sum(len(scheduler.plan(self.sizes, epoch=epoch)) for epoch in range(self.num_epochs))
+def scheduler_of(arm: Arm, sizes: SampleSizes, seed: int) -> Scheduler:
+    """The arm's scheduler; a budget is what a costly random batch costs, as at equal memory."""
+    options: dict[str, Any] = {"seed": seed, **arm.options}
+    if arm.scheduler in ("random", "bucket"):
+        options["batch_size"] = arm.batch_size
+    else:
+        options["budget"] = 1.6 * BATCH_SIZE * float(batch_costs(COST, sizes.alone).mean())
+    if arm.scheduler == "fastest":
+        options["time"] = SECONDS
+    return make_scheduler(arm.scheduler, **options)
 
-    def _train(
-        self, arm: Arm, scheduler: Scheduler, seed: int, num_steps: int, batch_ratio: float
-    ) -> dict[str, Any]:
-        model = make_model({"preset": "tiny"}, vocab_size=len(self.train_set.tokenizer), seed=seed)
-        trainer = FusionTrainer(
-            model,
-            device="cpu",
-            lr=LR * (batch_ratio**0.5 if arm.scale_lr else 1.0),
-            total_steps=num_steps,
-            objectives={"contrastive": Contrastive(num_negatives=BATCH_SIZE - 1)},
-            seed=seed,
-        )
-        num_samples = 0
-        for batch in islice(self._batches(scheduler), num_steps):
-            trainer.train_step([batch])
-            num_samples += len(batch)
-        found = trainer.evaluate(self.held_out)
-        return {
-            "held_out_loss": found["loss"],
-            "recall": (found["image_to_text_r1"] + found["text_to_image_r1"]) / 2,
-            "num_steps": num_steps,
-            "num_samples": num_samples,
-        }
 
-    def _batches(self, scheduler: Scheduler) -> Iterator[Batch]:
-        for epoch in count():
-            for batch in scheduler.plan(self.sizes, epoch=epoch):
-                yield collate([self.samples[row] for row in batch])
+def step_seconds(scheduler: Scheduler, sizes: SampleSizes) -> Iterator[float]:
+    """Predicted time of one step after the other, over endless epochs; in units of a padded token's."""
+    for epoch in count():
+        yield from scheduler.plan(sizes, epoch=epoch).costs(SECONDS).tolist()
+
+
+def train(
+    arm: Arm, samples: Samples, scheduler: Scheduler, seed: int, num_steps: int, batch_ratio: float
+) -> dict[str, Any]:
+    """Train one model for so many steps, and judge it."""
+    model = make_model({"preset": "tiny"}, vocab_size=samples.vocab_size, seed=seed)
+    trainer = FusionTrainer(
+        model,
+        device="cpu",
+        lr=LR * (batch_ratio**0.5 if arm.scale_lr else 1.0),
+        total_steps=num_steps,
+        objectives={"contrastive": Contrastive(num_negatives=arm.num_negatives)},
+        seed=seed,
+    )
+    num_samples = 0
+    batches = (rows for epoch in count() for rows in scheduler.plan(samples.sizes, epoch=epoch))
+    for rows in islice(batches, num_steps):
+        trainer.train_step([collate([samples.train[row] for row in rows])])
+        num_samples += len(rows)
+    found = [trainer.evaluate(pool) for pool in samples.pools]
+    return {
+        "held_out_loss": float(np.mean([pool["loss"] for pool in found])),
+        "recall": float(np.mean([[pool["image_to_text_r1"], pool["text_to_image_r1"]] for pool in found])),
+        "num_steps": num_steps,
+        "num_samples": num_samples,
+    }
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every arm the mean difference from `random`, seed by seed, and half of its 95 % interval."""
+    """For every arm the mean difference from `random` on the same images, seed by seed, and half of its 95 % interval."""
     found = []
-    for equal in ("samples", "steps"):
+    for equal in ("samples", "steps", "seconds"):
         for arm in ARMS:
             row: dict[str, Any] = {"kind": "paired", "arm": arm, "equal": equal}
             for key in ("held_out_loss", "recall"):
                 own, base = (
                     np.array([run[key] for run in rows if (run["arm"], run["equal"]) == (name, equal)])
-                    for name in (arm, "random")
+                    for name in (arm, ARMS[arm].beside)
                 )
                 difference = own - base
                 spread = difference.std(ddof=1) / len(own) ** 0.5
