@@ -5,10 +5,9 @@
 Generated scenes, preset `tiny`. Every arm starts from the same weights and is judged on the same held-out images, by
 its loss and by R@1 (mean of both directions) among 200 images at a time. Runs of one seed are paired: a row gives the
 mean difference from `random` over the seeds and its 95 % interval (Student's t). Arms that look for causes are trained
-with a third of the seeds. Every arm is trained until it has seen
-as many samples as `random`, until it has taken as many optimizer steps, and until it has taken as many seconds, as a
-fixed time model predicts them: samples are decoded once beforehand and no clock is read, so what is found does not
-depend on the load of the machine.
+with a third of the seeds. Every arm is trained until it has seen as many samples as `random`, until it has taken as many
+optimizer steps, and until it has taken as many seconds, as a fixed time model predicts them: samples are decoded once
+beforehand and no clock is read, so what is found does not depend on the load of the machine.
 Exit code: 0 done, whether or not every goal is met.
 """
 
@@ -257,7 +256,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             loss = f"{row['held_out_loss_difference']:+.3f} +- {row['held_out_loss_interval']:.3f}"
             recall = f"{row['recall_difference']:+.3f} +- {row['recall_interval']:.3f}"
             lines.append(
-                f"{row['equal']:<8} {row['arm']:<38} {row['num_seeds']:>5} {row['num_steps']:>5.0f} {row['held_out_loss']:>7.3f} {loss:>17} "
+                f"{row['equal']:<8} {row['arm']:<38} {row['num_seeds']:>5} {row['num_steps']:>5.0f} "
+                f"{row['held_out_loss']:>7.3f} {loss:>17} "
                 f"{row['recall']:>7.3f} {recall:>17}"
             )
     return "\n".join(lines)
