@@ -47,7 +47,8 @@ class Sizes(NamedTuple):
     def batch(self) -> Batch:
         """A step's samples: noise, nothing padded."""
         size = self.batch_size * self.num_micro_batches
-        return batch_of_noise(BatchShape(size, self.num_tokens, self.image_side, self.image_side))
+        shape = BatchShape(size, self.num_tokens, self.image_side, self.image_side)
+        return batch_of_noise(shape, vocab_size=VOCAB_SIZE, seed=0)
 
     def window(self) -> list[Batch]:
         """The same as micro-batches."""

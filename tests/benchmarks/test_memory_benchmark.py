@@ -58,3 +58,8 @@ def test_a_row_replaces_the_one_of_the_same_setting(memory: ModuleType) -> None:
     one = {"kind": "accuracy", "model": "tiny", "precision": "fp32", "checkpointing": False, "device": "cpu"}
     assert memory.what_is_measured(one) == memory.what_is_measured({**one, "fit_cpu_s": 3})
     assert memory.what_is_measured(one) != memory.what_is_measured({**one, "precision": "bf16"})
+
+
+def test_a_step_is_done_though_an_operation_of_it_runs_out_of_memory(memory: ModuleType) -> None:
+    row = memory.faults(400)
+    assert row["num_tried"] == row["num_recovered"] == -(-row["num_operations"] // 400)

@@ -106,3 +106,11 @@ def test_the_documented_tables_are_the_measured_ones(script: Any) -> None:
     assert len(tables) == 4
     for table in tables:
         assert table in text
+
+
+def test_every_way_to_cut_branches_takes_the_same_noise(script: Any) -> None:
+    sizes = script("_branch_ways").Sizes("tiny", 2, 3, image_side=32, num_tokens=5)
+    whole, window = sizes.batch(), sizes.window()
+    assert [micro.shape for micro in window] == [(2, 5, 32, 32)] * 3
+    assert torch.equal(torch.cat([micro.input_ids for micro in window]), sizes.batch().input_ids)
+    assert len(whole) == 6
