@@ -283,7 +283,7 @@ def make_arms(records: Records, folder: Path, num_epochs: int) -> list[Arm]:
         num_probes=12,
         num_held_out=4,
         repeats=4,
-        seconds=20.0,
+        seconds=20.0 if num_epochs > 1 else 1.0,
         device="cpu",
         progress=False,
     )

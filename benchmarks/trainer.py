@@ -88,7 +88,7 @@ def overhead(folder: Path, quick: bool) -> list[dict[str, Any]]:
         for row in measure_overhead(
             batches,
             vocab_size=len(dataset.tokenizer),
-            num_rounds=num_rounds // 10 if quick else num_rounds,
+            num_rounds=num_rounds // 15 if quick else num_rounds,
         ):
             rows.append(row | {"step": kind})
     torch.set_num_threads(num_threads)
@@ -99,7 +99,7 @@ def articles(folder: Path, quick: bool) -> list[dict[str, Any]]:
     """Epochs of every setting."""
     scenes = make_dataset(
         folder / "coco-like",
-        num_images=16 if quick else 144,
+        num_images=10 if quick else 144,
         captions_per_image=2,
         max_side=640,
         val_fraction=0,
