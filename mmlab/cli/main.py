@@ -37,11 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, OptionError) as error:
         print(f"mmlab: error: {error}", file=sys.stderr)
         return 2
-    except _WRONG_PATH as error:
-        if os.environ.get("MMLAB_DEBUG"):
-            raise
-        print(f"mmlab: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("mmlab: interrupted", file=sys.stderr)
         return 1
@@ -51,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MMLAB_DEBUG"):
             raise
+        if isinstance(error, _WRONG_PATH) and error.filename is not None:
+            print(f"mmlab: error: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 2
         print(f"mmlab: failed: {type(error).__name__}: {error} (MMLAB_DEBUG=1 shows where)", file=sys.stderr)
         return 1
     return 0 if getattr(found, "ok", True) else 1

@@ -1,8 +1,7 @@
 """`Run`: a training run as others see it, which is a folder with an events file.
 
 The run's file says how it was started, what happened, and how it ended: done, stopped, or failed with a traceback.
-`train` is one run, `compare` several in turns. Every run is paused and
-stopped by the control file in its folder.
+`train` is one run, `compare` several in turns. Every run is paused and stopped by the control file in its folder.
 """
 
 from __future__ import annotations

@@ -105,12 +105,22 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     return {"id": run.id, "figures": [item for item in figures.items() if item[1]], "gauges": gauges}
 
 
+def headlines_of(runs: Sequence[RunState]) -> dict[str, Any]:
+    """Every run's tile, and what the runs come to; those that were moved aside are only compared with."""
+    earlier = earlier_of(runs)
+    return {
+        "tiles": [tile_of(run, earlier if run not in earlier else ()) for run in runs if run.count()],
+        "verdict": verdict_of(run for run in runs if run not in earlier),
+    }
+
+
 def saved_view(runs: list[RunState]) -> str:
     """Table and picture of runs as HTML, for a notebook that is opened without its kernel."""
     if not (runs := [run for run in runs if run.count()]):
         return "No run had ended when this was saved; run the cell to see them live."
     rows = [f"<td>{html.escape(run.name)}</td>" for run in runs]
-    figures = [dict(tile_of(run)["figures"]) for run in runs]
+    found = headlines_of(runs)
+    figures = [dict(tile["figures"]) for tile in found["tiles"]]
     names = dict.fromkeys(name for each in figures for name in each)
     rows = [
         row + "".join(f"<td>{each.get(name, '')}</td>" for name in names)
@@ -118,7 +128,7 @@ def saved_view(runs: list[RunState]) -> str:
     ]
     picture = base64.b64encode(to_png(draw_runs({run.name: run for run in runs}), dpi=72)).decode()
     return (
-        f"<p>{html.escape(verdict_of(runs))}</p>"
+        f"<p>{html.escape(found['verdict'])}</p>"
         f"<table><tr><th></th>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
         f"{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
         f'<img alt="Loss, cost, throughput and memory of each run" src="data:image/png;base64,{picture}">'

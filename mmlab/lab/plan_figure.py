@@ -56,7 +56,7 @@ def plan_figure(plans: Mapping[str, BatchPlan], budget: float, prices: PlanPrice
         area.imshow(_KINDS[thumbnails(plans[name])], interpolation="nearest", aspect="equal")
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
-    figure.text(0.01, 0.05, "blue: image, orange: text, grey: padding", fontsize="small")
+    figure.text(0.01, 0.05, "blue: image, orange: text, grey: padding; dashed: limit", fontsize="small")
     colours = colours_of(plans)
     for area, (title, cost, unit, limit) in zip(axes[len(shown) :], costs, strict=True):
         found = {name: batch_costs(cost, plan.shape_columns) / unit for name, plan in plans.items()}

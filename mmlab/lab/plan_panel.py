@@ -109,7 +109,7 @@ class PlanExplorer(Panel):
                 {"selector": "th, td", "props": "word-break: keep-all; overflow-wrap: normal"},
             ]
         )
-        head = f"Budget {found.budget:.0f} padded tokens a batch. Blue: image, orange: text, grey: padding; dashed: limit."
+        head = f"Budget {found.budget:.0f} padded tokens a batch."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"

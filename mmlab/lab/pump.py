@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
-from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, note_of, tile_of
+from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, headlines_of, note_of
 from mmlab.runs.control import read_phase
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import Runs, RunState, Source, overall_status
-from mmlab.runs.summaries import progress_of, verdict_of
+from mmlab.runs.summaries import progress_of
 
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
 WINDOW = 20  # messages that may wait for the page's answer; it answers every tenth, and one that says `more`
@@ -358,11 +358,7 @@ class Pump:
         started_s = time.monotonic()
         if started_s >= self._headline_due_s and self._news_s >= self._headline_s:
             self._headline_s = started_s
-            earlier, begun = earlier_of(runs), [run for run in runs if run.count()]
-            self._headline = {
-                "tiles": [tile_of(run, earlier if run not in earlier else ()) for run in begun],
-                "verdict": verdict_of(run for run in runs if run not in earlier),
-            }
+            self._headline = headlines_of(runs)
             self._headline_due_s = started_s + max(HEADLINE_S, 100 * (time.monotonic() - started_s))
         return self._headline
 

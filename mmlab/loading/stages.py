@@ -144,13 +144,11 @@ class StageReport:
         busy = f"{busiest['busy_ratio']:.0%}"
         if stage is None:
             said = f"No stage is short: training waited for data {waited}"
+            if self.wait_ratio <= NO_WAIT_RATIO:
+                return f"{said}."
             return (
-                f"{said}."
-                if self.wait_ratio <= NO_WAIT_RATIO
-                else (
-                    f"{said}, but the busiest stage, {busiest['stage']}, worked {busy} of it. It waited for batches to be "
-                    "handed over, as the first of an epoch, or for other programs."
-                )
+                f"{said}, but the busiest stage, {busiest['stage']}, worked {busy} of it. It waited for batches to be "
+                "handed over, as the first of an epoch, or for other programs."
             )
         remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (

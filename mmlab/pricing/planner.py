@@ -58,7 +58,7 @@ def memory_scheduler(
             MemoryModel,
             lambda: fit_memory(model, num_held_out=0, progress=progress, **setting),
             fingerprint=fingerprint(model),
-            conditions=StepSetting(**setting).conditions,
+            conditions=lambda: StepSetting(**setting).conditions,
         )
 
     limit_bytes = device_limit(device, memory_gb=memory_gb)
@@ -82,17 +82,25 @@ def saved_or_fitted_time(
         TimeModel,
         lambda: fit_time(model, sizes, **options, **trainer),
         fingerprint=fingerprint(model),
-        conditions=time_conditions(timed_trainer(model, **trainer)),
+        conditions=lambda: time_conditions(timed_trainer(model, **trainer)),
     )
 
 
 def _saved_or_fitted(
-    saved: Path | None, kind: type[Fitted], fit: Callable[[], Fitted], **asked: Any
+    saved: Path | None,
+    kind: type[Fitted],
+    fit: Callable[[], Fitted],
+    *,
+    fingerprint: str,
+    conditions: Callable[[], Mapping[str, Any]],
 ) -> Fitted:
-    """What `saved` holds, if it is of what is asked; else what `fit` makes, which is saved."""
+    """What `saved` holds, if it is of this model and these conditions; else what `fit` makes, which is saved.
+
+    Conditions are asked for only where there is a file: those of a time model take a copy of the model.
+    """
     if saved is not None and saved.exists():
         try:
-            return kind.load(saved, **asked)
+            return kind.load(saved, fingerprint=fingerprint, conditions=conditions())
         except OptionError as error:
             warnings.warn(f"{error}: done now, and plans may differ from earlier ones", stacklevel=4)
     found = fit()

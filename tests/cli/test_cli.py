@@ -194,13 +194,14 @@ def test_a_folder_that_cannot_be_made_is_named(
     assert "Not a directory" in error
 
 
+@pytest.mark.parametrize("kind", [ZeroDivisionError, FileNotFoundError])  # the second without a path to name
 def test_an_unforeseen_failure_exits_with_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def fail(_: object) -> None:
-        raise ZeroDivisionError("nobody thought of that")
+        raise kind("nobody thought of that")
 
     monkeypatch.setattr(sys.modules["mmlab.cli.main"], "call", fail)
     assert main(["watch", str(tmp_path)]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("mmlab: failed: ZeroDivisionError: nobody thought of that")
+    assert error.startswith(f"mmlab: failed: {kind.__name__}: nobody thought of that")

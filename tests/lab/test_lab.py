@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from html import escape
 from math import isnan
 from pathlib import Path
 
@@ -25,9 +26,10 @@ from mmlab.comparison.options import PRECISIONS, ComparisonOptions
 from mmlab.comparison.result import Comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import Lab
-from mmlab.lab.messages import earlier_of, tile_of
+from mmlab.lab.messages import earlier_of, saved_view, tile_of
 from mmlab.runs.control import CONTROL
 from mmlab.runs.follow import Runs
+from mmlab.runs.summaries import verdict_of
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.precision import PRECISIONS as ALL_PRECISIONS
 
@@ -332,6 +334,11 @@ def test_the_run_before_is_kept_to_compare_and_a_new_lab_can_stop_what_goes_on(
     assert (before.name, now.name) == ("previous-1/random", "random")
     assert earlier_of([before, now]) == [before]
     assert dict(tile_of(now, [before])["figures"])["over previous-1"].endswith(" %")
+    page = saved_view([before, now])
+    assert page.startswith(f"<p>{escape(verdict_of([now]))}</p>"), (
+        "the verdict is on the new run, as in the live view"
+    )
+    assert "over previous-1" in page
     box.value = False
     assert panel._followed == [tmp_path]
 
