@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmlab.comparison.preparation import costs_of, make_model, suit
 from mmlab.comparison.sizing import largest_that
-from mmlab.data.dataset import MultimodalDataset, Sample
+from mmlab.data.collate import Sample, collate
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
-from mmlab.loading.collate import collate
 from mmlab.loading.loader import PlannedLoader
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel

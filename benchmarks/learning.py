@@ -27,8 +27,8 @@ from _common import add_common_options, goal, print_goals, write_if_asked
 from tqdm.auto import tqdm
 
 from mmlab.comparison.preparation import COST, make_datasets, make_model
+from mmlab.data.collate import collate
 from mmlab.data.synthetic import make_dataset
-from mmlab.loading.collate import collate
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.schedulers import make_scheduler

@@ -28,10 +28,10 @@ from _common import add_common_options, goal, print_goals, write_results
 from _trainer_loops import measure_overhead
 from _trainer_tables import computing, document, epoch_s, tables
 
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
-from mmlab.loading.collate import collate
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect
 

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from _common import add_common_options, goal, print_goals, write_if_asked
 
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
-from mmlab.loading.collate import collate
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import build_model
 from mmlab.training.evaluation import evaluate

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
-from mmlab.loading.collate import collate
 from mmlab.loading.copying import Copier
 from mmlab.loading.speeds import MIB, ReadRates, decode_rate, read_rates, work_rate
 from mmlab.loading.stages import as_html, as_text

@@ -29,9 +29,9 @@ from mmlab.comparison.preparation import augmentation, costs_of, held_out_loader
 from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import Sized
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
-from mmlab.loading.collate import collate
 from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent

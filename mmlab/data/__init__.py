@@ -12,7 +12,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "augment": ["Augment"],
-        "dataset": ["MultimodalDataset"],
+        "collate": ["collate"],
+        "dataset": ["MultiModalDataset", "MultimodalDataset"],
         "decode": ["decode_image"],
         "readers": ["read_records"],
         "records": ["Records"],

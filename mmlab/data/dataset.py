@@ -2,7 +2,7 @@
 
 Texts are tokenised once, when the dataset is made, into one flat integer column: 4 bytes a token and 8 bytes a text, so
 that a million captions of 13 tokens take 62 MB, and twice that while the column is made. Each worker process has a copy.
-Images are read and decoded on access. Nothing is padded here; collating a batch does that (`mmlab.loading.collate`).
+Images are read and decoded on access. Nothing is padded here; collating a batch does that (`mmlab.data.collate`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from mmlab.data.collate import Sample
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
@@ -44,25 +45,17 @@ class SampleStore(Protocol):
         ...
 
 
-class Sample(TypedDict):
-    """One item of the dataset."""
-
-    id: str
-    image: torch.Tensor | None  # (3, h, w) uint8, None for a text-only record
-    text: str | None
-    input_ids: torch.Tensor  # (t,) int64, empty for an image-only record
-    label: int | None
-    group: int
-
-
 class MultimodalDataset(Dataset[Sample]):
     """Image-text pairs, decoded on access. Picklable; safe to read from many threads or processes.
 
-    Example, as in the articles: `MultimodalDataset(image_paths, texts)[0]["image"]` is the first image.
+    Example, as in the articles: `MultimodalDataset(image_paths, texts)[0]["image"]` is the first image. Their other calls
+    work too: `MultimodalDataset(image_paths=..., text_prompts=...)`, and `MultimodalDataset(data_list, tokenizer)` with a
+    list of dicts; a plain torch `DataLoader` pads the items to batches.
 
     Args:
-        records: what `read_records` gave, or a list of image paths together with `texts`.
+        records: what `read_records` gave or takes, or a list of image paths together with `texts`.
         texts: one text an image, when `records` is a list of paths.
+        image_paths, text_prompts: the articles' names of `records` and `texts`.
         tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"` trains one on
             these texts, as None does without a processor.
         image_policy: size of the images, `square(224)` as in the articles unless given.
@@ -78,15 +71,21 @@ class MultimodalDataset(Dataset[Sample]):
 
     def __init__(
         self,
-        records: Records | Sequence[str | Path],
-        texts: Sequence[str] | None = None,
+        records: Any = None,
+        texts: Sequence[str] | PreTrainedTokenizerBase | None = None,
         *,
+        image_paths: Sequence[str | Path] | None = None,
+        text_prompts: Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
         image_policy: ImagePolicy | None = None,
         processor: Any = None,
         max_tokens: int = 512,
     ) -> None:
         check_numbers({"max_tokens": max_tokens})
+        records = image_paths if records is None else records
+        texts = text_prompts if texts is None else texts
+        if callable(texts):  # article D's second argument
+            texts, tokenizer = None, texts
         if not isinstance(records, Records):
             records = read_records(records, texts, progress=False)
         if processor is not None:
@@ -153,6 +152,7 @@ class MultimodalDataset(Dataset[Sample]):
             image=None if pixels is None else torch.from_numpy(pixels),
             text=records.texts[row],
             input_ids=torch.from_numpy(token_ids.astype(np.int64)),
+            attention_mask=torch.ones(len(token_ids), dtype=torch.bool),
             label=None if records.labels is None else int(records.labels[row]),
             group=int(records.group[row]),
         )
@@ -169,6 +169,9 @@ class MultimodalDataset(Dataset[Sample]):
             f"record {record.id!r}: cannot read image {record.image_path}: {error}; "
             "mend or remove the file, then read the records again"
         )
+
+
+MultiModalDataset = MultimodalDataset  # as an article spells it
 
 
 def _token_columns(

@@ -15,7 +15,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "adaptive": ["AdaptiveDataLoader"],
         "cache": ["SampleCache", "build_cache", "cache_key"],
-        "collate": ["collate"],
         "loader": ["PlannedLoader"],
     },
 )

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmlab.data.complexity import image_complexity
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_numbers, unknown_name
 from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import Random
@@ -41,6 +41,7 @@ class AdaptiveDataLoader(PlannedLoader):
     Args:
         dataset: what to load.
         batch_size: samples a batch, in random batches, 32 if neither this nor a scheduler is given.
+        shuffle: as in the article's call; True only.
         mode: "sampling" or "loss".
         image_coefficient, text_coefficient: parts of image complexity and text length in the difficulty. A sample
             without image (or text) gets the mean in its place.
@@ -63,6 +64,7 @@ class AdaptiveDataLoader(PlannedLoader):
         self,
         dataset: MultimodalDataset,
         batch_size: int | None = None,
+        shuffle: bool = True,
         *,
         mode: str = "sampling",
         image_coefficient: float = 0.3,
@@ -77,6 +79,11 @@ class AdaptiveDataLoader(PlannedLoader):
     ) -> None:
         if mode not in MODES:
             raise unknown_name("mode", mode, MODES)
+        if not shuffle:
+            raise OptionError(
+                "samples are drawn at random; for a fixed order give scheduler=BatchScheduler()"
+            )
+        check_numbers({"batch_size": batch_size})
         if batch_size is not None and scheduler is not None:
             raise OptionError(
                 "give batch_size or a scheduler, not both: the scheduler sets the size of its batches"
@@ -106,6 +113,11 @@ class AdaptiveDataLoader(PlannedLoader):
                 world_size=inner.world_size,
             )
         super().__init__(dataset, inner, **options)
+
+    @property
+    def batch_weights(self) -> list[NDArray[np.float64]]:
+        """The article's name: the difficulties of each batch's samples, (B,) a batch of this epoch's plan."""
+        return [self.difficulty[list(rows)] for rows in self.plan]
 
     def report(self) -> dict[str, float]:
         """What the weights do in this epoch; "counted" means times drawn x loss weight.

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from mmlab.data.dataset import MultimodalDataset, Sample
+from mmlab.data.collate import Sample, collate
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
-from mmlab.loading.collate import collate
 from mmlab.types import PATCH, Batch, Region, SampleSizes
 
 if TYPE_CHECKING:

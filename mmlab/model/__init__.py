@@ -16,6 +16,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "fusions": ["FUSIONS"],
         "huggingface": ["LossModel"],
         "packing": ["enable_packing"],
-        "presets": ["PRESETS", "build_model"],
+        "presets": ["PRESETS", "MultimodalModel", "build_model"],
     },
 )

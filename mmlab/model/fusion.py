@@ -8,6 +8,8 @@ Legend: B samples, P image positions, T tokens, D width.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -50,13 +52,18 @@ class MultimodalFusion(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_dim = hidden_dim
-        self.image_projection = nn.Linear(img_dim, hidden_dim)
-        self.text_projection = nn.Linear(text_dim, hidden_dim)
+        self.img_proj = nn.Linear(img_dim, hidden_dim)
+        self.text_proj = nn.Linear(text_dim, hidden_dim)
         self.null_token = nn.Parameter(torch.randn(1, 1, hidden_dim) * 0.02)
         self.null_image = nn.Parameter(self.null_token.detach().clone())
         self.layers = nn.ModuleList(CrossAttention(hidden_dim, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(hidden_dim)
         self.packed = False  # see mmlab.model.packing
+
+    @property
+    def fusion_layer(self) -> CrossAttention:
+        """The first attention block, under the article's name."""
+        return cast(CrossAttention, self.layers[0])
 
     def forward(
         self, image_features: Tensor, text_features: Tensor, text_mask: Tensor | None = None
@@ -72,14 +79,14 @@ class MultimodalFusion(nn.Module):
         Returns:
             (B, P, hidden_dim)
         """
-        return self._attend(self.image_projection(image_features), text_features, text_mask)
+        return self._attend(self.img_proj(image_features), text_features, text_mask)
 
     def fuse(
         self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Fused positions (B, P, D) and their mask; a learned query takes the first one of a missing image."""
         stand_in = ~image_mask.any(1, keepdim=True) & (torch.arange(image.shape[1], device=image.device) == 0)
-        queries = torch.where(stand_in[..., None], self.null_image, self.image_projection(image))
+        queries = torch.where(stand_in[..., None], self.null_image, self.img_proj(image))
         mask = image_mask | stand_in
         return self._attend(queries, text, text_mask, mask if self.packed else None), mask
 
@@ -92,7 +99,7 @@ class MultimodalFusion(nn.Module):
     ) -> Tensor:
         """Queries (B, P, D) over text; where `packed_mask` (B, P) is given, in streams without padding."""
         null = self.null_token.expand(len(text_features), -1, -1)
-        keys = torch.cat([null, self.text_projection(text_features)], dim=1)  # (B, 1 + T, D)
+        keys = torch.cat([null, self.text_proj(text_features)], dim=1)  # (B, 1 + T, D)
         mask = None if text_mask is None else F.pad(text_mask.bool(), (1, 0), value=True)  # (B, 1 + T)
         if packed_mask is not None and mask is not None:
             segments = (Segments(packed_mask), Segments(mask))

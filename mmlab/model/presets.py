@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -104,6 +105,9 @@ def build_model(
         num_levels=config.fusion_levels,
         modality_dropout=config.modality_dropout,
     )
+
+
+MultimodalModel = partial(build_model, "resnet50", vocab_size=30522)  # article E's, for `bert-base-uncased`
 
 
 def _image_encoder(config: ModelConfig) -> nn.Module:

@@ -225,7 +225,7 @@ class Halving(MemoryPolicy):
 
     def adjust(self, current: int) -> int:
         """The article's rule."""
-        used_bytes = self._used_bytes()
+        used_bytes = self.used_bytes()
         if used_bytes > HALVE_ABOVE * self.limit_bytes:
             return max(1, current // 2)
         if used_bytes < DOUBLE_BELOW * self.limit_bytes:
@@ -247,12 +247,12 @@ class Halving(MemoryPolicy):
     def next_epoch(self) -> Wish:
         if not self._num_steps:
             return self.value, ""
-        share = self._used_bytes() / self.limit_bytes
+        share = self.used_bytes() / self.limit_bytes
         wanted = self.adjust(int(self.value))
         self._peak_bytes, self._num_steps = 0.0, 0
         return float(wanted), f"{share:.0%} of the limit was used"
 
-    def _used_bytes(self) -> float:
+    def used_bytes(self) -> float:
         """The highest peak of the steps; without any, what the system and the device hold now, as the article reads it."""
         if self._peak_bytes:
             return self._peak_bytes

@@ -45,7 +45,7 @@ class ResourceAwareScheduler:
     object itself as `batch_sampler`; then `set_epoch` before each epoch, and `observe` after each step.
 
     Args:
-        max_memory_gb: GiB that training may use; None takes the planner's budget.
+        max_memory_gb: GiB that training may use; None takes the planner's budget, or 16 as in the article.
         planner: for policy `predictive` a scheduler with a budget in bytes (`memory`), for `halving` one with a
             `batch_size`.
         policy: "predictive" corrects the planner's memory model; "halving" is the article's rule.
@@ -75,8 +75,10 @@ class ResourceAwareScheduler:
     ) -> None:
         if policy not in POLICIES:
             raise unknown_name("policy", policy, POLICIES)
-        limit_bytes = getattr(planner, "budget", None) if max_memory_gb is None else max_memory_gb * GIB
-        if limit_bytes is None or not limit_bytes > 0:
+        limit_bytes = (
+            max_memory_gb * GIB if max_memory_gb is not None else getattr(planner, "budget", None) or 16 * GIB
+        )
+        if not limit_bytes > 0:
             raise OptionError(f"no memory limit; give max_memory_gb above 0, found {max_memory_gb}")
         if planner is not None and planner.world_size > 1 and agree is None:
             raise OptionError(
@@ -101,6 +103,12 @@ class ResourceAwareScheduler:
     def value(self) -> float:
         """The budget in predicted bytes, or the batch size, that the next plan gets."""
         return self._policy.value
+
+    def get_available_resources(self) -> dict[str, float]:
+        """The article's call: GiB of this machine's memory that are free, of the limit, and in use (see below)."""
+        rule = Halving(None, self.limit_bytes)
+        found = {"free": available_memory_bytes(), "limit": self.limit_bytes, "used": rule.used_bytes()}
+        return {f"{name}_gb": num_bytes / GIB for name, num_bytes in found.items()}
 
     def adjust_batch_size(self, current: int) -> int:
         """The article's rule, whatever the policy: half above 80 % of the limit, twice (up to 64) below 30 %.

@@ -27,9 +27,9 @@ from torch import nn
 from torch.quasirandom import SobolEngine
 from tqdm.auto import tqdm
 
-from mmlab.data.dataset import MultimodalDataset, Sample
+from mmlab.data.collate import Sample, collate
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import OptionError
-from mmlab.loading.collate import collate
 from mmlab.loading.loader import PlannedLoader, default_num_workers
 from mmlab.machine import cpu_name, num_usable_cores
 from mmlab.pricing.closed_form import held_out_errors
@@ -220,14 +220,14 @@ def make_batch(shape: BatchShape, *, num_ids: int = _MIN_ROWS) -> Batch:
         length = tokens - 1 if short and tokens > 1 else tokens
         high = height - PATCH if short and height > PATCH else height
         samples.append(
-            {
-                "id": str(row),
-                "image": torch.randint(256, (3, high, width), dtype=torch.uint8, generator=generator),
-                "text": None,
-                "input_ids": torch.randint(1, num_ids, (length,), generator=generator),
-                "label": 0,
-                "group": row,
-            }
+            Sample(
+                id=str(row),
+                image=torch.randint(256, (3, high, width), dtype=torch.uint8, generator=generator),
+                text=None,
+                input_ids=torch.randint(1, num_ids, (length,), generator=generator),
+                label=0,
+                group=row,
+            )
         )
     return collate(samples)
 

@@ -5,7 +5,7 @@ All have a fixed batch size. Only `random` plans in blocks; the others look at t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class FixedSize(Scheduler):
         allow_collisions: whether a batch may hold two samples of one image; if not, neighbours change places.
     """
 
-    batch_size: int = 8
+    batch_size: int = field(default=8, kw_only=False)  # `BatchScheduler(8)`, as in article A
     allow_collisions: bool = True
 
     def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
-from mmlab.loading.collate import collate
 from mmlab.types import Aspect, Square
 
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.errors import OptionError
 from mmlab.lab.settings import settings_figure, train_with
-from mmlab.loading.collate import collate
 from mmlab.model.presets import build_model
 from mmlab.runs.follow import Runs
 from mmlab.training.losses.contrastive import Contrastive, Matching

@@ -15,7 +15,8 @@ from PIL import Image
 from mmlab.cli.cache import cache_info
 from mmlab.cli.main import main
 from mmlab.data.augment import Augment
-from mmlab.data.dataset import MultimodalDataset, Sample
+from mmlab.data.collate import Sample
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import load_tokenizer

@@ -7,9 +7,9 @@ import multiprocessing
 import pytest
 import torch
 
-from mmlab.data.dataset import MultimodalDataset, Sample
+from mmlab.data.collate import Sample, collate
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
-from mmlab.loading.collate import collate
 from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect

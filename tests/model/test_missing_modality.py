@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.loading.adaptive import AdaptiveDataLoader
-from mmlab.loading.collate import collate
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.presets import build_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmlab.data.collate import collate
 from mmlab.errors import OptionError
-from mmlab.loading.collate import collate
 from mmlab.runs.events import RunLog, read_events
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training import loop

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.data.readers.files import read_data_file, read_folder
 from mmlab.data.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
+from mmlab.data.readers.manifest import as_entry, rows_of_entries
 from mmlab.data.readers.remote import download, is_url
 from mmlab.data.readers.rows import Row, Table, to_records
 from mmlab.data.readers.tar import is_tar, read_shards
@@ -44,8 +45,8 @@ def read_records(
     """Read the metadata of image-text pairs from any of the formats in `docs/data_formats.md`.
 
     Args:
-        source: a file, a folder, a list of tar shards or a glob for them, paths or URLs, a `datasets.Dataset`, or
-            image paths.
+        source: a file, a folder, a list of tar shards or a glob for them, paths or URLs, a `datasets.Dataset`, a
+            list of dicts, or image paths.
         texts: the texts of a list of image paths, one each.
         images: the folder of the images, where they are not beside the data file.
         tokenizer: measures text lengths; without it they are estimated (`mmlab.data.text.estimate_num_tokens`).
@@ -92,6 +93,9 @@ def _table(
     if is_dataset(source):
         return read_dataset(source, images, allow_missing_modality)
     if isinstance(source, list | tuple) and source:
+        if isinstance(source[0], dict):
+            entries = [(f"item {number}", as_entry(entry)) for number, entry in enumerate(source)]
+            return Table(rows=rows_of_entries(entries, "a list", allow_missing_modality), root=images)
         remote = any(map(is_url, source))
         return read_shards(
             download(list(map(str, source)), progress=progress) if remote else list(map(Path, source))
@@ -99,7 +103,7 @@ def _table(
     if not isinstance(source, str | os.PathLike):
         kind = "an empty list" if isinstance(source, list | tuple) else type(source).__name__
         raise DataError(
-            f"cannot read records from {kind}: pass a path, a datasets.Dataset, or image paths and texts"
+            f"cannot read records from {kind}: pass a path, a datasets.Dataset, a list of dicts, or image paths and texts"
         )
     if is_url(source):
         return read_shards(download([str(source)], progress=progress))

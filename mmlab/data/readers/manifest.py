@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,18 @@ def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
     Raises:
         DataError: not UTF-8, a broken table, no image or no text column.
     """
-    entries = list(_entries(path, allow_missing_modality))
-    if not entries:
-        return []
+    return rows_of_entries(list(_entries(path, allow_missing_modality)), str(path), allow_missing_modality)
+
+
+def rows_of_entries(
+    entries: Sequence[tuple[str, dict[str, Any] | str]], what: str, allow_missing_modality: bool
+) -> list[Row]:
+    """The rows of entries, each with where it stands; a string in an entry's place says what is wrong with it."""
     names: dict[str, None] = {}
     for _, entry in entries:
         if isinstance(entry, dict):
             names |= dict.fromkeys(entry)
-    columns = require_columns(names, str(path), allow_missing_modality) if names else {}
+    columns = require_columns(names, what, allow_missing_modality) if names else {}
     return [row for where, entry in entries for row in rows_of_entry(where, entry, columns)]
 
 
@@ -238,7 +242,7 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
         except ValueError as error:
             yield f"line {number}", f"not JSON: {error}"
         else:
-            yield f"line {number}", _object(entry)
+            yield f"line {number}", as_entry(entry)
 
 
 def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
@@ -247,10 +251,11 @@ def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for number, entry in enumerate(entries):
-        yield f"item {number}", _object(entry)
+        yield f"item {number}", as_entry(entry)
 
 
-def _object(entry: object) -> dict[str, Any] | str:
+def as_entry(entry: object) -> dict[str, Any] | str:
+    """An entry of a list, or what is wrong with it."""
     return entry if isinstance(entry, dict) else f"expected an object, found {entry!r:.40}"
 
 

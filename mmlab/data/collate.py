@@ -1,4 +1,4 @@
-"""Collation: samples of different sizes become one padded batch.
+"""One sample, and collation: samples of different sizes become one padded batch.
 
 Copies at most once, with numpy, in the calling thread alone: torch would share out each copy over as many threads as
 there are cores, which are busy decoding. Images that were read into the batch's memory stay where they are.
@@ -7,13 +7,22 @@ there are cores, which are busy decoding. Images that were read into the batch's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from mmlab.data.dataset import Sample
 from mmlab.types import PATCH, Batch, HostColumns
+
+
+class Sample(dict[str, Any]):
+    """One item of the dataset. A plain `torch.utils.data.DataLoader` collates such items by `collate`.
+
+    `id` str; `image` (3, h, w) uint8, None for a text-only record; `text` str or None; `input_ids` (t,) int64, empty for
+    an image-only record, and its `attention_mask` (t,), all True; `label` int or None; `group` int.
+    """
 
 
 def collate(
@@ -84,3 +93,12 @@ def _padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[NDArray[np
     padded = np.full(mask.shape, padding, np.int64)
     padded[mask] = np.concatenate(rows)
     return padded, mask
+
+
+def _collate_by_default(samples: Sequence[Sample], **_: Any) -> Batch:
+    return collate(samples)
+
+
+default_collate_fn_map[Sample] = (
+    _collate_by_default  # the extension that `torch.utils.data.default_collate` documents
+)
