@@ -453,7 +453,8 @@ def test_what_cannot_work_is_refused():
         aware(make_scheduler("budget"), max_memory_gb=1)
     with pytest.raises(OptionError, match=r"needs a planner with a batch_size, found Memory"):
         aware(memory_planner(), policy="halving")
-    for limit in (None, 0, float("nan")):
+    assert ResourceAwareScheduler().limit_bytes == 16 * 2**30  # the article's
+    for limit in (0, float("nan")):
         with pytest.raises(OptionError, match="give max_memory_gb"):
             ResourceAwareScheduler(limit)
     with pytest.raises(OptionError, match="2 ranks would decide apart"):
