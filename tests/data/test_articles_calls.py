@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+import warnings
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import mmlab
+from mmlab.comparison.config import load_config
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
 
@@ -78,3 +83,26 @@ def test_article_e() -> None:
     assert model.text_encoder.embedding.shape == (30522, 768)
     names = {name.partition(".")[0] for name, _ in islice(model.named_parameters(), 1000)}
     assert {"image_encoder", "text_encoder", "fusion"} <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("article_a", "% of the limit, loss"), ("article_b", "1 of 3 micro-batches reached")],
+)
+def test_the_recipes_run(
+    name: str,
+    expected: str,
+    scenes: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, str(scenes)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker processes")
+        runpy.run_path(f"examples/{name}.py")
+    assert expected in capsys.readouterr().out
+
+
+def test_article_e_has_a_run_to_start_from() -> None:
+    config = load_config("examples/article_e.toml")
+    assert config.model["preset"] == "resnet50"
