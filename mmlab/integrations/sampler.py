@@ -1,0 +1,205 @@
+"""A batch sampler for any torch DataLoader: mmlab's plans for each epoch and rank, the same number of batches in every epoch.
+
+Other trainers take the number of batches of the first epoch for that of all, and count steps, learning rates and resumes
+by it. A plan's number changes a little from epoch to epoch, so the batches of each epoch are split (never merged, so
+every budget holds, and no sample is dropped or repeated) until there are as many as in the longest epoch.
+Costs: every epoch is planned once when the sampler is made, about a microsecond a sample and epoch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from torch import distributed
+from torch.utils.data import Sampler
+
+from mmlab.errors import DataError, OptionError
+from mmlab.schedule.base import Scheduler, sizes_of
+from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.ranks import split_evenly
+from mmlab.types import Samples, SampleSizes
+
+if TYPE_CHECKING:
+    from mmlab.data.dataset import MultimodalDataset
+
+
+def sample_sizes(
+    num_tokens: ArrayLike, height: ArrayLike = 0, width: ArrayLike = 0, *, group: ArrayLike | None = None
+) -> SampleSizes:
+    """Sizes from arrays, each (N,) or one number for all: tokens, and pixels of the image (0: no image).
+
+    >>> len(sample_sizes([12, 40, 7], height=224, width=224))
+    3
+
+    Args:
+        group: samples with one value share an image; each sample is alone unless given.
+    """
+    columns = np.broadcast_arrays(np.asarray(num_tokens), height, width)
+    groups = np.arange(len(columns[0])) if group is None else np.asarray(group)
+    return SampleSizes(num_tokens=columns[0], height=columns[1], width=columns[2], group=groups)
+
+
+class PlannedSampler(Sampler[list[int]]):
+    """The batches of one rank, epoch by epoch: `DataLoader(dataset, batch_sampler=PlannedSampler(...), collate_fn=...)`.
+
+    `set_epoch` chooses the epoch. A StatefulDataLoader saves and resumes the sampler in mid-epoch; with a plain
+    DataLoader, `state_dict(num_batches)` takes the number of batches that were trained.
+
+    >>> from mmlab.schedule import make_scheduler
+    >>> sampler = PlannedSampler(sample_sizes([3, 9, 4, 8]), make_scheduler("sorted", batch_size=2))
+    >>> sorted(sorted(batch) for batch in sampler)
+    [[0, 2], [1, 3]]
+
+    Args:
+        sizes: of all samples, in the order of the data set: `SampleSizes`, records, or a `MultimodalDataset`.
+        scheduler: `mmlab.make_scheduler(...)`; it plans for `world_size` ranks.
+        num_epochs: how many will be trained; all have equally many batches. None leaves each epoch its own number,
+            for loops that ask for `len` anew in every epoch.
+        rank, world_size: of this process; None takes torch's process group, or what `torchrun` says, or 0 of 1.
+
+    Raises:
+        OptionError: a scheduler that changes its plan in mid-epoch, or a sample that no batch may hold.
+    """
+
+    def __init__(
+        self,
+        sizes: Samples | MultimodalDataset,
+        scheduler: Scheduler,
+        *,
+        num_epochs: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if not isinstance(scheduler, Scheduler):
+            raise OptionError(
+                f"{type(scheduler).__name__} is no mmlab scheduler, or changes its plan during an epoch, which other "
+                "trainers cannot follow; use mmlab.make_scheduler(...)"
+            )
+        here, ranks = _place()
+        self.rank, self.world_size = (
+            here if rank is None else rank,
+            ranks if world_size is None else world_size,
+        )
+        self.scheduler = replace(scheduler, world_size=self.world_size)
+        own: Any = getattr(sizes, "sizes", sizes)  # a data set has them already
+        self.sizes = own if isinstance(own, SampleSizes) else sizes_of(sizes)  # type: ignore[arg-type]
+        self.num_epochs = num_epochs
+        self._most = max((len(self._plan(epoch)) for epoch in range(num_epochs or 0)), default=None)
+        self._start: int  # batches that the next iteration leaves out
+        self._begin(0)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, self._start = self._start, 0
+        return _Batches(self, start)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Plan this epoch; takes effect at the next iteration.
+
+        Raises:
+            OptionError: an epoch beyond `num_epochs` that needs more batches than those have.
+        """
+        if epoch != self.epoch:
+            self._begin(epoch)
+
+    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
+        """Epoch and batches done, for `load_state_dict`.
+
+        Args:
+            num_batches: trained in this epoch; None takes those that were drawn, which is more where workers load ahead.
+        """
+        done = self.num_drawn if num_batches is None else num_batches
+        plan = self._plan(self.epoch).state_dict(0)
+        return {"epoch": self.epoch, "num_batches": done, "world_size": self.world_size, "plan": plan}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin behind the batches that are done.
+
+        Raises:
+            DataError: the state is of other data, another seed, other options or another number of ranks.
+        """
+        self._begin(state["epoch"])
+        if (state["world_size"], state["plan"]) != (self.world_size, self._plan(self.epoch).state_dict(0)):
+            raise DataError(
+                f"cannot resume: the state is of other data, seed, scheduler options or ranks ({state['world_size']}, "
+                f"here {self.world_size}); resume with the same"
+            )
+        self._start = self.num_drawn = state["num_batches"]
+
+    @property
+    def sampler(self) -> PlannedSampler:
+        """Itself: accelerate and Lightning look for `set_epoch` at the sampler of a batch sampler."""
+        return self
+
+    @property
+    def batch_size(self) -> None:
+        """None: it varies. Who asks wants to share the batches among ranks, which is done already.
+
+        Raises:
+            OptionError: there are several ranks.
+        """
+        if self.world_size > 1:
+            raise OptionError(
+                f"these batches are rank {self.rank}'s of {self.world_size} already and must not be shared out again: "
+                "with accelerate use mmlab.integrations.prepare_loader(accelerator, loader), "
+                "with Lightning Trainer(use_distributed_sampler=False)"
+            )
+
+    def _begin(self, epoch: int) -> None:
+        whole = self._plan(epoch)
+        if self._most is not None and len(whole) != self._most:
+            if len(whole) > self._most:
+                raise OptionError(
+                    f"epoch {epoch} has {len(whole)} batches, the {self.num_epochs} epochs before at most {self._most}; "
+                    f"give num_epochs={epoch + 1} or more"
+                )
+            batches = split_evenly(whole.columns, self._most)
+            if self.world_size > 1:  # the batches of a step are neighbours
+                batches = self.scheduler.order_batches(self.sizes, batches, np.random.default_rng((epoch, 1)))
+            starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]
+            whole = BatchPlan.from_batches(starts, self.sizes, whole.limits)
+        self.epoch, self._start, self.num_drawn = epoch, 0, 0
+        self.plan = whole.shard(self.rank, self.world_size)  # of this rank, with the shapes of its batches
+
+    def _plan(self, epoch: int) -> BatchPlan:
+        return self.scheduler.plan(self.sizes, epoch=epoch)
+
+
+class _Batches(Iterator[list[int]]):
+    """Walks over an epoch; a `Stateful` iterator as torchdata understands it."""
+
+    def __init__(self, sampler: PlannedSampler, start: int) -> None:
+        self._sampler, self._epoch = sampler, sampler.epoch
+        self._walk(start)
+
+    def __next__(self) -> list[int]:
+        batch = next(self._left)
+        self._num += 1
+        if self._sampler.epoch == self._epoch:
+            self._sampler.num_drawn = self._num
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._sampler.state_dict(self._num)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._epoch, self._sampler._start = state["epoch"], 0
+        self._walk(state["num_batches"])
+
+    def _walk(self, start: int) -> None:
+        self._num, self._left = start, iter(self._sampler.plan.skip(start))
+
+
+def _place() -> tuple[int, int]:
+    """Rank and number of ranks of this process."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -1,0 +1,100 @@
+"""mmlab's batches in transformers' Trainer and in what derives from it, such as TRL's SFTTrainer."""
+
+from __future__ import annotations
+
+import math
+from inspect import signature
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from mmlab.errors import DataError, OptionError
+from mmlab.integrations.sampler import PlannedSampler, sample_sizes
+from mmlab.schedule.base import Scheduler
+from mmlab.types import Samples
+
+_SET_ANEW = {"batch_size", "batch_sampler", "sampler", "shuffle", "drop_last"}
+_OPTIONS = signature(DataLoader).parameters.keys() - _SET_ANEW - {"dataset"}
+
+
+class PlannedBatches:
+    """Put before a Trainer, it replaces that trainer's batches by a scheduler's; all else stays the trainer's own.
+
+    ::
+
+        class MyTrainer(mmlab.integrations.PlannedBatches, Trainer): ...
+
+        MyTrainer(model, args, train_dataset=dataset, data_collator=collate, scheduler=scheduler, sizes=sizes).train()
+
+    Every epoch has the same number of steps, so learning rates, `num_items_in_batch` and the Trainer's own skipping on
+    resume stay right; each process draws its own share and accelerate does not share it out again, whatever
+    `even_batches`, `split_batches` and `dispatch_batches` say. `per_device_train_batch_size` has no effect.
+
+    Args:
+        scheduler: `mmlab.make_scheduler(...)`; None leaves the trainer as it is.
+        sizes: of the training samples, in their order; None takes those of the data set (`MultimodalDataset`), or the
+            lengths of its column `input_ids`, as SFTTrainer makes it.
+
+    Raises:
+        DataError: sizes of another number of samples, or none to be found.
+        OptionError: a data set without length.
+    """
+
+    def __init__(
+        self, *args: Any, scheduler: Scheduler | None = None, sizes: Samples | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.batch_scheduler, self.sample_sizes = scheduler, sizes
+        self.planned: PlannedSampler | None = None  # once training has begun
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The trainer's own loader, with planned batches."""
+        from accelerate.data_loader import prepare_data_loader
+
+        trainer: Any = self
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        if self.batch_scheduler is None:
+            return loader
+        if not hasattr(loader.dataset, "__len__"):
+            raise OptionError(
+                "planned batches need a train_dataset with a length, found a stream; load it whole"
+            )
+        self.planned = self._make_sampler(trainer.train_dataset)
+        options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
+        planned = DataLoader(loader.dataset, batch_sampler=self.planned, **options)
+        device = trainer.accelerator.device
+        return prepare_data_loader(planned, device, num_processes=1, process_index=0, put_on_device=True)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of an optimizer step over all processes, on average: what the trainer computes samples/s from."""
+        if self.planned is None:
+            return super().get_total_train_batch_size(args)  # type: ignore[misc]
+        steps = math.ceil(len(self.planned) / args.gradient_accumulation_steps)
+        return max(1, round(len(self.planned.sizes) / steps))
+
+    def _make_sampler(self, dataset: Any) -> PlannedSampler:
+        args, sizes = self.args, self._find_sizes(dataset)  # type: ignore[attr-defined]
+        assert self.batch_scheduler is not None
+        place = {"rank": args.process_index, "world_size": args.world_size}
+        num_epochs = math.ceil(args.num_train_epochs)
+        if args.max_steps > 0:  # the first epoch is as short as any that is made as long as the longest
+            first = PlannedSampler(sizes, self.batch_scheduler, num_epochs=1, **place)
+            num_epochs = math.ceil(args.max_steps / math.ceil(len(first) / args.gradient_accumulation_steps))
+        sampler = PlannedSampler(sizes, self.batch_scheduler, num_epochs=num_epochs, **place)
+        if len(sampler.sizes) != len(dataset):
+            raise DataError(
+                f"sizes are of {len(sampler.sizes)} samples, the train_dataset has {len(dataset)}"
+            )
+        return sampler
+
+    def _find_sizes(self, dataset: Any) -> Samples:
+        if self.sample_sizes is not None:
+            return self.sample_sizes
+        if hasattr(dataset, "sizes"):
+            return dataset
+        if "input_ids" in (getattr(dataset, "column_names", None) or ()):
+            return sample_sizes([len(ids) for ids in dataset["input_ids"]])
+        raise DataError(
+            f"{type(dataset).__name__} does not tell the sizes of its samples; give sizes=, for example "
+            "mmlab.integrations.sample_sizes(num_tokens, height, width)"
+        )
