@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import mmlab
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError
@@ -206,6 +209,22 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     torch.testing.assert_close(model._pixels(batch), theirs, rtol=0, atol=1e-5)
     history = FusionTrainer(model, lr=1e-2, device="cpu").fit([batch] * 5)
     assert history[-1]["loss"] < history[0]["loss"]
+
+
+def test_the_lines_of_the_readme_train_a_model_of_transformers(records, monkeypatch):
+    page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    lines = page.partition("<!-- six lines -->\n\n```python\n")[2].partition("```")[0]
+    processor = make_processor("clip", load_tokenizer("builtin", records=records))
+    names = {"model": MODELS["clip"](processor.tokenizer), "processor": processor}
+    monkeypatch.setattr(mmlab, "read_records", lambda path: {"captions.json": records[:16]}[path])
+    for name in ("fit_time", "fit_memory"):  # shorter
+        short = {
+            "fit_time": {"num_probes": 9, "num_held_out": 1, "repeats": 2, "seconds": 2},
+            "fit_memory": {"num_held_out": 0},
+        }[name]
+        monkeypatch.setattr(mmlab, name, partial(getattr(mmlab, name), **short, device="cpu"))
+    exec(lines.replace('device="cuda"', 'device="cpu"').replace("bf16", "fp32"), names)
+    assert sum(step["num_samples"] for step in names["steps"]) == 3 * 16
 
 
 def test_a_processor_that_keeps_proportions_gives_aspect():
