@@ -45,6 +45,16 @@ def test_tests_that_a_document_names_exist(path: Path) -> None:
         assert f"def {name}(" in read(Path(file)) if name else (ROOT / file).is_file(), f"no {file}::{name}"
 
 
+def test_the_front_page_is_short_and_has_the_same_code_in_both_languages() -> None:
+    english, chinese = (read(Path(name)) for name in ("README.md", "README.zh-CN.md"))
+    assert len(english.splitlines()) <= 200
+    assert len(chinese.splitlines()) <= 200
+    code = re.compile(r"```.*?```", re.DOTALL)
+    assert code.findall(english) == code.findall(chinese)
+    figures = re.compile(r"\d+(?:\.\d+)? %|± [\d.]+|\((?:\d{3})\)|\d+ MiB")
+    assert set(figures.findall(chinese)) <= set(figures.findall(english)), "a figure of one page only"
+
+
 def test_no_tracked_file_names_a_machine_or_a_package_host() -> None:
     for path in tracked():
         if path.suffix in {".jpg", ".png", ".parquet", ".tar"}:
