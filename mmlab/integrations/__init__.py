@@ -13,5 +13,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "sampler": ["PlannedSampler", "sample_sizes"],
         "trainer": ["PlannedBatches"],
+        "trainer_events": ["TrainerEvents"],
+        "writer": ["RunWriter"],
     },
 )

@@ -80,7 +80,7 @@ class PlannedSampler(Sampler[list[int]]):
                 f"{type(scheduler).__name__} is no mmlab scheduler, or changes its plan during an epoch, which other "
                 "trainers cannot follow; use mmlab.make_scheduler(...)"
             )
-        here, ranks = _place()
+        here, ranks = place_of_process()
         self.rank, self.world_size = (
             here if rank is None else rank,
             ranks if world_size is None else world_size,
@@ -98,6 +98,7 @@ class PlannedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._start = self._start, 0
+        self.first = start
         return _Batches(self, start)
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,7 +132,7 @@ class PlannedSampler(Sampler[list[int]]):
                 f"cannot resume: the state is of other data, seed, scheduler options or ranks ({state['world_size']}, "
                 f"here {self.world_size}); resume with the same"
             )
-        self._start = self.num_drawn = state["num_batches"]
+        self._start = self.num_drawn = self.first = state["num_batches"]
 
     @property
     def sampler(self) -> PlannedSampler:
@@ -165,7 +166,8 @@ class PlannedSampler(Sampler[list[int]]):
                 batches = self.scheduler.order_batches(self.sizes, batches, np.random.default_rng((epoch, 1)))
             starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]
             whole = BatchPlan.from_batches(starts, self.sizes, whole.limits)
-        self.epoch, self._start, self.num_drawn = epoch, 0, 0
+        self.epoch, self._start = epoch, 0
+        self.first = self.num_drawn = 0  # batches before the last iteration, and before the next batch
         self.plan = whole.shard(self.rank, self.world_size)  # of this rank, with the shapes of its batches
 
     def _plan(self, epoch: int) -> BatchPlan:
@@ -198,7 +200,7 @@ class _Batches(Iterator[list[int]]):
         self._num, self._left = start, iter(self._sampler.plan.skip(start))
 
 
-def _place() -> tuple[int, int]:
+def place_of_process() -> tuple[int, int]:
     """Rank and number of ranks of this process."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from mmlab.errors import DataError
-from mmlab.integrations import PlannedBatches, PlannedSampler, sample_sizes
+from mmlab.integrations import PlannedBatches, PlannedSampler, TrainerEvents, sample_sizes
 from tests.integrations.tiny import LENGTHS, WORDS, Pairs, budget, clip, collate, flat, gpt2, sizes
 from tests.ranks import run_ranks
 
@@ -39,10 +39,23 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
     return TrainingArguments(**{**fixed, **options})
 
 
-def make(folder: Path | str, **options: Any) -> Any:
-    args = arguments(folder, **options)
+def make(
+    folder: Path | str,
+    *,
+    callbacks: Any = None,
+    eval_dataset: Any = None,
+    events: bool = False,
+    **options: Any,
+) -> Any:
     return PlannedTrainer(
-        clip(), args, train_dataset=Pairs(), data_collator=collate, scheduler=budget(), sizes=sizes()
+        clip(),
+        arguments(folder, **options),
+        train_dataset=Pairs(),
+        eval_dataset=eval_dataset,
+        data_collator=collate,
+        callbacks=[TrainerEvents()] if events else callbacks,
+        scheduler=budget(),
+        sizes=sizes(),
     )
 
 

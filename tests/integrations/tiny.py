@@ -54,7 +54,8 @@ class SeenCLIP(CLIPModel):
     """Keeps the rows of every batch that it was trained with."""
 
     def forward(self, rows: Tensor, **inputs: Any) -> Any:
-        self.__dict__.setdefault("seen", []).append(rows.tolist())
+        if self.training:
+            self.__dict__.setdefault("seen", []).append(rows.tolist())
         return super().forward(**inputs, return_loss=True)
 
 

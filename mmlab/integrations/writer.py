@@ -1,0 +1,199 @@
+"""Writes the events of a run that another trainer does, or a loop of your own: views follow it as they follow mmlab's.
+
+What a batch is made of (shape, padding, cost, predicted bytes) is read from its `PlannedSampler`'s plan: the tensors
+themselves are not looked at. Costs about 50 us a step; a GPU is synchronised at each step's end, for its time to be true.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from mmlab.comparison.run import Run
+from mmlab.integrations.sampler import PlannedSampler, place_of_process
+from mmlab.runs.events import EVENT_FILES
+from mmlab.runs.folders import fresh_folder
+from mmlab.runs.meters import LiveBytes, step_memory
+from mmlab.runs.monitor import DeviceMonitor
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.types import PATCH, CostModel
+
+
+class RunWriter:
+    """A context manager around a run; a step of it is one call.
+
+    ::
+
+        with RunWriter("runs/mine", sampler=sampler, num_steps=len(loader)) as run:
+            for batch in loader:
+                ...
+                run.step(loss=loss.item())
+                if run.stopped:  # by `mmlab.runs.control.send(folder, "stop")`, or the live panel
+                    break
+
+    Args:
+        folder: of the run; events of an earlier run there are moved to `previous-N`, unless this one goes on from it.
+        sampler: whose batches are trained.
+        memory: predicts a batch's peak in bytes from its shape; None takes the scheduler's, if that counts bytes.
+        live: measure each step's peak by counting live tensors (12 us an operation); else the peak is that of the
+            GPU's allocator, or of the process.
+        device: of the model.
+        step: steps that were done before, by the run that this one resumes.
+        about: keys of a `start` event: `num_steps`, `num_epochs`, `run_name`, ...
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        sampler: PlannedSampler | None = None,
+        memory: CostModel | None = None,
+        live: bool = False,
+        device: str | torch.device = "cpu",
+        step: int = 0,
+        **about: Any,
+    ) -> None:
+        self.sampler, self.device, self.stopped = sampler, torch.device(device), False
+        rank, self.world_size = place_of_process()
+        if rank == 0 and step == 0:
+            fresh_folder(Path(folder), (EVENT_FILES,))
+        if self.world_size > 1 and distributed.is_initialized():
+            distributed.barrier()
+        cost = None if sampler is None else sampler.plan.limits.cost
+        self._memory = memory if memory is not None or getattr(cost, "unit", "") != "bytes" else cost
+        self._live = LiveBytes() if live else None
+        self._run = Run(folder, rank=rank)
+        self._monitor = DeviceMonitor(self._run.emit, device=self.device, rank=rank)
+        self._plan: Any = None  # of which the columns below are
+        self._monitor.__enter__()
+        if self._live is not None:
+            self._live.__enter__()
+        about = {"run_name": Path(folder).resolve().name, **about}
+        if sampler is not None:
+            about = {"scheduler": type(sampler.scheduler).__name__.lower(), **about}
+        self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
+        self.is_open = True
+        atexit.register(self._close_at_exit)
+        self.leave_out_time()
+
+    def begin_step(self) -> None:
+        """The batch is there; the time since the step before was spent waiting for it."""
+        self._waited_s = time.perf_counter() - self._ended_s
+
+    def leave_out_time(self) -> None:
+        """What was done since the last step (evaluation, a checkpoint) is no part of the next one."""
+        self._ended_s, self._waited_s = time.perf_counter(), 0.0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if self._live is not None:
+            self._live.reset_peak()
+
+    def step(self, num_batches: int = 1, *, start: int | None = None, **values: Any) -> None:
+        """Write a step; waits while the run is paused.
+
+        Args:
+            num_batches: of gradient accumulation.
+            start: batches of the epoch before this step; None counts on.
+            values: keys of a `step` event, such as `loss`, `lr` and `grad_norm`; `num_samples` where there is no plan.
+        """
+        self.write_step({**self.measure(num_batches, start=start), **values})
+
+    def measure(self, num_batches: int = 1, *, start: int | None = None) -> dict[str, Any]:
+        """What is known at a step's end without its loss: time, memory and the plan; the next step begins."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        step_s = time.perf_counter() - self._ended_s
+        values = self._planned(num_batches, start) | {"step_s": step_s, "data_wait_s": self._waited_s}
+        values |= step_memory(self.device, self._live)
+        self._run.step += 1
+        self.stopped = self._run.control.wait_if_paused_or_stop(
+            agree=self._agree, emit=lambda kind, found: self._run.write(kind, **found)
+        )
+        self.leave_out_time()
+        return values
+
+    def write_step(self, values: Mapping[str, Any]) -> None:
+        """Write what `measure` gave, and more, as the event of the last step."""
+        speed = {"samples_per_s": values["num_samples"] / values["step_s"]} if "num_samples" in values else {}
+        self._run.write("step", **speed, **values)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Write another event, such as `eval`; its time is no part of the next step."""
+        self._run.write(kind, **values)
+        self.leave_out_time()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write how the run ended: done, stopped, or failed by this error."""
+        if self.is_open:
+            self.is_open = False
+            atexit.unregister(self._close_at_exit)
+            if self._live is not None:
+                self._live.__exit__(None, None, None)
+            self._monitor.__exit__()
+            self._run.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def _close_at_exit(self) -> None:
+        self.close(getattr(sys, "last_value", None))
+
+    def _agree(self, level: float) -> float:
+        """The largest of the ranks' numbers."""
+        if self.world_size == 1 or not distributed.is_initialized():
+            return level
+        shared = torch.tensor(level, device=self.device)
+        distributed.all_reduce(shared, distributed.ReduceOp.MAX)
+        return shared.item()
+
+    def _planned(self, num_batches: int, start: int | None) -> dict[str, Any]:
+        """What the plan says of the next batches."""
+        if self.sampler is None:
+            return {"num_batches": num_batches}
+        if self._plan is not self.sampler.plan:
+            self._plan, self._next = self.sampler.plan, self.sampler.first
+            shapes, sizes, batches = self._plan.shape_columns, self.sampler.sizes, self._plan.columns
+            patches = -(-sizes.height // PATCH) * -(-sizes.width // PATCH)
+            columns = [batches.totals(column[batches.order]) for column in (sizes.num_tokens, patches)]
+            columns += [
+                shapes[:, 0] * shapes[:, 1],
+                shapes[:, 0] * -(-shapes[:, 2] // PATCH) * -(-shapes[:, 3] // PATCH),
+            ]
+            self._counts = np.stack([*columns, batch_costs(PaddedTokens(), shapes)])
+        start = self._next if start is None else start
+        self._next = start + num_batches
+        shapes = self._plan.shape_columns[start : self._next]
+        if not len(shapes):
+            return {"num_batches": num_batches}
+        tokens, patches, text, image, cost = self._counts[:, start : self._next].sum(1)
+        predicted = {}
+        if self._memory is not None:
+            predicted["predicted_bytes"] = int(batch_costs(self._memory, shapes).max())
+        return {
+            "epoch": self.sampler.epoch,
+            "num_samples": int(shapes[:, 0].sum()),
+            "num_batches": num_batches,
+            **dict(zip(("num_tokens", "height", "width"), shapes[:, 1:].max(0).tolist(), strict=True)),
+            "text_waste": 1 - tokens / text if text else 0.0,
+            "image_waste": 1 - patches / image if image else 0.0,
+            "combined_waste": 1 - (tokens + patches) / (text + image),
+            "predicted_cost": cost,
+            **predicted,
+        }
+
+
+def planned_sampler(loader: Any) -> PlannedSampler | None:
+    """The planned sampler of a DataLoader, if it has one."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, PlannedSampler) else None

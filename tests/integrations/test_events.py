@@ -1,0 +1,163 @@
+"""Events of other trainers' runs: every step, its loss, its batch as planned, memory; pause, stop and failure."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from mmlab.integrations import PlannedSampler, RunWriter, TrainerEvents, sample_sizes
+from mmlab.runs import RunState, read_events
+from mmlab.runs.control import send
+from mmlab.runs.summaries import summarize
+from mmlab.schedule import MaxPolynomial, make_scheduler
+from tests.integrations.test_trainer import make
+from tests.integrations.tiny import LENGTHS, Pairs, budget, collate, flat, sizes
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
+
+
+def bytes_of(rows: float = 100.0) -> MaxPolynomial:
+    return MaxPolynomial([[1e3, rows]], [(0, 0, 0), (1, 1, 0)], unit="bytes")
+
+
+def state_of(folder: Path) -> RunState:
+    state = RunState(folder)
+    state.poll()
+    return state
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_trainers_run_tells_each_steps_loss_batch_and_memory(tmp_path: Path, accumulation: int) -> None:
+    trainer = make(
+        tmp_path,
+        num_train_epochs=2,
+        gradient_accumulation_steps=accumulation,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        callbacks=[TrainerEvents(memory=bytes_of(), live=True)],
+        eval_dataset=Pairs(),
+    )
+    trainer.train()
+    state = state_of(tmp_path)
+    assert state.status == "done"
+    assert state.count("step") == trainer.state.global_step
+    assert state.count("eval") == state.count("epoch") == state.count("checkpoint") == 2
+    losses = [found["loss"] for found in trainer.state.log_history if "loss" in found]
+    assert state.column("loss").tolist() == pytest.approx(losses)
+    num = len(trainer.planned)
+    batches = trainer.model.seen
+    windows = [
+        flat(batches[epoch * num + start : epoch * num + min(num, start + accumulation)])
+        for epoch in range(2)
+        for start in range(0, num, accumulation)
+    ]
+    trained = [len(window) for window in windows]
+    longest = [max(LENGTHS[row] for row in window) for window in windows]
+    assert state.column("num_samples").tolist() == trained
+    assert state.column("num_tokens").tolist() == longest
+    assert set(state.column("epoch").tolist()) == {0.0, 1.0}
+    assert (state.column("peak_bytes") > 0).all()
+    assert (state.column("predicted_bytes") > 1e3).all()
+    assert state.latest("step")["memory_source"] == "live tensors"
+    assert (state.column("step_s") >= state.column("data_wait_s")).all()
+    row = summarize(state)
+    assert row["planned_steps"] == row["steps"]
+    assert 0 < row["text_waste"] < 1
+
+
+def test_the_padding_that_is_told_is_that_of_the_batches(tmp_path: Path) -> None:
+    sampler = PlannedSampler(sizes(), budget())
+    with RunWriter(tmp_path, sampler=sampler) as run:
+        for batch in DataLoader(Pairs(), batch_sampler=sampler, collate_fn=collate):
+            run.begin_step()
+            run.step(loss=1.0, user_waste=1 - batch["attention_mask"].float().mean().item())
+    state = state_of(tmp_path)
+    assert state.column("text_waste").tolist() == pytest.approx(state.column("user_waste").tolist(), abs=1e-6)
+    assert state.column("image_waste").max() == 0
+
+
+def test_a_trainer_that_resumes_goes_on_in_its_file(tmp_path: Path) -> None:
+    stop = 5
+    make(
+        tmp_path, num_train_epochs=1, max_steps=stop, save_steps=stop, save_strategy="steps", events=True
+    ).train()
+    second = make(tmp_path, num_train_epochs=1, events=True)
+    second.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{stop}")
+    state = state_of(tmp_path)
+    assert state.column("step").tolist() == list(range(1, second.state.max_steps + 1))
+    assert state.column("num_samples").sum() == len(LENGTHS)
+    make(tmp_path, num_train_epochs=1, events=True).train()
+    assert (tmp_path / "previous-1" / "events-rank0.jsonl").exists()
+
+
+def test_a_trainer_stops_when_it_is_told_to(tmp_path: Path) -> None:
+    class Stopping(TrainerEvents):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 3:
+                send(tmp_path, "stop")
+            super().on_step_begin(args, state, control, **more)
+
+    trainer = make(tmp_path, num_train_epochs=2, callbacks=[Stopping()])
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert state_of(tmp_path).status == "stopped"
+
+
+def test_an_own_loop_writes_stops_pauses_and_says_why_it_failed(tmp_path: Path) -> None:
+    def fail() -> None:
+        with RunWriter(tmp_path / "failed", num_steps=3) as run:
+            run.step(loss=2.0, num_samples=8)
+            raise ZeroDivisionError("no more")
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    state = state_of(tmp_path / "failed")
+    assert state.status == "failed"
+    assert "no more" in state.latest("end")["traceback"]
+    assert state.latest("step")["samples_per_s"] > 0
+
+    folder = tmp_path / "paused"
+    with RunWriter(folder) as run:
+        send(folder, "pause")
+        threading.Timer(0.3, send, (folder, "resume")).start()
+        started = time.perf_counter()
+        run.step(loss=1.0, num_samples=1)
+        assert time.perf_counter() - started >= 0.2
+        run.step(loss=1.0, num_samples=1)
+        send(folder, "stop")
+        run.step(loss=math.nan, num_samples=1)
+        assert run.stopped
+    state = state_of(folder)
+    assert (state.status, state.count("pause"), state.count("resume")) == ("stopped", 1, 1)
+    assert state.column("step_s")[1] < state.latest("resume")["paused_s"]
+
+
+def test_memory_of_a_scheduler_that_counts_bytes_is_the_prediction(tmp_path: Path) -> None:
+    cost = bytes_of()
+    sampler = PlannedSampler(
+        sample_sizes(LENGTHS, 16, 16), make_scheduler("budget", budget=20_000, cost=cost)
+    )
+    with RunWriter(tmp_path, sampler=sampler) as run:
+        for _ in sampler:
+            run.step()
+    found = state_of(tmp_path).column("predicted_bytes")
+    assert found.tolist() == [int(cost(shape)) for shape in sampler.plan.shapes]
+
+
+def test_a_crash_of_the_process_is_told(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        f"from mmlab.integrations import RunWriter; RunWriter({str(tmp_path)!r}); raise ValueError('broken')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
+    events, _ = read_events(tmp_path / "events-rank0.jsonl")
+    assert events[-1].values["status"] == "failed"
+    assert events[-1].values["message"] == "broken"
