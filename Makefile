@@ -30,14 +30,14 @@ lab: $(READY)  ## open JupyterLab at the first notebook
 # and notebooks run beside them. What measures time, or fills the machine itself, runs alone at the end.
 test: lint chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests
 	@$(MAKE) --no-print-directory -j2 suite notebooks BESIDE=1
-	$(BIN)/python -m pytest --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
+	$(BIN)/python -m pytest -p no:nbval --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
 
 .PHONY: suite
 suite: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=25 -m "not serial"
+	$(BIN)/python -m pytest -p no:nbval -n 3 --dist loadfile --durations=25 -m "not serial"
 
 check: lint  ## the inner loop: lint, format, types, layers, documents, and the tests of schedule, data and runs
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
+	$(BIN)/python -m pytest -p no:nbval -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
 
 .PHONY: lint
 lint: $(READY)
@@ -51,7 +51,7 @@ notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs 
 		$(if $(BESIDE),| { said=$$(cat); echo "$$said"; })
 
 browser: $(READY) chromium  ## drive the live panel in a real JupyterLab
-	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m pytest -p no:nbval tests/browser
 
 .PHONY: chromium
 chromium: $(READY)  ## get the browser that the tests drive, where there is none

@@ -8,6 +8,7 @@ the process of the tests itself is killed.
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -156,6 +157,7 @@ def _on_rank(
     )  # which may be ignored where the tests were started
     os.environ.clear()
     os.environ |= variables
+    gc.freeze()  # what the server has imported stays
     torch.set_num_threads(1)
     try:
         if store:

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from playwright.sync_api import Browser, Locator, Page, Playwright, expect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +146,8 @@ class Notebook:
 
     def create(self, cells: Sequence[str] = ()) -> Notebook:
         """A new notebook with cells of code that nobody has run."""
+        import nbformat  # takes two CPU seconds; every process of the tests reads this file
+
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells])
         notebook.metadata["kernelspec"] = {
             "name": "python3",

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
 from PIL import Image
@@ -461,6 +460,8 @@ def test_a_saved_notebook_keeps_table_and_picture_of_what_has_ended(notebook: No
         expect(saved.get_by_role("cell", name=name)).to_be_visible()
     notebook.do("docmanager:save")
     notebook.page.wait_for_function("() => !jupyterapp.shell.currentWidget.context.model.dirty")
+    import nbformat
+
     written = nbformat.read(notebook.server.files / notebook.name, as_version=4).cells[number].outputs
     assert any("data:image/png" in output.data.get("text/html", "") for output in written)
     gone = "bundle = {'application/vnd.jupyter.widget-view+json': {'model_id': 'gone', 'version_major': 2, 'version_minor': 0}}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
@@ -25,6 +24,8 @@ display(LivePanel("budget"), lab.panel())
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory, scenes: Path) -> Iterator[Server]:
     """Voila, serving one notebook: a panel of a finished run, and a lab that nobody has started."""
+    import nbformat
+
     folder = tmp_path_factory.mktemp("voila")
     (folder / "files").mkdir()
     write_run(folder / "files" / "budget", 40)

@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import nbformat
 import psutil
 import pytest
 
@@ -26,6 +25,8 @@ needs_voila = pytest.mark.skipif(importlib.util.find_spec("voila") is None, reas
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Path:
+    import nbformat
+
     path = tmp_path / "page.ipynb"
     cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell("print(6 * 7, 'is shown')")]
     made = nbformat.v4.new_notebook(cells=cells)
