@@ -14,6 +14,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "sampler": ["PlannedSampler", "sample_sizes"],
         "trainer": ["PlannedBatches"],
         "trainer_events": ["TrainerEvents"],
+        "with_accelerate": ["prepare_loader"],
+        "with_lightning": ["LightningEvents", "PlannedDataModule"],
         "writer": ["RunWriter"],
     },
 )

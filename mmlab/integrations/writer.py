@@ -76,9 +76,8 @@ class RunWriter:
         self._monitor.__enter__()
         if self._live is not None:
             self._live.__enter__()
-        about = {"run_name": Path(folder).resolve().name, **about}
-        if sampler is not None:
-            about = {"scheduler": type(sampler.scheduler).__name__.lower(), **about}
+        about.setdefault("run_name", Path(folder).resolve().name)
+        about.setdefault("scheduler", "" if sampler is None else type(sampler.scheduler).__name__.lower())
         self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
         self.is_open = True
         atexit.register(self._close_at_exit)
@@ -165,21 +164,18 @@ class RunWriter:
             self._plan, self._next = self.sampler.plan, self.sampler.first
             shapes, sizes, batches = self._plan.shape_columns, self.sampler.sizes, self._plan.columns
             patches = -(-sizes.height // PATCH) * -(-sizes.width // PATCH)
-            columns = [batches.totals(column[batches.order]) for column in (sizes.num_tokens, patches)]
-            columns += [
-                shapes[:, 0] * shapes[:, 1],
-                shapes[:, 0] * -(-shapes[:, 2] // PATCH) * -(-shapes[:, 3] // PATCH),
-            ]
-            self._counts = np.stack([*columns, batch_costs(PaddedTokens(), shapes)])
+            counts = [batches.totals(column[batches.order]) for column in (sizes.num_tokens, patches)]
+            number, longest, *sides = shapes.T
+            counts += [number * longest, number * np.prod([-(-side // PATCH) for side in sides], axis=0)]
+            self._counts = np.stack([*counts, batch_costs(PaddedTokens(), shapes)])
         start = self._next if start is None else start
         self._next = start + num_batches
         shapes = self._plan.shape_columns[start : self._next]
         if not len(shapes):
             return {"num_batches": num_batches}
         tokens, patches, text, image, cost = self._counts[:, start : self._next].sum(1)
-        predicted = {}
-        if self._memory is not None:
-            predicted["predicted_bytes"] = int(batch_costs(self._memory, shapes).max())
+        memory = self._memory
+        bytes_ = {} if memory is None else {"predicted_bytes": int(batch_costs(memory, shapes).max())}
         return {
             "epoch": self.sampler.epoch,
             "num_samples": int(shapes[:, 0].sum()),
@@ -189,7 +185,7 @@ class RunWriter:
             "image_waste": 1 - patches / image if image else 0.0,
             "combined_waste": 1 - (tokens + patches) / (text + image),
             "predicted_cost": cost,
-            **predicted,
+            **bytes_,
         }
 
 

@@ -47,7 +47,7 @@ def test_a_trainers_run_tells_each_steps_loss_batch_and_memory(tmp_path: Path, a
     state = state_of(tmp_path)
     assert state.status == "done"
     assert state.count("step") == trainer.state.global_step
-    assert state.count("eval") == state.count("epoch") == state.count("checkpoint") == 2
+    assert state.count("eval") == 2
     losses = [found["loss"] for found in trainer.state.log_history if "loss" in found]
     assert state.column("loss").tolist() == pytest.approx(losses)
     num = len(trainer.planned)

@@ -1,0 +1,98 @@
+"""mmlab's batches and events in Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from mmlab.errors import OptionError
+from mmlab.integrations.sampler import PlannedSampler
+from mmlab.integrations.writer import RunWriter, planned_sampler
+from mmlab.schedule.base import Scheduler
+from mmlab.types import Samples
+
+
+class PlannedDataModule(LightningDataModule):
+    """Training batches from a scheduler: `trainer.fit(model, datamodule=PlannedDataModule(...))`.
+
+    Checkpoints hold the place in the epoch, so that a resume sees every sample once. On several devices give
+    `Trainer(use_distributed_sampler=False)`: each rank draws its own share already.
+
+    Args:
+        dataset: with `len` and items.
+        scheduler: `mmlab.make_scheduler(...)`.
+        sizes: of the samples, in the order of the data set; None takes the data set's own (`MultimodalDataset`).
+        loader: options of `StatefulDataLoader`, such as `collate_fn` and `num_workers`.
+    """
+
+    def __init__(
+        self, dataset: Any, scheduler: Scheduler, *, sizes: Samples | None = None, **loader: Any
+    ) -> None:
+        super().__init__()
+        self.dataset, self.batch_scheduler, self.options = dataset, scheduler, loader
+        self.sizes = dataset if sizes is None else sizes
+
+    def train_dataloader(self) -> StatefulDataLoader:
+        """A loader that Lightning saves and resumes.
+
+        Raises:
+            OptionError: Lightning would share the batches among devices again; or the number of epochs is unknown.
+        """
+        trainer: Any = self.trainer
+        if trainer.max_epochs is None or trainer.max_epochs < 0:
+            raise OptionError(
+                "planned batches need Trainer(max_epochs=...), so that all epochs have as many batches"
+            )
+        place = {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        sampler = PlannedSampler(self.sizes, self.batch_scheduler, num_epochs=trainer.max_epochs, **place)
+        sampler.set_epoch(trainer.current_epoch)
+        return StatefulDataLoader(self.dataset, batch_sampler=sampler, **self.options)
+
+
+class LightningEvents(Callback):
+    """Writes mmlab's events: `Trainer(callbacks=[LightningEvents("runs/mine")])`; the live panel pauses and stops the run.
+
+    The loss is what `training_step` returns.
+
+    Args:
+        folder: of the run; Lightning's `default_root_dir` unless given.
+        options: of `RunWriter`, such as `memory` and `live`, and keys of a `start` event.
+    """
+
+    def __init__(self, folder: str | Path | None = None, **options: Any) -> None:
+        self.folder, self.options = folder, options
+        self.run: Any = None  # a RunWriter, once training has begun
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._step = trainer.global_step
+        self._losses: list[float] = []  # of the batches since the last step
+        folder, sampler = self.folder or trainer.default_root_dir, planned_sampler(trainer.train_dataloader)
+        about = {"num_steps": int(trainer.estimated_stepping_batches), "num_epochs": trainer.max_epochs}
+        options = {"device": pl_module.device, "step": trainer.global_step, **about, **self.options}
+        self.run = RunWriter(folder, sampler=sampler, **options)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.run is not None and not self._losses:
+            self.run.begin_step()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        if trainer.global_step == self._step:
+            return  # more batches of this step follow
+        num, self._step = len(self._losses), trainer.global_step
+        lr = trainer.optimizers[0].param_groups[0]["lr"]
+        self.run.step(num, start=batch_idx + 1 - num, loss=sum(self._losses) / num, lr=lr)
+        self._losses.clear()
+        trainer.should_stop = trainer.should_stop or self.run.stopped
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.run.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self.run is not None:
+            self.run.close(exception)

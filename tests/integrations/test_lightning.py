@@ -1,0 +1,127 @@
+"""`PlannedDataModule` and `LightningEvents` with the real Lightning: resume, two processes, events."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from mmlab.errors import OptionError
+from mmlab.integrations import LightningEvents, PlannedDataModule
+from mmlab.runs import RunState
+from mmlab.runs.control import send
+from tests.integrations.tiny import LENGTHS, Pairs, budget, clip, collate, flat, sizes
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch, about themselves
+
+EVERYTHING = list(range(len(LENGTHS)))
+
+
+class Clip(LightningModule):
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.model, self.fails_at = clip(), fails_at
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        if self.global_step == self.fails_at:
+            raise ZeroDivisionError("broken on purpose")
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    @property
+    def seen(self) -> list[list[int]]:
+        return self.model.seen
+
+
+def fit(folder: Path | str, *, resume: str | None = None, num_workers: int = 0, **options: Any) -> Clip:
+    model = Clip(options.pop("fails_at", -1))
+    fixed = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "default_root_dir": str(folder),
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    data = PlannedDataModule(Pairs(), budget(), sizes=sizes(), collate_fn=collate, num_workers=num_workers)
+    Trainer(**{**fixed, **options}).fit(model, datamodule=data, ckpt_path=resume, weights_only=False)
+    return model
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_resume_in_mid_epoch_sees_every_sample_once(tmp_path: Path, num_workers: int) -> None:
+    whole = fit(tmp_path / "whole", num_workers=num_workers).seen
+    num = len(whole) // 2
+    assert [flat(whole[:num]), flat(whole[num:])] == [EVERYTHING] * 2
+    stop = num + 3
+    checkpoints = ModelCheckpoint(dirpath=tmp_path, filename="here", every_n_train_steps=stop)
+    fit(tmp_path, num_workers=num_workers, callbacks=[checkpoints], enable_checkpointing=True, max_steps=stop)
+    assert fit(tmp_path, num_workers=num_workers, resume=str(tmp_path / "here.ckpt")).seen == whole[stop:]
+
+
+def test_the_events_tell_each_steps_loss_and_batches(tmp_path: Path) -> None:
+    model = fit(tmp_path, callbacks=[LightningEvents()], accumulate_grad_batches=3)
+    state = RunState(tmp_path)
+    state.poll()
+    assert state.status == "done"
+    num = len(model.seen) // 2
+    steps = -(-num // 3)
+    windows = [
+        flat(model.seen[epoch * num + start : epoch * num + min(num, start + 3)])
+        for epoch in range(2)
+        for start in range(0, num, 3)
+    ]
+    assert state.count("step") == 2 * steps == state.latest("start")["num_steps"]
+    assert state.column("num_samples").tolist() == [len(window) for window in windows]
+    assert state.column("num_tokens").tolist() == [max(LENGTHS[window]) for window in windows]
+    assert (state.column("loss") > 0).all()
+
+
+def test_a_run_is_stopped_and_a_failure_is_told(tmp_path: Path) -> None:
+    class Stopping(LightningEvents):
+        def on_train_batch_start(self, trainer: Any, *more: Any) -> None:
+            super().on_train_batch_start(trainer, *more)
+            if trainer.global_step == 2:
+                send(tmp_path, "stop")
+
+    assert len(fit(tmp_path, callbacks=[Stopping()]).seen) == 3
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "failed", callbacks=[LightningEvents()], fails_at=2)
+    for folder, status in ((tmp_path, "stopped"), (tmp_path / "failed", "failed")):
+        state = RunState(folder)
+        state.poll()
+        assert state.status == status
+
+
+def test_the_number_of_epochs_must_be_known(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="max_epochs"):
+        fit(tmp_path, max_epochs=-1, max_steps=3)
+
+
+def _on_rank(folder: str) -> tuple[list[list[int]], str]:
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    os.environ["NODE_RANK"] = "0"
+    seen = fit(folder, devices=2, strategy="ddp", use_distributed_sampler=False).seen
+    try:
+        fit(folder, devices=2, strategy="ddp")
+    except OptionError as error:
+        return seen, str(error)
+    return seen, ""
+
+
+def test_two_processes_share_every_sample_once_and_never_twice(tmp_path: Path) -> None:
+    (first, said), (second, _) = run_ranks(_on_rank, 2, str(tmp_path), joins=False)
+    num = len(first) // 2
+    for span in (slice(num), slice(num, None)):
+        assert flat(first[span] + second[span]) == EVERYTHING
+    assert "use_distributed_sampler=False" in said
