@@ -2,12 +2,13 @@
 
     python benchmarks/seconds.py [--quick] [--only PART] [--json FILE | --out DIR]
 
-Three parts, on this machine. `steps`: a time model is fitted to 16 short steps of each model and held against eight
+Five parts, on this machine. `steps`: a time model is fitted to 16 short steps of each model and held against eight
 shapes that it has not seen. `epochs`: real epochs on generated scenes, from a cache of decoded images, under every
 scheduler in turns, loaded by the training thread or by one beside it; the seconds of each beside those that its plan
-promises. `roofline`: seconds from traces alone, with
-the device's rates calibrated by measured steps of one preset, against those of the others. Every repetition is kept. A
-busy machine is stated by the spread of its repeats, and spoils every figure here.
+promises. `roofline`: seconds from traces alone, with the device's rates calibrated by measured steps of one preset,
+against those of the others. `arms`: epochs under `fastest` and other schedulers at one predicted peak memory.
+`planning`: how long `fastest` plans ten million samples. Every repetition is kept. A busy machine is stated by the spread
+of its repeats, and spoils every figure here.
 Run it with OMP_WAIT_POLICY=PASSIVE, as `make bench` does.
 Exit code: 0 done, whether or not every goal is met.
 """
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from _common import add_common_options, goal, print_goals, write_if_asked
+from _seconds_arms import arms, judge_arms, planning
 from torch import nn
 from transformers import CLIPConfig, CLIPModel
 
@@ -65,7 +67,9 @@ CLEAR_RATIO = 0.05  # between epochs whose order has to be predicted
 def main() -> None:
     """Run every part, print rows and goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_common_options(parser, "seconds", quick="tiny alone in `epochs`, fewer repeats; about three minutes")
+    add_common_options(
+        parser, "seconds", quick="tiny alone in `epochs` and `arms`, fewer repeats; some minutes"
+    )
     parser.add_argument("--only", choices=PARTS, help="one part")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -89,7 +93,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
     for name, (model, sizes) in cases.items():
         started = time.perf_counter()
         fitted = fit_time(
-            model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=15 if quick else 40, progress=False
+            model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=15 if quick else 50, progress=False
         )
         rows.append(
             {
@@ -183,10 +187,10 @@ def roofline(quick: bool) -> list[dict[str, Any]]:
         tracer = StepTracer(preset(name), device="cpu")
         traces = [tracer(BatchShape(*shape)) for shape in shapes.tolist()]
         trainer = FusionTrainer(preset(name), device="cpu", lr=0.0)
-        _, times = measure_steps(
+        first_s, times = measure_steps(
             trainer, shapes, repeats=3 if quick else 6, seconds=15 if quick else 40, progress=False
         )
-        found[name] = (traces, *low_seconds(times))
+        found[name] = (traces, *low_seconds(np.column_stack([first_s, times])))
     rows = []
     for source in PRESETS:
         calibrated = assumed.calibrated(*found[source][:2])
@@ -284,7 +288,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         measured = f"{clear - len(wrong)} of {clear} pairs" + (f", not {', '.join(wrong)}" if wrong else "")
         name = f"{what}: order of schedulers more than 5 % apart"
         goals.append(goal(name, "as predicted", measured, not wrong))
-    return goals
+    return goals + judge_arms(rows)
 
 
 def compare_orders(rows: list[dict[str, Any]]) -> tuple[int, list[str]]:
@@ -307,7 +311,7 @@ def shown(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-PARTS = {"steps": steps, "epochs": epochs, "roofline": roofline}
+PARTS = {"steps": steps, "epochs": epochs, "roofline": roofline, "arms": arms, "planning": planning}
 HIDDEN = {"coefficients", "exponents", "all_measured_s", "all_predicted_s", "rates"}
 
 if __name__ == "__main__":

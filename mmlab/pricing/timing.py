@@ -59,7 +59,7 @@ def fit_time(
     num_probes: int = 16,
     num_held_out: int = 8,
     repeats: int = 8,
-    seconds: float = 40.0,
+    seconds: float = 50.0,
     loading: Mapping[str, float] | None = None,
     progress: bool = True,
     **options: Any,
@@ -95,7 +95,8 @@ def fit_time(
     shapes = probe_shapes(sizes, num_probes + num_held_out, cost or PaddedTokens(patch), budget)
     trainer = timed_trainer(model, **options)
     first_s, times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
-    low_s, spread_ratio = low_seconds(times)
+    # other work spoils later rounds as often as new shapes the first one
+    low_s, spread_ratio = low_seconds(np.column_stack([first_s, times]))
     rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
     held_out = {}
     if num_held_out:
@@ -199,7 +200,8 @@ def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]
     Args:
         times: (n, r) seconds of r repeats of n shapes.
     """
-    low_s, high_s = np.quantile(times, [_LOW_QUANTILE, 1 - _LOW_QUANTILE], axis=1)
+    low_s = np.quantile(times, _LOW_QUANTILE, axis=1, method="lower")  # of few repeats the shortest
+    high_s = np.quantile(times, 1 - _LOW_QUANTILE, axis=1)
     spread_ratio = float(np.median(high_s / low_s)) - 1
     if spread_ratio > _NOISY_RATIO:
         warnings.warn(

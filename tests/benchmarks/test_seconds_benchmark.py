@@ -46,3 +46,28 @@ def test_the_model_that_was_calibrated_on_is_not_judged(script):
         for name, ratio in (("tiny", 0.9), ("small", 0.1), ("resnet18", 0.3))
     ]
     assert [goal["met"] for goal in script.judge(rows)] == [True, False]
+
+
+def arm(scheduler: str, *, all_s: list[float]) -> dict[str, Any]:
+    return {
+        "kind": "arms",
+        "model": "tiny",
+        "data": "scenes",
+        "scheduler": scheduler,
+        "all_measured_s": all_s,
+    }
+
+
+def test_fastest_is_judged_by_rounds_in_pairs(script):
+    fastest = arm("fastest", all_s=[1.0, 2.0, 4.0])  # the machine slows down, for all arms alike
+    rows = [arm("random", all_s=[1.5, 3.0, 6.0]), arm("bucket", all_s=[1.01, 2.02, 4.04]), fastest]
+    rows += [arm("sorted", all_s=[0.8, 3.0, 4.0])]
+    random, bucket, noisy = script.judge(rows)
+    assert (random["met"], bucket["met"], noisy["met"]) == (True, True, False)
+    assert random["measured"] == "1.500, interval from 1.500"
+
+
+def test_planning_is_judged_by_the_number_of_samples(script):
+    row = {"kind": "planning", "num_samples": 1_000_000, "epoch_cpu_s": [1.6], "first_batch_ms": [20.0]}
+    cpu, first = script.judge([row])
+    assert (cpu["goal"], cpu["met"], first["met"]) == ("<= 1.5", False, True)

@@ -1,0 +1,238 @@
+"""`fastest` beside other schedulers at one predicted peak memory, epoch for epoch; and how long it plans.
+
+Samples lie in memory before the clock starts and are collated in the training thread, so that what is compared is the
+batches alone. Generated scenes are real images; on the COCO lengths and the wide mix pixels and tokens are noise of the
+data's sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from math import exp, sqrt
+from pathlib import Path
+from statistics import mean, median, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from _common import COCO_LENGTHS, goal
+from learning import T_95
+from schedulers import in_own_process, wide_sizes
+from torch import nn
+
+from mmlab.comparison.sizing import largest_that
+from mmlab.data.collate import Sample, collate
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
+from mmlab.data.synthetic import make_dataset
+from mmlab.model.presets import build_model
+from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.timing import fit_time
+from mmlab.schedule.base import Scheduler
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.preview import read_lengths
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.loop import FusionTrainer
+from mmlab.types import Aspect, SampleSizes
+
+SIDE = 80  # of images, pixels
+VOCAB_SIZE = 1000  # of noise
+BATCH_SIZE = 32  # of `random`, whose predicted peak is the limit of all
+ARMS = ("random", "sorted", "bucket", "budget", "fastest")
+NUM_SAMPLES = {"tiny": 1000, "small": 500}
+NUM_ROUNDS = {"tiny": 5, "small": 3}  # measured, after one that warms up
+OVER_RANDOM, OVER_OTHERS, LOWER_END = 1.4, 1.0, 0.97
+TEN_MILLION, PLANNING_S, FIRST_BATCH_MS = 10_000_000, 15.0, 60.0
+
+
+def arms(quick: bool) -> Iterator[dict[str, Any]]:
+    """A row for every data set, model and scheduler."""
+    for model_name in ("tiny",) if quick else NUM_SAMPLES:
+        num_samples = 100 if quick else NUM_SAMPLES[model_name]
+        torch.manual_seed(0)
+        model = build_model(model_name, vocab_size=VOCAB_SIZE)
+        memory = fit_memory(model, num_held_out=0, progress=False, device="cpu")
+        with TemporaryDirectory() as temporary:
+            for data, samples, sizes in islice(data_sets(Path(temporary), num_samples), 1 if quick else None):
+                num_rounds = 2 if quick else NUM_ROUNDS[model_name]
+                for row in compared(
+                    model, memory, samples, sizes, num_rounds=num_rounds, fit_s=3 if quick else 20
+                ):
+                    yield {
+                        "kind": "arms",
+                        "data": data,
+                        "model": model_name,
+                        "num_samples": len(sizes),
+                        **row,
+                    }
+
+
+def data_sets(folder: Path, num_samples: int) -> Iterator[tuple[str, list[Sample], SampleSizes]]:
+    """Name, decoded samples and their sizes."""
+    scenes = make_dataset(
+        folder / "scenes",
+        num_images=num_samples // 5,
+        val_fraction=0,
+        max_side=160,
+        num_workers=0,
+        progress=False,
+    )
+    dataset = MultimodalDataset(read_records(scenes, progress=False), image_policy=Aspect(SIDE**2))
+    yield "scenes", [dataset[row] for row in range(len(dataset))], dataset.sizes
+    lengths = {"COCO lengths": read_lengths(COCO_LENGTHS), "wide mix": wide_sizes(num_samples)}
+    for name, original in lengths.items():
+        sizes = original.take(np.arange(num_samples)).resized(Aspect(SIDE**2))
+        yield name, noise(sizes), sizes
+
+
+def noise(sizes: SampleSizes) -> list[Sample]:
+    """Samples of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    columns = zip(
+        *(column.tolist() for column in (sizes.num_tokens, sizes.height, sizes.width, sizes.group)),
+        strict=True,
+    )
+    return [
+        Sample(
+            id=str(row),
+            image=torch.randint(256, (3, height, width), dtype=torch.uint8, generator=generator),
+            text=None,
+            input_ids=torch.randint(1, VOCAB_SIZE, (tokens,), generator=generator),
+            label=0,
+            group=group,
+        )
+        for row, (tokens, height, width, group) in enumerate(columns)
+    ]
+
+
+def compared(
+    model: nn.Module,
+    memory: MemoryModel,
+    samples: list[Sample],
+    sizes: SampleSizes,
+    *,
+    num_rounds: int,
+    fit_s: float,
+) -> list[dict[str, Any]]:
+    """Epochs of every scheduler in turns, in another order each round."""
+    epochs = range(1 + num_rounds)
+    baseline = make_scheduler("random", batch_size=BATCH_SIZE)
+    limit = peak_bytes(baseline, memory, sizes, epochs)
+    fitted = fit_time(model, sizes, cost=memory, budget=limit, device="cpu", seconds=fit_s, progress=False)
+    schedulers = {"random": baseline}
+    for name in ARMS[1:]:
+        if name == "fastest":
+            schedulers[name] = make_scheduler(name, cost=memory, budget=limit, time=fitted)
+        else:
+            schedulers[name] = largest_scheduler(name, memory, limit, sizes, epochs)
+    trainer = FusionTrainer(model, device="cpu", lr=1e-4, total_steps=10**6)
+    measured: dict[str, list[float]] = {name: [] for name in ARMS}
+    rng = np.random.default_rng(0)
+    for epoch in epochs:
+        for name in rng.permutation(ARMS).tolist():
+            batches = list(schedulers[name].plan(sizes, epoch=epoch))
+            started = time.perf_counter()
+            for rows in batches:
+                trainer.train_step([collate([samples[row] for row in rows])])
+            if epoch:  # the first one warms up
+                measured[name].append(time.perf_counter() - started)
+    rows = []
+    for name, all_s in measured.items():
+        plan = schedulers[name].plan(sizes, epoch=1)
+        rows.append(
+            {
+                "scheduler": name,
+                "batch_size": getattr(schedulers[name], "batch_size", None),
+                "budget": getattr(schedulers[name], "budget", None),
+                "num_batches": len(plan),
+                "limit_bytes": limit,
+                "peak_over_limit": peak_bytes(schedulers[name], memory, sizes, epochs) / limit,
+                "combined_waste": plan.report().combined_waste,
+                "predicted_s": fitted.epoch_s(plan),
+                "measured_s": median(all_s),
+                "samples_per_s": len(sizes) / median(all_s),
+                "spread_ratio": fitted.spread_ratio,
+                "all_measured_s": all_s,
+            }
+        )
+    return rows
+
+
+def largest_scheduler(
+    name: str, memory: MemoryModel, limit: float, sizes: SampleSizes, epochs: range
+) -> Scheduler:
+    """The scheduler with the most samples, or padded tokens, a batch that the limit allows in every epoch."""
+    tokens = batch_costs(PaddedTokens(), sizes.alone)
+    is_budget = name == "budget"
+
+    def made(size: int) -> Scheduler:
+        return make_scheduler(name, **{"budget" if is_budget else "batch_size": size})
+
+    first = int(tokens.max()) if is_budget else BATCH_SIZE
+    most = int(tokens.sum()) if is_budget else len(sizes)
+    return made(
+        largest_that(
+            lambda size: peak_bytes(made(size), memory, sizes, epochs) <= limit, first=first, most=most
+        )
+    )
+
+
+def peak_bytes(scheduler: Scheduler, memory: MemoryModel, sizes: SampleSizes, epochs: range) -> float:
+    """The most that a batch of these epochs is predicted to need."""
+    plans = (scheduler.plan(sizes, epoch=epoch) for epoch in epochs)
+    return max(float(batch_costs(memory, plan.shape_columns).max()) for plan in plans)
+
+
+def planning(quick: bool) -> Iterator[dict[str, Any]]:
+    """CPU seconds of planning ten million samples with `fastest`, and wall milliseconds to its first batch."""
+    row = in_own_process("fastest", 1_000_000 if quick else TEN_MILLION, repeats=1 if quick else 2)
+    yield {**row, "kind": "planning"}
+
+
+def paired(of_one: list[float], of_other: list[float]) -> tuple[float, float]:
+    """How many times faster one arm was than another, paired by round: the geometric mean, and the lower end of its
+    95 % interval (Student's t)."""
+    logs = np.log(np.divide(of_other, of_one)).tolist()
+    middle = mean(logs)
+    return exp(middle), exp(middle - T_95[len(logs)] * stdev(logs) / sqrt(len(logs)))
+
+
+def judge_arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`fastest` against `random`, and against the best of the others."""
+    goals = []
+    of_arms = [row for row in rows if row["kind"] == "arms"]
+    for model, data in dict.fromkeys((row["model"], row["data"]) for row in of_arms):
+        times = {
+            row["scheduler"]: row["all_measured_s"]
+            for row in of_arms
+            if (row["model"], row["data"]) == (model, data)
+        }
+        for name in (name for name in times if name != "fastest"):
+            ratio, lower = paired(times["fastest"], times[name])
+            bound, least = (OVER_RANDOM, 0.0) if name == "random" else (OVER_OTHERS, LOWER_END)
+            text = f">= {bound:g}" + (f", interval from {least:g}" if least else "")
+            goals.append(
+                goal(
+                    f"{model}, {data}: samples/s of fastest over {name}",
+                    text,
+                    f"{ratio:.3f}, interval from {lower:.3f}",
+                    ratio >= bound and lower >= least,
+                )
+            )
+    for row in (row for row in rows if row["kind"] == "planning"):
+        number, bound = row["num_samples"], PLANNING_S * row["num_samples"] / TEN_MILLION
+        cpu_s, first_ms = median(row["epoch_cpu_s"]), median(row["first_batch_ms"])
+        goals.append(goal(f"fastest plans {number:,} samples, CPU s", f"<= {bound:g}", cpu_s, cpu_s <= bound))
+        goals.append(
+            goal(
+                f"fastest's first batch of {number:,}, ms",
+                f"<= {FIRST_BATCH_MS:g}",
+                first_ms,
+                first_ms <= FIRST_BATCH_MS,
+            )
+        )
+    return goals
