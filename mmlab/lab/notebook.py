@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
+from torch import nn
 
 from mmlab.data.synthetic import make_dataset
 from mmlab.data.synthetic.scenes import draw_size
+from mmlab.model.fusion import MultimodalFusion
 from mmlab.types import SampleSizes
 
 Value = TypeVar("Value")
@@ -56,3 +59,29 @@ def draw_sizes(num_images: int, *, captions_per_image: int = 5, seed: int = 0) -
     image = np.repeat(np.arange(num_images), captions_per_image)
     text = 8 + np.random.default_rng(seed).gamma(4.3, 1.25, size=len(image))
     return SampleSizes(num_tokens=np.rint(text), height=height[image], width=width[image], group=image)
+
+
+def change_by_one_text(fusion: str) -> list[float]:
+    """How much the image features of eight samples change when only the first sample's text does.
+
+    >>> [round(change, 1) for change in change_by_one_text("mmlab")]
+    [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+    Args:
+        fusion: "mmlab" for `MultimodalFusion`; "article" for its attention as article C calls it, with features (B, T, D)
+            and without `batch_first=True`, so that torch takes the samples for positions.
+
+    Returns:
+        Mean distance of each sample's features, as a share of the largest.
+    """
+    generator = torch.Generator().manual_seed(0)
+    image, text, other = (torch.randn(8, 12, 512, generator=generator) for _ in range(3))
+    other[1:] = text[1:]
+    article, ours = nn.MultiheadAttention(512, 8).eval(), MultimodalFusion(512, 512).eval()
+    with torch.no_grad():
+        fused = [
+            ours(image, words) if fusion == "mmlab" else article(image, words, words)[0]
+            for words in (text, other)
+        ]
+    change = (fused[0] - fused[1]).norm(dim=2).mean(1)
+    return (change / change.max()).tolist()
