@@ -26,6 +26,7 @@ from mmlab.types import BatchShape
 
 SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
 SMALL["equal"] = "batch_size"
+SHORT = {**SMALL, "epochs": 1, "limit": 40}
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +82,11 @@ def test_predicted_bytes_and_their_limit_stand_beside_every_arms_steps(
 
 
 def test_a_run_has_the_device_to_itself_in_its_turn(records: Records) -> None:
-    options = {**SMALL, "epochs": 1}
     peaks = []
     for names in (("one",), ("one", "two", "three")):
         planners = {name: make_scheduler("random", batch_size=8) for name in names}
         with LiveBytes() as live:
-            found = compare(records, planners, **options)
+            found = compare(records, planners, **SHORT)
         assert len({arm.peak_bytes for arm in found.arms}) == 1
         peaks.append(live.peak_bytes)
     assert peaks[1] <= 1.01 * peaks[0], "models that wait are still there"
@@ -184,20 +184,20 @@ def test_a_budget_in_tokens_takes_the_place_of_equal_memory(records: Records) ->
 
 
 def test_augmentation_ratios_and_difficulty_are_chosen_by_name(records: Records) -> None:
-    options = {**SMALL, "epochs": 1}
-    plain = compare(records, ("random",), **options).arms[0]
-    changed = compare(records, ("random",), augment="colour", **options).arms[0]
+    plain = compare(records, ("random",), **SHORT).arms[0]
+    changed = compare(records, ("random",), augment="colour", **SHORT).arms[0]
     assert changed.shape_mismatches == 0
     assert changed.final_loss != plain.final_loss
-    drawn = compare(records, ("random",), adaptive="sampling", correct=True, **options).arms[0]
-    weighted = compare(records, ("random",), adaptive="loss", **options).arms[0]
+    drawn = compare(records, ("random",), adaptive="sampling", correct=True, **SHORT).arms[0]
+    weighted = compare(records, ("random",), adaptive="loss", **SHORT).arms[0]
     assert len({plain.final_loss, drawn.final_loss, weighted.final_loss}) == 3
-    mixed = compare(records, ("budget",), ratios={"image-text": 1.0}, length="oversample", **options).arms[0]
+    whole = {**SMALL, "epochs": 1}
+    mixed = compare(records, ("budget",), ratios={"image-text": 1.0}, length="oversample", **whole).arms[0]
     assert mixed.num_unlearnt_samples == 0
     with pytest.raises(OptionError, match="unknown augmentation 'colours'; did you mean 'colour'"):
-        compare(records, ("random",), augment="colours", **options)
+        compare(records, ("random",), augment="colours", **SHORT)
     with pytest.raises(OptionError, match="ratios and adaptive='sampling' both choose"):
-        compare(records, ("random",), ratios={"image-text": 1.0}, adaptive="sampling", **options)
+        compare(records, ("random",), ratios={"image-text": 1.0}, adaptive="sampling", **SHORT)
 
 
 def test_arms_start_from_the_same_weights(records: Records, tmp_path: Path) -> None:
@@ -242,10 +242,9 @@ def test_each_run_has_a_start_device_readings_and_an_end(comparison: Comparison)
 
 
 def test_an_earlier_comparison_is_moved_aside(records: Records, tmp_path: Path) -> None:
-    options = {**SMALL, "epochs": 1}
-    compare(records, ("random",), out=tmp_path, **options)
+    compare(records, ("random",), out=tmp_path, **SHORT)
     first = (tmp_path / "comparison.json").read_text()
-    compare(records, ("sorted",), out=tmp_path, **options)
+    compare(records, ("sorted",), out=tmp_path, **SHORT)
     assert (tmp_path / "previous-1" / "comparison.json").read_text() == first
     assert [arm.scheduler for arm in load_comparison(tmp_path).arms] == ["sorted"]
 
