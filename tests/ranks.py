@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import distributed
+
+from tests.processes import free_port
 
 LIMIT_S = 240.0  # of a whole test, on the busiest machine
 _GRACE_S = 2.0  # for the others to say what they saw of a failure
@@ -135,11 +136,6 @@ def run_ranks(
     """Call a function on several ranks; returns what each returned, see `started_ranks`."""
     with started_ranks(function, num_ranks, *arguments, joins=joins) as ranks:
         return ranks.results(timeout_s)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _on_rank(

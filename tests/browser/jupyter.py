@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Locator, Page, Playwright, expect
+
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BLUE, ORANGE = LINE_COLOURS = ("#0072B2", "#D98C00")  # of the schedulers random and budget, light theme
@@ -71,7 +72,7 @@ class Server:
     """A web server in a process group of its own, with configuration, data and settings that nobody else has."""
 
     def __init__(self, folder: Path, command: list[str], *, status: str, **environment: str) -> None:
-        self.folder, self.port = folder, _free_port()
+        self.folder, self.port = folder, free_port()
         self.files = folder / "files"
         for name in ("files", "config", "workspaces", "settings/@jupyterlab/apputils-extension"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -330,9 +331,3 @@ _COLOURS = """(canvas, [lines, from, to]) => {
 _SHADE = """(canvas, share) => {
   const scale = canvas.width / canvas.clientWidth, x = scale * (52 + share * (canvas.clientWidth - 60));
   return [...canvas.getContext('2d').getImageData(x, scale * (canvas.clientHeight - 24), 1, 1).data]; }"""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import BertModel, PreTrainedTokenizerFast  # noqa: F401 (impor
 
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train
+from tests.processes import free_port
 
 NUM_KILLS = 10
 
@@ -79,11 +79,6 @@ def stop_one_of_two_ranks(config: Path, runs: Path) -> dict[str, object]:
     wait_for_steps(runs / "stopped" / "events-rank1.jsonl", 0, 5)
     os.kill(processes[1], signal.SIGTERM)
     return {"whole": whole, "stopped": ended(processes), "resumed": ended(both("stopped"))}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def ended(processes: list[int]) -> list[int]:

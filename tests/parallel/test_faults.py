@@ -26,7 +26,8 @@ from mmlab.runs.watch import summary, text_of
 from mmlab.schedule.schedulers import make_scheduler
 from tests.configs import TINY_MODEL
 from tests.parallel.faulty_ranks import HANGING, WAYS, train_until_it_fails
-from tests.ranks import free_port, started_ranks
+from tests.processes import free_port
+from tests.ranks import started_ranks
 
 CONFIG = (
     """

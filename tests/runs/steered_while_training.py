@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mmlab.runs.control import send
-from tests.comparison.killed_while_training import begin, ended, free_port, wait_for_steps
+from tests.comparison.killed_while_training import begin, ended, wait_for_steps
+from tests.processes import free_port
 
 
 def wait_for(events: Path, text: bytes) -> None:
