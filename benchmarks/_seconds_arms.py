@@ -31,7 +31,7 @@ from mmlab.data.synthetic import make_dataset
 from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.timing import fit_time
+from mmlab.pricing.timing import fit_time, noise_sample
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.preview import read_lengths
@@ -92,20 +92,10 @@ def data_sets(folder: Path, num_samples: int) -> Iterator[tuple[str, list[Sample
 def noise(sizes: SampleSizes) -> list[Sample]:
     """Samples of these sizes."""
     generator = torch.Generator().manual_seed(0)
-    columns = zip(
-        *(column.tolist() for column in (sizes.num_tokens, sizes.height, sizes.width, sizes.group)),
-        strict=True,
-    )
+    columns = (column.tolist() for column in (sizes.group, sizes.num_tokens, sizes.height, sizes.width))
     return [
-        Sample(
-            id=str(row),
-            image=torch.randint(256, (3, height, width), dtype=torch.uint8, generator=generator),
-            text=None,
-            input_ids=torch.randint(1, VOCAB_SIZE, (tokens,), generator=generator),
-            label=0,
-            group=group,
-        )
-        for row, (tokens, height, width, group) in enumerate(columns)
+        noise_sample(group, (tokens, height, width), num_ids=VOCAB_SIZE, generator=generator)
+        for group, tokens, height, width in zip(*columns, strict=True)
     ]
 
 

@@ -21,7 +21,8 @@ class Sample(dict[str, Any]):
     """One item of the dataset. A plain `torch.utils.data.DataLoader` collates such items by `collate`.
 
     `id` str; `image` (3, h, w) uint8, None for a text-only record; `text` str or None; `input_ids` (t,) int64, empty for
-    an image-only record, and its `attention_mask` (t,), all True; `label` int or None; `group` int.
+    an image-only record; `label` int or None; `group` int. Who indexes the data set also gets `attention_mask` (t,), all
+    True, as the articles do; `collate` makes a batch's own.
     """
 
 

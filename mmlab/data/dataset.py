@@ -112,7 +112,9 @@ class MultimodalDataset(Dataset[Sample]):
         return len(self.records)
 
     def __getitem__(self, row: int) -> Sample:
-        return self.decode(row, self.read(row))
+        sample = self.decode(row, self.read(row))
+        sample["attention_mask"] = torch.ones_like(sample["input_ids"], dtype=torch.bool)
+        return sample
 
     def read(self, row: int, out: Pixels | None = None) -> bytes | Pixels | None:
         """The pixels that the cache has of a row, or else the encoded image; None for a text-only record.
@@ -152,7 +154,6 @@ class MultimodalDataset(Dataset[Sample]):
             image=None if pixels is None else torch.from_numpy(pixels),
             text=records.texts[row],
             input_ids=torch.from_numpy(token_ids.astype(np.int64)),
-            attention_mask=torch.ones(len(token_ids), dtype=torch.bool),
             label=None if records.labels is None else int(records.labels[row]),
             group=int(records.group[row]),
         )

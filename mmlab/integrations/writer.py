@@ -23,7 +23,8 @@ from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.folders import fresh_folder
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.runs.monitor import DeviceMonitor
-from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.cost import batch_costs
+from mmlab.schedule.metrics import cells, lengths, waste
 from mmlab.types import PATCH, CostModel
 
 
@@ -163,17 +164,16 @@ class RunWriter:
         if self._plan is not self.sampler.plan:
             self._plan, self._next = self.sampler.plan, self.sampler.first
             shapes, sizes, batches = self._plan.shape_columns, self.sampler.sizes, self._plan.columns
-            patches = -(-sizes.height // PATCH) * -(-sizes.width // PATCH)
-            counts = [batches.totals(column[batches.order]) for column in (sizes.num_tokens, patches)]
-            number, longest, *sides = shapes.T
-            counts += [number * longest, number * np.prod([-(-side // PATCH) for side in sides], axis=0)]
-            self._counts = np.stack([*counts, batch_costs(PaddedTokens(), shapes)])
+            counts = [batches.totals(column[batches.order]) for column in lengths(sizes, PATCH)]
+            number, longest, high, wide = shapes.T
+            counts += [number * longest, number * cells(high, PATCH) * cells(wide, PATCH)]
+            self._counts = np.stack(counts)
         start = self._next if start is None else start
         self._next = start + num_batches
         shapes = self._plan.shape_columns[start : self._next]
         if not len(shapes):
             return {"num_batches": num_batches}
-        tokens, patches, text, image, cost = self._counts[:, start : self._next].sum(1)
+        tokens, patches, text, image = self._counts[:, start : self._next].sum(1)
         memory = self._memory
         bytes_ = {} if memory is None else {"predicted_bytes": int(batch_costs(memory, shapes).max())}
         return {
@@ -181,10 +181,10 @@ class RunWriter:
             "num_samples": int(shapes[:, 0].sum()),
             "num_batches": num_batches,
             **dict(zip(("num_tokens", "height", "width"), shapes[:, 1:].max(0).tolist(), strict=True)),
-            "text_waste": 1 - tokens / text if text else 0.0,
-            "image_waste": 1 - patches / image if image else 0.0,
-            "combined_waste": 1 - (tokens + patches) / (text + image),
-            "predicted_cost": cost,
+            "text_waste": waste(tokens, text),
+            "image_waste": waste(patches, image),
+            "combined_waste": waste(tokens + patches, text + image),
+            "predicted_cost": float(text + image),
             **bytes_,
         }
 

@@ -41,7 +41,7 @@ class AdaptiveDataLoader(PlannedLoader):
     Args:
         dataset: what to load.
         batch_size: samples a batch, in random batches, 32 if neither this nor a scheduler is given.
-        shuffle: as in the article's call; True only.
+        shuffle: as in the article's call; False needs a scheduler, which then sets the order.
         mode: "sampling" or "loss".
         image_coefficient, text_coefficient: parts of image complexity and text length in the difficulty. A sample
             without image (or text) gets the mean in its place.
@@ -79,10 +79,8 @@ class AdaptiveDataLoader(PlannedLoader):
     ) -> None:
         if mode not in MODES:
             raise unknown_name("mode", mode, MODES)
-        if not shuffle:
-            raise OptionError(
-                "samples are drawn at random; for a fixed order give scheduler=BatchScheduler()"
-            )
+        if not shuffle and scheduler is None:
+            raise OptionError("batches come at random; for a fixed order give scheduler=BatchScheduler()")
         check_numbers({"batch_size": batch_size})
         if batch_size is not None and scheduler is not None:
             raise OptionError(

@@ -105,9 +105,9 @@ class ResourceAwareScheduler:
         return self._policy.value
 
     def get_available_resources(self) -> dict[str, float]:
-        """The article's call: GiB of this machine's memory that are free, of the limit, and in use (see below)."""
-        rule = Halving(None, self.limit_bytes)
-        found = {"free": available_memory_bytes(), "limit": self.limit_bytes, "used": rule.used_bytes()}
+        """The article's call: GiB of this machine's memory that are free, of the limit, and what `adjust_batch_size` counts."""
+        used_bytes = self._article_rule().used_bytes()
+        found = {"free": available_memory_bytes(), "limit": self.limit_bytes, "used": used_bytes}
         return {f"{name}_gb": num_bytes / GIB for name, num_bytes in found.items()}
 
     def adjust_batch_size(self, current: int) -> int:
@@ -116,8 +116,7 @@ class ResourceAwareScheduler:
         What counts is the highest peak since the last decision under policy `halving`; else the memory that the whole
         system has in use, or the device's peak where CUDA is in use and that is more.
         """
-        rule = self._policy if isinstance(self._policy, Halving) else Halving(None, self.limit_bytes)
-        return rule.adjust(current)
+        return self._article_rule().adjust(current)
 
     def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> LivePlan:
         """This rank's share of an epoch. Asked for again, it is the same, with all decisions that were made in it.
@@ -206,6 +205,9 @@ class ResourceAwareScheduler:
         if self._sizes is None:
             raise OptionError("nothing to plan yet; call plan(sizes) first")
         return self._sizes
+
+    def _article_rule(self) -> Halving:
+        return self._policy if isinstance(self._policy, Halving) else Halving(None, self.limit_bytes)
 
     def _make_live(self, history: Sequence[tuple[int, float]]) -> LivePlan:
         epoch = self._epoch

@@ -221,17 +221,23 @@ def make_batch(shape: BatchShape, *, num_ids: int = _MIN_ROWS) -> Batch:
         short = row == size - 1 and size > 1
         length = tokens - 1 if short and tokens > 1 else tokens
         high = height - PATCH if short and height > PATCH else height
-        samples.append(
-            Sample(
-                id=str(row),
-                image=torch.randint(256, (3, high, width), dtype=torch.uint8, generator=generator),
-                text=None,
-                input_ids=torch.randint(1, num_ids, (length,), generator=generator),
-                label=0,
-                group=row,
-            )
-        )
+        samples.append(noise_sample(row, (length, high, width), num_ids=num_ids, generator=generator))
     return collate(samples)
+
+
+def noise_sample(
+    group: int, size: tuple[int, int, int], *, num_ids: int, generator: torch.Generator
+) -> Sample:
+    """A decoded sample of so many tokens, and pixels high and wide, that holds noise."""
+    length, height, width = size
+    return Sample(
+        id=str(group),
+        image=torch.randint(256, (3, height, width), dtype=torch.uint8, generator=generator),
+        text=None,
+        input_ids=torch.randint(1, num_ids, (length,), generator=generator),
+        label=0,
+        group=group,
+    )
 
 
 def measure_steps(
