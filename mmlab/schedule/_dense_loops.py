@@ -40,7 +40,7 @@ def _price(count, price):
 
 @compiled
 def cut_optimally(text, high, wide, part, limit, objective, budget, max_size):
-    """Ends of the contiguous batches whose `objective` is least in sum, each within `budget` and `max_size` samples.
+    """Ends of the contiguous batches whose `objective` is least in sum, each within `budget` and `max_size`; that sum.
 
     `text`, `high`, `wide` are (n,) tokens and patches; batches stay in one `part`.
 
@@ -80,7 +80,7 @@ def cut_optimally(text, high, wide, part, limit, objective, budget, max_size):
         first -= 1
         ends[first] = end
         end = previous[end]
-    return ends[first:].copy()
+    return ends[first:].copy(), best[num]
 
 
 class _State(NamedTuple):

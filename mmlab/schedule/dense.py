@@ -2,9 +2,9 @@
 
 Samples are ordered by (aspect class, patch rows, patch columns, tokens) inside random windows, and each window is cut
 so that an objective is least in sum, under the budget of every batch. The objective is predicted seconds where a time
-model is given, else padded tokens and an overhead for each batch. Batches are then matched for the ranks and shuffled.
-About a microsecond a sample. Any cost model that never falls will do; those that are polynomials are cut in compiled
-code.
+model is given, else padded tokens and an overhead for each batch. With a time model a second order, by tokens before
+patches, is tried, and the cheaper cut is taken. Batches are then matched for the ranks and shuffled. About a
+microsecond a sample. Any cost model that never falls will do; those that are polynomials are cut in compiled code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ DEFAULT_MEAN_SAMPLES = 32  # the budget where none is given
 _SURVEYED = 2**18  # samples from which means are taken
 _SMALLEST_WINDOW = 2048
 _FEW_WINDOWS = 3
-_CLASSES_PER_OCTAVE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,19 +169,26 @@ class Budget(Scheduler):
         self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: MaxPolynomial | None
     ) -> Block:
         """Batches of `rows` that stay inside a window, in the order of the windows and of size in each."""
-        text, high, wide = sides(sizes, self._patch, rows)
-        by_size = _order_by(window, aspect_class(high, wide, _CLASSES_PER_OCTAVE), high, wide, text)
-        rows, window = rows[by_size], window[by_size]
+        text, high, wide = keys = sides(sizes, self._patch, rows)
+        orders = [_order_by(window, aspect_class(high, wide, 8), high, wide, text)]
         limit = polynomial_of(self.cost)
         if limit is None or objective is None:
-            return Block(rows, self._cut_greedily(sizes, rows, window, budget))
+            return Block(
+                rows[orders[0]], self._cut_greedily(sizes, rows[orders[0]], window[orders[0]], budget)
+            )
+        if self.time is not None:  # batches may mix image sizes, where that costs less than mixing texts
+            octave = np.log2(np.maximum(text, 1)).astype(np.int64)
+            orders.append(_order_by(window, octave, aspect_class(high, wide, 4), high, wide, text))
         from mmlab.schedule._dense_loops import cut_optimally
 
-        columns = (side[by_size] for side in (text, high, wide))
-        ends = cut_optimally(
-            *columns, window, limit.columns, objective.columns, float(budget), self.max_batch_size
-        )
-        return Block(rows, ends)
+        cuts = []
+        for order in orders:
+            columns = (column[order] for column in (*keys, window))
+            ends, total = cut_optimally(
+                *columns, limit.columns, objective.columns, float(budget), self.max_batch_size
+            )
+            cuts.append((total, Block(rows[order], ends)))
+        return min(cuts, key=lambda cut: cut[0])[1]
 
     def _cut_greedily(self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float) -> Ints:
         """Ends of batches that are each as long as the budget allows, for cost models that cannot be compiled.

@@ -40,7 +40,7 @@ def test_the_cut_is_the_best_of_all_cuts(data):
     numbers = st.lists(st.integers(0, 50), min_size=len(EXPONENTS), max_size=len(EXPONENTS))
     rows = data.draw(st.lists(numbers, min_size=1, max_size=2))
     objective = MaxPolynomial(rows, EXPONENTS)
-    ends = cut_optimally(
+    ends, total = cut_optimally(
         *columns, np.zeros(num, np.int64), limit.columns, objective.columns, float(budget), most
     )
     found = sum(price_of_cut(objective, *columns, [0, *ends]))
@@ -52,7 +52,7 @@ def test_the_cut_is_the_best_of_all_cuts(data):
         for edges in every_cut
         if max(np.diff(edges)) <= most and max(price_of_cut(limit, *columns, edges)) <= budget
     ]
-    assert found == min(sum(price_of_cut(objective, *columns, edges)) for edges in allowed)
+    assert found == total == min(sum(price_of_cut(objective, *columns, edges)) for edges in allowed)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,18 @@ def test_the_fastest_plan_has_fewer_batches_and_more_padding(name):
     assert len(fastest) < 0.7 * len(least_padding)
     assert fastest.report().combined_waste > least_padding.report().combined_waste
     assert fastest.costs().max() <= 3000
+
+
+def test_texts_of_like_length_come_together_where_that_is_faster():
+    """Small images of forty shapes, texts of 4 or 400 tokens: batches by shape would be tiny, or pad texts."""
+    shape = np.arange(600) % 40
+    tokens = np.where(np.arange(600) // 40 % 2, 400, 4)
+    sizes = SampleSizes(
+        num_tokens=tokens, height=16 + 16 * (shape % 8), width=16 + 16 * (shape // 8), group=np.arange(600)
+    )
+    report = make_scheduler("fastest", budget=20_000, time=TIME).plan(sizes).report()
+    assert report.text_waste == 0
+    assert report.num_batches < 20
 
 
 @pytest.mark.parametrize("constant_s", [0.03, 0.15])
