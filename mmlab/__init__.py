@@ -36,7 +36,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "read_records",
         ],
         "errors": ["DataError", "MmlabError", "OptionError", "RunError"],
-        "lab": ["Lab", "LivePanel", "MemoryPanel", "PlanExplorer"],
+        "lab": ["Lab", "LivePanel", "LoadingPanel", "MemoryPanel", "PlanExplorer"],
         "loading": [
             "AdaptiveDataLoader",
             "PlannedLoader",

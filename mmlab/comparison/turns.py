@@ -6,7 +6,7 @@ given that state; nothing of this is timed.
 
 A run writes what its trainer emits, with the plan's prediction beside each measured step, and reduces every epoch to
 figures. Peak memory is measured apart, on the run's costliest batch: on a CPU by counting live tensors, which is too
-slow for every step.
+slow for every step. There a run also counts them in its first epoch's costliest step, and in one step of `COUNT_EVERY`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.types import BatchShape
 
+COUNT_EVERY = 64  # steps, on a CPU: counting live tensors can double a short step
 NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
 _RUN_KEYS = ("samples_per_s", "data_wait_ratio", "text_waste", "image_waste", "combined_waste")
 _MEDIAN_KEYS = (*_RUN_KEYS, "step_s", "planned_combined_waste")
@@ -137,6 +138,9 @@ class ComparisonRun:
         self._planned: list[tuple[BatchShape, float]] = []  # shapes and costs that this epoch's plan promises
         self._costs: list[float] = []  # of every batch so far, over the limit
         self._shape_mismatches = 0
+        self._counted: set[int] = set()  # steps of this epoch in which live tensors are counted
+        self._num_steps = self._num_counted = 0  # so far, those of this epoch included
+        self._trainer: FusionTrainer | None = None  # while it trains
         self.epochs: list[dict[str, float]] = []
         self._costliest: tuple[float, list[int]] = (
             -1.0,
@@ -169,10 +173,14 @@ class ComparisonRun:
         self._planned = list(zip(plan.shapes, self._setup.expected(plan).tolist(), strict=True))
         trainer = self._make_trainer()
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
+        costs, limit = self._setup.limited(plan)
+        self._counted = self._steps_to_count(costs)
+        self._trainer = trainer
+        self._choose_counting()
         self._run.fit(trainer, self._loader, num_epochs=1)
+        self._trainer = None
         if self._setup.control.stopped:
             raise KeyboardInterrupt
-        costs, limit = self._setup.limited(plan)
         self._costs += (costs / limit).tolist()
         costliest = int(costs.argmax())
         rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
@@ -237,6 +245,26 @@ class ComparisonRun:
             **{key: held_out[key] for key in _RETRIEVAL_KEYS},
         }
 
+    def _steps_to_count(self, costs: NDArray[np.float64]) -> set[int]:
+        """The epoch's costliest step, and cheaper ones at even distances, as many as there may be by now.
+
+        Not the first step of all: it has no optimizer's state yet.
+        """
+        if self._setup.device.startswith("cuda"):
+            return set()
+        steady = np.argsort(-costs, kind="stable")
+        steady = steady[(steady > 0) | (self._num_steps > 0)]
+        self._num_steps += len(costs)
+        num_allowed = min(1 + self._num_steps // COUNT_EVERY - self._num_counted, len(steady))
+        self._num_counted += max(0, num_allowed)
+        return set(steady[np.linspace(0, len(steady) - 1, max(0, num_allowed)).astype(int)].tolist())
+
+    def _choose_counting(self) -> None:
+        """Whether the trainer counts the live tensors of the step that comes next."""
+        if (trainer := self._trainer) is not None:
+            chosen = self._epoch.count() in self._counted
+            trainer.meter.live = LiveBytes().add(trainer.model, trainer.optimizer) if chosen else None
+
     def _take(self, event: RunEvent) -> None:
         """What the trainer emits: steps get the plan's prediction beside the measurement."""
         if event.kind == "step":
@@ -244,10 +272,14 @@ class ComparisonRun:
             values = {**event.values, "predicted_cost": cost}
             if self._setup.sized.limit_bytes is not None:
                 values["limit_bytes"] = self._setup.sized.limit_bytes
+            if values["memory_source"] == "process RSS":  # no step's: those that are counted have peaks
+                values["memory_source"] = "live tensors"
+                del values["peak_bytes"]
             measured = (values["num_samples"], values["num_tokens"], values["height"], values["width"])
             self._shape_mismatches += measured != tuple(planned)
             event = dataclasses.replace(event, values=values)
             self._epoch.apply([event])
+            self._choose_counting()
         self._run.emit(event)
 
 

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "lab": ["Lab"],
         "live_panel": ["LivePanel"],
+        "loading_panel": ["LoadingPanel"],
         "memory_panel": ["MemoryPanel"],
         "plan_panel": ["PlanExplorer"],
     },

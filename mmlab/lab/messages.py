@@ -86,6 +86,9 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         "waste": _per_cent(found["combined_waste"]),
         "process" if is_process else "peak" if limit is None else "peak / limit": peak
         and " / ".join(map(_mib, filter(None, (peak, limit)))),
+        "steps counted": f"{found['peak_steps']} of {found['steps']}"
+        if 0 < found["peak_steps"] < found["steps"]
+        else None,
         "GPU busy" if source == "NVML" else "CPU busy": _per_cent(busy.mean() if len(busy) else None),
         "waiting": _per_cent(found["data_wait_ratio"]),
         "left": f"{left_s // 60:.0f}:{left_s % 60:02.0f}" if isfinite(left_s) else None,

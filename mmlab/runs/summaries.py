@@ -75,6 +75,8 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
     timed = slice(WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0, None)
     timed_s = seconds[timed].sum()
+    peaks = run.column_or_nan("peak_bytes", rank=rank)
+    peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts those of some steps
 
     def ratio_of_time(key: str) -> float | None:
         return _ratio(run.column_or_nan(key, rank=rank)[timed].sum(), timed_s)
@@ -92,7 +94,8 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         **waste_of({key: run.column_or_nan(key, rank=rank) for key in WASTE_KEYS}),
         "loss": step.get("loss"),
         "held_out_loss": run.latest("eval", rank).get("loss"),
-        "peak_bytes": int(run.column("peak_bytes", rank=rank).max()) if "peak_bytes" in step else None,
+        "peak_bytes": int(peaks.max()) if len(peaks) else None,
+        "peak_steps": len(peaks),
         **{
             key: device.get(key)
             for key in ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")

@@ -14,6 +14,7 @@ from mmlab.comparison.background import start_compare
 from mmlab.comparison.experiment import compare
 from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.comparison.turns import COUNT_EVERY
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import resolve_device
@@ -350,3 +351,18 @@ def test_a_limit_keeps_the_split_to_hold_out_and_is_told(records: Records) -> No
     notes = "\n".join(found.notes())
     assert "limit=30: pairs drawn by seed 0 from every split." in notes
     assert "batch_size 60 is more than the training pairs: an epoch of it is one batch." in notes
+
+
+def test_on_a_cpu_live_tensors_are_counted_in_the_costliest_step_and_in_few_others(
+    records: Records, tmp_path: Path
+) -> None:
+    planners = {"random": make_scheduler("random", batch_size=4)}
+    found = compare(records, planners, out=tmp_path, **{**SMALL, "epochs": 3})
+    steps = found.steps.reset_index(drop=True)
+    counted = steps[steps["peak_bytes"].notna()]
+    assert 1 <= len(counted) <= 1 + len(steps) / COUNT_EVERY
+    assert set(steps["memory_source"]) == {"live tensors"}
+    first_epoch = steps[steps["epoch"] == 0]
+    assert first_epoch["predicted_cost"][1:].idxmax() == counted.index[0]
+    assert counted["peak_bytes"].max() == pytest.approx(found.arms[0].peak_bytes, rel=0.1)
+    assert steps["rss_bytes"].min() > counted["peak_bytes"].max(), "Python and torch are no tensors"

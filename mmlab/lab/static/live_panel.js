@@ -14,6 +14,7 @@ const patches = (h, w) => Math.ceil(h / 16) * Math.ceil(w / 16);
 
 // robust: a few outliers do not set the range, and may be drawn on a log scale.
 // from: [track, column] of the measure, or several, of which the first with numbers counts; or f(columns, row) of steps;
+// sharp: never smoothed, as the highest counts.
 // or ratio: two of those, of which sums are divided where several steps count. learnt: steps that teach nothing are marked and no part of the line.
 const PLOTS = [
 	{ id: "loss", title: "loss", robust: true, measures: [
@@ -21,8 +22,8 @@ const PLOTS = [
 		{ id: "held_out", label: "held out", marks: true, from: [["eval", "loss"]] }] },
 	{ id: "speed", title: "samples/s", zero: true, robust: true, measures: [{ id: "speed", label: "samples/s", ratio: ["num_samples", "step_s"], learnt: true }] },
 	{ id: "memory", title: "memory", zero: true, unit: "bytes", measures: [
-		{ id: "peak", label: "peak", source: "peak_source", from: [["step", "peak_bytes"]] },
-		{ id: "predicted", label: "predicted", from: [["step", "predicted_bytes"]] },
+		{ id: "peak", label: "peak", source: "peak_source", sharp: true, from: [["step", "peak_bytes"]] },
+		{ id: "predicted", label: "predicted", sharp: true, from: [["step", "predicted_bytes"]] },
 		{ id: "in_use", label: "in use", source: "memory_source", from: [["device", "memory_bytes"]] },
 		{ id: "allocated", label: "allocated", from: [["device", "allocated_bytes"], ["step", "allocated_bytes"]] },
 		{ id: "reserved", label: "reserved", from: [["device", "reserved_bytes"], ["step", "reserved_bytes"]] },
@@ -157,7 +158,7 @@ class Line { // one run on one rank
 	teaches(i) { const { columns, finite } = this.series("step"); return !finite.loss || !Number.isNaN(columns.loss[i]); }
 	// Exponential mean with the start's bias taken out; gaps stay gaps.
 	smoothed(measure, found, weight) {
-		if (!weight || measure.marks || measure.soft) return found.values;
+		if (!weight || measure.marks || measure.soft || measure.sharp) return found.values;
 		const name = `s${measure.id}`;
 		let all = this.derived.get(name);
 		if (!all || all.weight !== weight || all.track !== found.track) {
@@ -567,9 +568,10 @@ class View {
 			g.setLineDash(job.to - job.from > w / 2 && !this.weight ? [] : dash); // a dense jagged line shows no dashes, and they are slow
 			if (!job.measure.marks) trace(g, job, job.ys, px, py);
 			for (let i = job.from; job.marked && i < job.to; i++) if (job.marked(i)) g.fillText("×", px(job.xs[i]), Math.max(TOP, py(Math.min(top, job.values[i])) - 5));
-			if (job.measure.marks || job.to - job.from < 3) {
+			const all = job.measure.marks || job.to - job.from < 3, alone = (i) => job.measure.sharp && !Number.isFinite(job.ys[i - 1]) && !Number.isFinite(job.ys[i + 1]);
+			if (all || job.measure.sharp) { // also values that no line reaches
 				g.setLineDash([]);
-				for (let i = job.from; i < job.to; i++) if (Number.isFinite(job.ys[i])) { g.beginPath(); g.arc(px(job.xs[i]), py(job.ys[i]), 3, 0, 7); g.fill(); }
+				for (let i = job.from; i < job.to; i++) if (Number.isFinite(job.ys[i]) && (all || alone(i))) { g.beginPath(); g.arc(px(job.xs[i]), py(job.ys[i]), 3, 0, 7); g.fill(); }
 			}
 		}
 		g.restore();

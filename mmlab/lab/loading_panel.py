@@ -1,0 +1,151 @@
+"""A panel for notebooks: what do workers, prefetching and a cache change in loading? Each setting is measured and kept.
+
+A measurement loads two epochs and counts the second. The button measures in a thread, with progress; `measure` does it at
+once, without a front-end too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from copy import copy
+from pathlib import Path
+
+import ipywidgets as widgets
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.lab.panels import WIDE, Panel
+from mmlab.lab.plan_figure import GREY, page_png
+from mmlab.loading.cache import SampleCache, build_cache, cache_key
+from mmlab.loading.loader import PlannedLoader
+from mmlab.loading.stages import StageReport
+from mmlab.runs.figures import PALETTE
+from mmlab.schedule.schedulers import make_scheduler
+
+_STAGES = ("read", "decode", "collate")
+_SHOWN = 8  # settings in the picture, the last ones
+
+
+class LoadingPanel(Panel):
+    """Knobs of a loader, and a row for each setting that was measured: samples/s, and how busy each stage was.
+
+    Args:
+        dataset: loaded twice by each measurement, so let it be small.
+        cache: folder for decoded images, filled by the first measurement with a cache.
+        batch_size: samples a batch.
+    """
+
+    def __init__(self, dataset: MultimodalDataset, cache: str | Path, *, batch_size: int = 32) -> None:
+        self._dataset, self._batch_size = copy(dataset), batch_size
+        self._dataset.cache, self._cache_folder = None, Path(cache)
+        self.reports: dict[str, StageReport] = {}
+        self.workers = _slider("workers", 0, 0, 8)
+        self.backend = widgets.Dropdown(
+            options={"threads": "threads", "processes": "torch"}, description="kind", style=WIDE
+        )
+        self.prefetch = _slider("batches ahead", 4, 1, 16)
+        self.cached = widgets.Checkbox(value=False, description="cache", style=WIDE)
+        self.step_ms = _slider("a step takes, ms", 0, 0, 1000)
+        self.button = widgets.Button(description="Measure", button_style="primary")
+        self.progress = widgets.IntProgress(description="", max=2, layout={"width": "20rem"})
+        self.table = widgets.HTML()
+        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        knobs = (self.workers, self.backend, self.prefetch, self.cached, self.step_ms)
+        controls = widgets.VBox([*knobs, widgets.HBox([self.button, self.progress])])
+        super().__init__([controls], [self.table, self.picture])
+        self.button.on_click(self._begin)
+
+    @property
+    def text(self) -> str:
+        """A line for each setting."""
+        return "\n".join(f"{name}: {report.sentence}" for name, report in self.reports.items())
+
+    def measure(self) -> StageReport:
+        """Load with the present setting, and keep what each stage did as a row. Waits until it is done."""
+        step_s, dataset = self.step_ms.value / 1000, self._dataset
+        name = f"{self.workers.value} {self.backend.label if self.workers.value else 'workers'}"
+        name += f", {self.prefetch.value} ahead" if self.workers.value else ""
+        name += ", cached" * self.cached.value + f", {self.step_ms.value} ms a step" * (step_s > 0)
+        if self.cached.value:
+            dataset = copy(dataset)
+            dataset.cache = SampleCache(self._cache_folder, key=cache_key(dataset))
+            build_cache(dataset, progress=False)
+        loader = PlannedLoader(
+            dataset,
+            make_scheduler("random", batch_size=self._batch_size),
+            backend=self.backend.value,
+            num_workers=self.workers.value,
+            prefetch=self.prefetch.value,
+        )
+        self.progress.max, self.progress.value, told_s = 2 * len(loader), 0, time.monotonic()
+        for epoch in range(2):  # the first also starts workers
+            loader.set_epoch(epoch)
+            for number, _ in enumerate(loader, 1 + epoch * len(loader)):
+                time.sleep(step_s)
+                if time.monotonic() > told_s + 0.2 or number == self.progress.max:  # to tell takes time
+                    told_s, self.progress.value = time.monotonic(), number
+        report = loader.stage_report()
+        loader.close()
+        self.reports.pop(name, None)
+        self.reports[name] = report
+        self._show()
+        return report
+
+    def _begin(self, _button: widgets.Button) -> None:
+        self.button.disabled = True
+        threading.Thread(target=self._run, name="mmlab-loading", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.showing(self.measure)(None)
+        finally:
+            self.button.disabled = False
+
+    def _show(self) -> None:
+        figures = figures_of(self.reports)
+        style = figures.style.format("{:.0%}").format("{:,.0f}", ["samples/s"])
+        sentence = list(self.reports.values())[-1].sentence
+        self.table.value = f"{style.to_html(table_uuid=str(id(self)))}<p>{sentence}</p>"
+        self.picture.value = page_png(loading_figure, figures.tail(_SHOWN))
+
+
+def figures_of(reports: dict[str, StageReport]) -> pd.DataFrame:
+    """A row a setting: samples/s, the busy share of each stage, and the share of the time that training waited."""
+    rows = []
+    for report in reports.values():
+        busy = {row["stage"]: row["busy_ratio"] for row in report.rows}
+        rows.append(
+            {"samples/s": report.rows[-1]["items_per_s"]}
+            | {f"{stage} busy": busy.get(stage, 0.0) for stage in _STAGES}
+            | {"training waits": report.wait_ratio}
+        )
+    return pd.DataFrame(rows, index=list(reports))
+
+
+def loading_figure(figures: pd.DataFrame) -> Figure:
+    """Bars of each setting: samples/s, and how busy each stage was, with the time that training waited in grey."""
+    figure = Figure(figsize=(11, 1.1 + 0.55 * len(figures)), layout="constrained")
+    speed, busy = figure.subplots(1, 2, sharey=True)
+    places = np.arange(len(figures))
+    speed.barh(places, figures["samples/s"], color=PALETTE[0], height=0.6)
+    shares = figures.drop(columns="samples/s")
+    for number, (name, colour) in enumerate(
+        zip(shares, (PALETTE[5], PALETTE[0], PALETTE[1], GREY), strict=True)
+    ):
+        busy.barh(places + 0.2 * (number - 1.5), 100 * shares[name], height=0.18, color=colour, label=name)
+    speed.set(yticks=places, yticklabels=list(figures.index), xlabel="samples/s")
+    speed.invert_yaxis()
+    busy.set(xlabel="% of the time", xlim=(0, 100))
+    busy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    for axis in (speed, busy):
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
+    return widgets.IntSlider(
+        value, low, high, description=name, style=WIDE, layout={"width": "26rem", "margin": "2px"}
+    )

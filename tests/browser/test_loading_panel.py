@@ -1,0 +1,32 @@
+"""The loading panel in JupyterLab: settings are measured by its button, and stay as rows to compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.browser.jupyter import Notebook
+from tests.browser.test_open_notebooks import SCREENSHOTS
+
+
+def test_settings_are_measured_by_the_button_and_stay_as_rows(notebook: Notebook, scenes: Path) -> None:
+    cell = notebook.run(
+        "from mmlab import LoadingPanel, MultimodalDataset, parse_image_policy, read_records\n"
+        f"few = MultimodalDataset(read_records({str(scenes)!r}), image_policy=parse_image_policy('square:64'))\n"
+        "LoadingPanel(few, 'loading_cache', batch_size=8)"
+    )
+    root = cell.locator(".mmlab-panel").first
+    measure, rows = root.get_by_role("button", name="Measure"), root.locator("tbody tr")
+    measure.click()
+    expect(rows).to_have_count(1)
+    expect(measure).to_be_enabled()
+    root.get_by_label("cache", exact=True).check()
+    measure.click()
+    expect(rows).to_have_count(2)
+    expect(rows.last).to_contain_text("0 workers, cached")
+    expect(root.locator("img")).to_be_visible()
+    root.screenshot(path=SCREENSHOTS / "loading_panel-light.png")
+    notebook.theme("JupyterLab Dark")
+    root.screenshot(path=SCREENSHOTS / "loading_panel-dark.png")
+    notebook.theme("JupyterLab Light")
