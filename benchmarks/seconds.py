@@ -67,9 +67,7 @@ CLEAR_RATIO = 0.05  # between epochs whose order has to be predicted
 def main() -> None:
     """Run every part, print rows and goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_common_options(
-        parser, "seconds", quick="tiny alone in `epochs` and `arms`, fewer repeats; some minutes"
-    )
+    add_common_options(parser, "seconds", quick="tiny alone, small beside it in `roofline`, few repeats")
     parser.add_argument("--only", choices=PARTS, help="one part")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -87,13 +85,15 @@ def main() -> None:
 def steps(quick: bool) -> list[dict[str, Any]]:
     """The errors of a time model on shapes that were not fitted, for each model."""
     drawn = draw_sizes(2000)
-    cases = {name: (preset(name), drawn.resized(Aspect(SIDE**2))) for name in PRESETS}
-    cases["CLIP"] = (clip(), drawn.resized(Square(SIDE)))
+    names = PRESETS[:1] if quick else PRESETS
+    cases = {name: (preset(name), drawn.resized(Aspect(SIDE**2))) for name in names}
+    if not quick:
+        cases["CLIP"] = (clip(), drawn.resized(Square(SIDE)))
     rows = []
     for name, (model, sizes) in cases.items():
         started = time.perf_counter()
         fitted = fit_time(
-            model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=15 if quick else 50, progress=False
+            model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=4 if quick else 50, progress=False
         )
         rows.append(
             {
@@ -116,7 +116,7 @@ def epochs(quick: bool) -> list[dict[str, Any]]:
     with TemporaryDirectory() as temporary:
         scenes = make_dataset(
             Path(temporary) / "scenes",
-            num_images=200 if quick else 400,
+            num_images=40 if quick else 400,
             val_fraction=0,
             max_side=160,
             num_workers=0,
@@ -126,14 +126,16 @@ def epochs(quick: bool) -> list[dict[str, Any]]:
         dataset.cache = SampleCache(Path(temporary) / "cache", key=cache_key(dataset))
         build_cache(dataset, progress=False)
         for name in PRESETS[:1] if quick else PRESETS[:2]:
-            rows += epochs_of(name, dataset, num_rounds=2 if quick else 3)
+            rows += epochs_of(name, dataset, num_rounds=1 if quick else 3, seconds=4 if quick else 50)
     return rows
 
 
-def epochs_of(name: str, dataset: MultimodalDataset, *, num_rounds: int) -> list[dict[str, Any]]:
+def epochs_of(
+    name: str, dataset: MultimodalDataset, *, num_rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """The same of one preset."""
     sizes, model = dataset.sizes, preset(name, vocab_size=len(dataset.tokenizer))
-    fitted = fit_time(model, sizes, device="cpu", budget=LARGEST_BATCH, progress=False)
+    fitted = fit_time(model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=seconds, progress=False)
     times = {
         number: replace(fitted, **loading_seconds(dataset, device="cpu", num_workers=number))
         for number in NUM_WORKERS
@@ -183,16 +185,17 @@ def roofline(quick: bool) -> list[dict[str, Any]]:
     sizes = draw_sizes(2000).resized(Aspect(SIDE**2))
     shapes = probe_shapes(sizes, 8, PaddedTokens(), LARGEST_BATCH)
     assumed, found = this_cpu(), {}
-    for name in PRESETS:
+    presets = PRESETS[:2] if quick else PRESETS
+    for name in presets:
         tracer = StepTracer(preset(name), device="cpu")
         traces = [tracer(BatchShape(*shape)) for shape in shapes.tolist()]
         trainer = FusionTrainer(preset(name), device="cpu", lr=0.0)
         first_s, times = measure_steps(
-            trainer, shapes, repeats=3 if quick else 6, seconds=15 if quick else 40, progress=False
+            trainer, shapes, repeats=1 if quick else 6, seconds=4 if quick else 40, progress=False
         )
         found[name] = (traces, *low_seconds(np.column_stack([first_s, times])))
     rows = []
-    for source in PRESETS:
+    for source in presets:
         calibrated = assumed.calibrated(*found[source][:2])
         for name, (traces, measured_s, spread_ratio) in found.items():
             raw_s, predicted_s = (
