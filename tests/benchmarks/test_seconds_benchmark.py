@@ -61,10 +61,13 @@ def arm(scheduler: str, *, all_s: list[float]) -> dict[str, Any]:
 def test_fastest_is_judged_by_rounds_in_pairs(script):
     fastest = arm("fastest", all_s=[1.0, 2.0, 4.0])  # the machine slows down, for all arms alike
     rows = [arm("random", all_s=[1.5, 3.0, 6.0]), arm("bucket", all_s=[1.01, 2.02, 4.04]), fastest]
-    rows += [arm("sorted", all_s=[0.8, 3.0, 4.0])]
-    random, bucket, noisy = script.judge(rows)
+    rows += [arm("sorted", all_s=[0.8, 3.0, 4.0]), arm("fastest with collisions", all_s=[0.9, 1.8, 3.6])]
+    rows += [arm("bucket with collisions", all_s=[0.8, 1.6, 3.2])]
+    random, bucket, noisy, together, apart = script.judge(rows)
     assert (random["met"], bucket["met"], noisy["met"]) == (True, True, False)
     assert random["measured"] == "1.500, interval from 1.500"
+    assert (together["met"], together["measured"]) == (False, "0.889, interval from 0.889")
+    assert (apart["met"], apart["measured"]) == (False, "0.900, interval from 0.900")
 
 
 def test_planning_is_judged_by_the_number_of_samples(script):
