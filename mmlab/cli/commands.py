@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.errors import OptionError
 from mmlab.machine import GIB
@@ -372,6 +373,7 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
         {"build": cache_build, "info": cache_info, "verify": cache_verify, "clear": cache_clear},
     ),
     "bench": ("Measure this machine.", {"io": bench_io, "parallel": bench_parallel}),
+    "tour": copy_tour,
     "doctor": doctor,
 }
 
