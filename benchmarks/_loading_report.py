@@ -90,8 +90,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def document(rows: list[dict[str, Any]]) -> None:
-    """Put the table into docs/loading.md, in place of the one there, and the figure beside it."""
-    page = ROOT / "docs/loading.md"
+    """Put the table into docs/internals/loading.md, in place of the one there, and the figure beside it."""
+    page = ROOT / "docs/internals/loading.md"
     text, num_tables = re.subn(
         r"^\| loader \|.*?\n(?=\n)", f"{table(rows)}\n", page.read_text("utf-8"), flags=re.M | re.S
     )

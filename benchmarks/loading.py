@@ -5,7 +5,7 @@
 The same work for all: read, decode, resize to 224 x 224, tokenise, batches of 32. Data: generated scenes of 100 kB, or
 the images of `--data`, read into the system's cache before anything is timed. Arms take turns; every repetition is
 kept, ratios are medians over the turns. About six minutes; `--quick` takes fewer images and turns, and no peers but
-torch's DataLoader. `--out`, without `--quick`, also writes the table and the figure of docs/loading.md.
+torch's DataLoader. `--out`, without `--quick`, also writes the table and the figure of docs/internals/loading.md.
 Exit code: 0 done, whether or not every goal is met.
 """
 

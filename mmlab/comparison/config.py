@@ -4,7 +4,7 @@ A section's keys are the options of the function or class that it configures, un
 defaults. `examples/train.toml` shows them at work.
 
     [data]        path, images, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
-                  folder of a cache, which is filled before training, and cache_limit_gib (see docs/cache.md)
+                  folder of a cache, which is filled before training, and cache_limit_gib (see docs/internals/cache.md)
     [augment]     name, and the options of `mmlab.Augment` that differ from it
     [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
     [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`

@@ -5,7 +5,7 @@ every row, draws, smooths, zooms and exports. The page answers each message once
 thread sends once a second, so neither a slow page nor a closed one holds anything up.
 
 Costs: under 1 ms of the thread's CPU time an update, `hz` updates a second in the long run; nothing while no page shows
-the panel. docs/live_panel.md has the measured figures. Opening a run needs no torch.
+the panel. docs/internals/live_panel.md has the measured figures. Opening a run needs no torch.
 Does not: train, nor write anything to disk. Exports are made by the browser.
 """
 

@@ -154,7 +154,7 @@ class DeviceMeter:
 
 
 def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str, Any]:
-    """What a `step` event tells of memory: the peak since it was reset, and what counted it; see docs/memory.md."""
+    """What a `step` event tells of memory: the peak since it was reset, and what counted it; see docs/internals/memory.md."""
     rss_bytes = process_rss_bytes()
     if live is not None:
         return {"rss_bytes": rss_bytes, "peak_bytes": live.peak_bytes, "memory_source": "live tensors"}

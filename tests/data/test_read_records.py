@@ -126,7 +126,7 @@ def test_a_known_data_set_of_many_images_is_read_quickly(folder):
 
 
 def test_the_document_lists_every_column_name():
-    table = (Path(__file__).parents[2] / "docs/data_formats.md").read_text("utf-8")
+    table = (Path(__file__).parents[2] / "docs/internals/data_formats.md").read_text("utf-8")
     for column, names in SYNONYMS.items():
         row = next(line for line in table.splitlines() if line.startswith((f"| {column} |", f"| {column},")))
         assert row.split("|")[2].replace("`", "").split() == names.split()

@@ -13,7 +13,7 @@ ARTICLES = "DataLoader, PIL, v1 transforms"  # the loader with the same work is 
 
 
 def test_the_documented_figures_are_the_measured_ones():
-    text = (ROOT / "docs/loading.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/internals/loading.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks/results/loading.json").read_text(encoding="utf-8"))
     rows = {
         TITLES[row["data"]] + row["loader"]: row

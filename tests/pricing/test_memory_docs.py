@@ -1,4 +1,4 @@
-"""The measured tables of docs/memory.md are those of the committed result file."""
+"""The measured tables of docs/internals/memory.md are those of the committed result file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())
-TEXT = (ROOT / "docs" / "memory.md").read_text()
+TEXT = (ROOT / "docs/internals/memory.md").read_text()
 
 
 def accuracy_lines() -> list[str]:
@@ -42,4 +42,4 @@ def test_tables_are_those_of_the_result_file() -> None:
     lines = accuracy_lines() + policy_lines()
     assert len(lines) > 8
     for line in lines:
-        assert line in TEXT, f"docs/memory.md lacks {line}"
+        assert line in TEXT, f"docs/internals/memory.md lacks {line}"

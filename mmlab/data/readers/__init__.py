@@ -1,6 +1,6 @@
 """Reading image-text pairs from what users have: `read_records(source)`, the format chosen by content.
 
-`docs/data_formats.md` has the one table of formats. Each format's module only finds rows; all checks, the image sizes
+`docs/internals/data_formats.md` has the one table of formats. Each format's module only finds rows; all checks, the image sizes
 and the `Records` come from `rows`. Loads no torch, decodes no pixel.
 """
 
@@ -42,7 +42,7 @@ def read_records(
     allow_missing_modality: bool = False,
     progress: bool = True,
 ) -> Records:
-    """Read the metadata of image-text pairs from any of the formats in `docs/data_formats.md`.
+    """Read the metadata of image-text pairs from any of the formats in `docs/internals/data_formats.md`.
 
     Args:
         source: a file, a folder, a list of tar shards or a glob for them, paths or URLs, a `datasets.Dataset`, a

@@ -60,7 +60,7 @@ def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool
     file_format, tried = recognise(path, allow_missing_modality)
     if file_format is None:
         raise DataError(
-            f"{path}: not a format that mmlab reads (docs/data_formats.md lists them). Tried:{tried}"
+            f"{path}: not a format that mmlab reads (docs/internals/data_formats.md lists them). Tried:{tried}"
         )
     rows = file_format.read(path, allow_missing_modality)
     return Table(rows=rows, root=images or find_images(path, rows))

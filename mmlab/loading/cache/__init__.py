@@ -1,6 +1,6 @@
 """The cache of decoded images, kept on disk between epochs and runs; what is random (augmentation) comes after it.
 
-Every image has a slot of a file, is checked when it is read, and is read right into its batch; see docs/cache.md. No
+Every image has a slot of a file, is checked when it is read, and is read right into its batch; see docs/internals/cache.md. No
 torch here.
 """
 
