@@ -7,7 +7,7 @@ SHELL := /bin/bash
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes: what Python has compiled is kept for the next one.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo lab test check notebooks browser strip bench gpu lock clean
+.PHONY: help demo lab test check notebooks docs site browser strip bench gpu lock clean
 
 # The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
 # installs again, and a set-up that broke off half-way is never taken for a finished one.
@@ -28,9 +28,10 @@ lab: $(READY)  ## open JupyterLab at the first notebook
 
 # Many tests wait for processes, so more run at once than there are cores: three share the tests (see tests/conftest.py),
 # and notebooks run beside them. What measures time, or fills the machine itself, runs alone at the end.
-test: lint chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests
+test: lint chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests, the site
 	@$(MAKE) --no-print-directory -j2 suite notebooks BESIDE=1
 	$(BIN)/python -m pytest -p no:nbval --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
+	@$(MAKE) --no-print-directory site
 
 .PHONY: suite
 suite: $(READY)
@@ -49,6 +50,13 @@ notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs 
 	MMLAB_SMOKE=1 $(BIN)/python -m pytest $(if $(BESIDE),,-n 2 --dist loadfile) -W default --timeout 0 \
 		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb \
 		$(if $(BESIDE),| { said=$$(cat); echo "$$said"; })
+
+docs: $(READY)  ## execute every notebook in full (ten minutes), keep the copies in docs/notebooks, and build the site
+	$(BIN)/python docs/site/execute_notebooks.py notebooks/*.ipynb
+	@$(MAKE) --no-print-directory site
+
+site: $(READY)  ## build the site into build/site from the pages and the executed copies; a broken link fails
+	$(BIN)/python docs/site/build_site.py build/site
 
 browser: $(READY) chromium  ## drive the live panel in a real JupyterLab
 	$(BIN)/python -m pytest -p no:nbval tests/browser
@@ -89,6 +97,6 @@ $(READY):
 	@rm -f .venv/.ready-*
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv || { \
 		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs]'
 	$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from tests.project.checkout import ROOT, read, tracked
 
 DOCUMENTS = tracked("*.md")
+NOTEBOOKS = tracked("notebooks/*.ipynb", "docs/notebooks/*.ipynb")
+MOST_GUIDE_LINES = 150
 # Written so that the patterns do not match themselves.
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|work|root|Users|farm|tmp)/")
 PACKAGE_HOSTS = re.compile(r"pypi[.]org|pythonhosted[.]org|--(?:extra-)?index[-]url")
@@ -20,16 +23,25 @@ def prose(text: str) -> str:
     return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
 
 
+def text_of(path: Path) -> str:
+    """The text of a document; of a notebook, its prose."""
+    if path.suffix == ".md":
+        return read(path)
+    return "\n".join(
+        "".join(cell["source"]) for cell in json.loads(read(path))["cells"] if cell["cell_type"] == "markdown"
+    )
+
+
 def anchors(path: Path) -> set[str]:
     """The anchors of a document's headings, by GitHub's rule: lower case, punctuation dropped, spaces to hyphens."""
-    text = re.sub(r"```.*?```", "", read(path), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text_of(path), flags=re.DOTALL)
     titles = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+@pytest.mark.parametrize("path", DOCUMENTS + NOTEBOOKS, ids=str)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(read(path))):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text_of(path))):
         if target.startswith(("https://", "mailto:")):
             continue
         name, _, anchor = target.partition("#")
@@ -53,6 +65,18 @@ def test_the_front_page_is_short_and_has_the_same_code_in_both_languages() -> No
     assert code.findall(english) == code.findall(chinese)
     figures = re.compile(r"\d+(?:\.\d+)? %|± [\d.]+|\((?:\d{3})\)|\d+ MiB")
     assert set(figures.findall(chinese)) <= set(figures.findall(english)), "a figure of one page only"
+
+
+def test_the_guide_is_short_asks_and_is_linked_from_the_front_page() -> None:
+    pages = tracked("docs/guide/*.md")
+    assert len(pages) >= 7
+    for page in pages:
+        assert len(read(page).splitlines()) <= MOST_GUIDE_LINES, (
+            f"{page} is long: move the why to docs/internals"
+        )
+        assert re.search(r"^#.*\?$", prose(read(page)), re.MULTILINE), f"{page} answers no question"
+        for front in ("README.md", "README.zh-CN.md"):
+            assert f"]({page.as_posix()})" in read(Path(front)), f"{front} does not link {page}"
 
 
 def test_no_tracked_file_names_a_machine_or_a_package_host() -> None:

@@ -86,6 +86,21 @@ def test_the_first_notebook_lists_all() -> None:
     assert [path.name for path in NOTEBOOKS[1:] if f"]({path.name})" not in first] == []
 
 
+MOST_BYTES = 6_000_000  # of all executed copies together, which a repository page loads
+
+
+def test_executed_copies_show_outputs_and_stay_small() -> None:
+    copies = tracked("docs/notebooks/*.ipynb")
+    assert {path.name for path in copies} <= {path.name for path in NOTEBOOKS}
+    assert sum(len(read(path).encode()) for path in copies) < MOST_BYTES
+    for path in copies:
+        outputs = [output for cell in json.loads(read(path))["cells"] for output in cell.get("outputs", [])]
+        assert any("image/png" in output.get("data", {}) for output in outputs), f"{path} shows no figure"
+        assert not any(
+            output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs
+        )
+
+
 def code_cell(source: str, **fields: Any) -> dict[str, Any]:
     return {
         "cell_type": "code",

@@ -1,0 +1,115 @@
+"""Build the static site from the pages and the executed notebooks; a link that leads nowhere ends it.
+
+    python docs/site/build_site.py build/site
+
+Sphinx reads a copy of the tracked files in which the executed notebooks stand in the place of the stripped ones, so that
+every link of the repository holds there too. Needs the extra `docs`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    "*.md",
+    "docs/*.md",
+    "docs/**/*.md",
+    "notebooks/*.ipynb",
+    "benchmarks/results/README.md",
+    "data/README.md",
+]
+INDEX = """# mmlab
+
+```{toctree}
+:caption: Start
+README
+README.zh-CN
+docs/articles
+```
+"""
+PARTS = {  # caption: pages, in order of their names
+    "Notebooks": "notebooks/*.ipynb",
+    "Guide": "docs/guide/*.md",
+    "Internals": "docs/internals/*.md",
+    "Decisions": "docs/decisions/*.md",
+}
+MORE = ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG", "benchmarks/results/README", "data/README")
+SETTINGS = {
+    "project": "mmlab",
+    "extensions": ["myst_nb"],
+    "include_patterns": PAGES,
+    "root_doc": "index",
+    "html_theme": "furo",
+    "html_show_copyright": False,
+    "nb_execution_mode": "off",
+    "myst_heading_anchors": 4,
+    # not about links: headings that skip a level, texts that Pygments cannot colour, what the page of a notebook leaves out
+    "suppress_warnings": [
+        "myst.header",
+        "misc.highlighting_failure",
+        "mystnb.unknown_mime_type",
+        "toc.not_included",
+    ],
+}
+
+
+def stage(folder: Path) -> None:
+    """Copy what the site is made of into a folder, with an index of it."""
+    command = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        is_copied = name.startswith("notebooks/") and (ROOT / "docs" / name).is_file()
+        if (ROOT / name).is_file() and not is_copied:
+            path = folder / name.replace("docs/notebooks/", "notebooks/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, path)
+    for path in folder.glob("notebooks/*.ipynb"):
+        path.write_text(path.read_text("utf-8").replace("](../../", "](../"), "utf-8")
+    for path in folder.glob("*.md"):
+        path.write_text(path.read_text("utf-8").replace("](docs/notebooks/", "](notebooks/"), "utf-8")
+    index = INDEX
+    for caption, pattern in PARTS.items():
+        pages = sorted(path.relative_to(folder).with_suffix("") for path in folder.glob(pattern))
+        index += "\n".join(["", "```{toctree}", f":caption: {caption}", *map(str, pages), "```", ""])
+    index += "\n".join(["", "```{toctree}", ":caption: More", *MORE, "```", ""])
+    (folder / "index.md").write_text(index, "utf-8")
+
+
+def build(target: Path) -> int:
+    """Build the site into a folder; returns Sphinx's exit code, not 0 where it warned."""
+    from sphinx.application import Sphinx
+
+    with TemporaryDirectory() as name:
+        source = Path(name) / "source"
+        stage(source)
+        app = Sphinx(
+            source,
+            None,
+            target,
+            Path(name) / "doctrees",
+            "html",
+            confoverrides=SETTINGS,
+            status=None,
+            warningiserror=True,
+            keep_going=True,
+        )
+        app.build()
+        return app.statuscode
+
+
+if __name__ == "__main__":
+    sys.exit(build(Path(sys.argv[1]).resolve()))
