@@ -3,12 +3,10 @@
 A wheel has them in `mmlab/tour` (setup.py puts them there), a checkout beside the package.
 """
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, ignore_patterns
-from typing import Annotated, Any
+from typing import Annotated
 
 from mmlab.errors import DataError
 
@@ -17,18 +15,13 @@ _FOLDERS = ("notebooks", "data", "examples", "docs")  # as in setup.py
 
 @dataclass(frozen=True, kw_only=True)
 class Tour:
-    """What was copied, and where to."""
+    """Where the notebooks were copied to, and which they are."""
 
     folder: str
-    num_files: int
-    notebooks: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    notebooks: list[str]  # relative to the folder
 
     def __str__(self) -> str:
-        start = f"cd {self.folder}\njupyter lab {self.notebooks[0]}"
-        return f"Copied {len(self.notebooks)} notebooks and what they use to {self.folder}. Begin with:\n\n{start}"
+        return f"Copied {len(self.notebooks)} notebooks. Begin with:\n\ncd {self.folder}\njupyter lab {self.notebooks[0]}"
 
 
 def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Tour:
@@ -40,12 +33,6 @@ def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Tour:
         )
     source = package / "tour" if (package / "tour").is_dir() else package.parent
     for name in _FOLDERS:
-        if not (source / name).is_dir():
-            raise DataError(
-                f"{source / name} is missing: install mmlab again, from a wheel or a whole checkout"
-            )
-    for name in _FOLDERS:
         copytree(source / name, target / name, ignore=ignore_patterns(".*", "__pycache__", "site"))
-    files = [path for path in target.rglob("*") if path.is_file()]
-    notebooks = sorted(str(path.relative_to(target)) for path in target.glob("notebooks/*.ipynb"))
-    return Tour(folder=str(folder), num_files=len(files), notebooks=notebooks)
+    names = sorted(path.name for path in target.glob("notebooks/*.ipynb"))
+    return Tour(folder=folder, notebooks=[f"notebooks/{name}" for name in names])

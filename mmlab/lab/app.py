@@ -52,9 +52,7 @@ class App:
     def __init__(self, notebook: str | Path | None = None, *, port: int = 0) -> None:
         path = find_notebook(notebook)
         if importlib.util.find_spec("voila") is None:
-            raise OptionError(
-                "`mmlab app` needs voila, which is not installed here: pip install 'mmlab[app]' (or pip install voila)"
-            )
+            raise OptionError("`mmlab app` needs voila, which is not installed: pip install 'mmlab[app]'")
         token = secrets.token_urlsafe(24)
         port = port or _free_port()
         self.url = f"http://{_HOST}:{port}/?token={token}"
@@ -89,17 +87,12 @@ class App:
         """End the server and its kernels."""
         with contextlib.suppress(psutil.NoSuchProcess):
             server = psutil.Process(self._server.pid)
-            family = [
-                server,
-                *server.children(recursive=True),
-            ]  # its kernels have process groups of their own
+            family = [server, *server.children(recursive=True)]  # kernels have process groups of their own
             server.terminate()  # it ends its kernels
-            deadline_s = time.monotonic() + STOP_S
-            while (
-                alive := [process for process in family if _is_alive(process)]
-            ) and time.monotonic() < deadline_s:
+            end_s = time.monotonic() + STOP_S
+            while any(map(_is_alive, family)) and time.monotonic() < end_s:
                 time.sleep(0.05)
-            for process in alive:
+            for process in filter(_is_alive, family):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self._server.communicate()  # waits, and closes the pipe
