@@ -27,13 +27,13 @@ INDEX = """# mmlab
 
 ```{toctree}
 :caption: Start
-README
-README.zh-CN
-docs/articles
+The front page <README>
+中文 <README.zh-CN>
 ```
 """
 PARTS = {  # caption: pages, in order of their names
     "Notebooks": "notebooks/*.ipynb",
+    "The articles": "docs/*.md",
     "Guide": "docs/guide/*.md",
     "Internals": "docs/internals/*.md",
     "Decisions": "docs/decisions/*.md",
@@ -45,6 +45,7 @@ SETTINGS = {
     "include_patterns": PAGES,
     "root_doc": "index",
     "html_theme": "furo",
+    "html_title": "mmlab",
     "html_show_copyright": False,
     "nb_execution_mode": "off",
     "myst_heading_anchors": 4,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import mmlab
+from mmlab.cli.parser import make_parser
 from tests.project.checkout import ROOT, read, tracked
 
 DOCUMENTS = tracked("*.md")
@@ -55,6 +59,27 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_tests_that_a_document_names_exist(path: Path) -> None:
     for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", read(path)):
         assert f"def {name}(" in read(Path(file)) if name else (ROOT / file).is_file(), f"no {file}::{name}"
+
+
+def code_of(path: Path) -> str:
+    """What stands in a document's fenced code."""
+    return "\n".join(re.findall(r"^```\w*\n(.*?)^```", read(path), re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_commands_that_a_document_shows_parse(path: Path) -> None:
+    for line in re.findall(r"^(?:torchrun .* -m )?(mmlab .+)$", code_of(path), re.MULTILINE):
+        words = shlex.split(re.split(r"  +", line.replace("|", " "))[0], comments=True)
+        if words[1:] and "..." not in line:
+            make_parser().parse_args([word for word in words[1:] if word != "[NOTEBOOK]"])
+
+
+@pytest.mark.parametrize("path", tracked("docs/guide/*.md", "README*.md"), ids=str)
+def test_names_of_mmlab_that_the_guide_uses_exist(path: Path) -> None:
+    for name in set(re.findall(r"\bmmlab\.([A-Za-z_]\w*)", code_of(path))):
+        assert hasattr(mmlab, name) or find_spec(f"mmlab.{name}"), (
+            f"{path} uses mmlab.{name}, which does not exist"
+        )
 
 
 def test_the_front_page_is_short_and_has_the_same_code_in_both_languages() -> None:
