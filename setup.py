@@ -15,7 +15,7 @@ class BuildWithTour(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            skip = ignore_patterns(".*", "__pycache__", "site")
+            skip = ignore_patterns(".*", "__pycache__", "site", "notebooks")  # those below docs
             for name in TOUR:
                 copytree(name, Path(self.build_lib, "mmlab", "tour", name), ignore=skip, dirs_exist_ok=True)
 

@@ -11,6 +11,7 @@ from typing import Annotated
 from mmlab.errors import DataError
 
 _FOLDERS = ("notebooks", "data", "examples", "docs")  # as in setup.py
+_SKIPPED = ignore_patterns(".*", "__pycache__", "site", "notebooks")  # the last two: those below docs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +29,9 @@ def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Tour:
     """Copy the notebooks, with a sample and examples, into a folder to work in; one with something in it is left alone."""
     target, package = Path(folder), Path(__file__).parents[1]
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise DataError(
-            f"{folder} is not an empty folder; nothing was copied. Name a new one: mmlab tour NEW"
-        )
+        raise DataError(f"{folder} is not an empty folder; nothing was copied. Name a new one")
     source = package / "tour" if (package / "tour").is_dir() else package.parent
     for name in _FOLDERS:
-        copytree(source / name, target / name, ignore=ignore_patterns(".*", "__pycache__", "site"))
-    names = sorted(path.name for path in target.glob("notebooks/*.ipynb"))
-    return Tour(folder=folder, notebooks=[f"notebooks/{name}" for name in names])
+        copytree(source / name, target / name, ignore=_SKIPPED)
+    names = sorted(path.relative_to(target).as_posix() for path in target.glob("notebooks/*.ipynb"))
+    return Tour(folder=folder, notebooks=names)
