@@ -28,13 +28,16 @@ PLACES = {
     Path.home(): "~/",
 }  # of this machine
 NOTHING_YET, ANOTHER = "No run had ended", ROOT / "docs/images/live_panel.png"
+WAIT = "import time; time.sleep(10)"  # a panel draws its last picture after its run has ended
 CELL_TIMEOUT_S = 1200
 
 
 def execute(path: Path) -> Path:
     """Run one notebook in its own folder; returns the path of the executed copy."""
     notebook = nbformat.read(path, 4)
+    notebook.cells.append(nbformat.v4.new_code_cell(WAIT))
     NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": path.parent}}).execute()
+    notebook.cells.pop()
     COPIES.mkdir(exist_ok=True)
     nbformat.write(tidy(notebook), COPIES / path.name)
     return COPIES / path.name
