@@ -73,7 +73,7 @@ def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
         head = beginning.read(_HEAD_BYTES)
     try:
         if head[:4] == _PARQUET:
-            with _parquet_file(path) as file:
+            with parquet_file(path) as file:
                 columns = file.schema_arrow.names
         elif b"\0" in head.partition(b"\n")[0]:
             return "is not text"
@@ -124,12 +124,18 @@ def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
         if file.read(4) == _PARQUET:
             return _parquet(path, allow_missing_modality)
     text = decode_text(path)
-    match text.lstrip()[:1]:
-        case "[":
-            return _json_list(text, path)
-        case "{":
-            return _json_lines(text)
+    if text.lstrip()[:1] in ("[", "{"):
+        return read_json(text, path)
     return _delimited(text, path)
+
+
+def read_json(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The entries of a JSON list or of JSON Lines, each with where it stands, or with what is wrong with it.
+
+    Raises:
+        DataError: a list that is not JSON.
+    """
+    return _json_list(text, path) if text.lstrip()[:1] == "[" else _json_lines(text)
 
 
 def _first_objects(text: str) -> list[dict[str, Any]]:
@@ -260,7 +266,7 @@ def as_entry(entry: object) -> dict[str, Any] | str:
 
 
 @contextmanager
-def _parquet_file(path: Path) -> Iterator[Any]:
+def parquet_file(path: Path) -> Iterator[Any]:
     """The file, opened.
 
     Raises:
@@ -278,7 +284,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
 
 
 def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    with _parquet_file(path) as file:
+    with parquet_file(path) as file:
         schema = file.schema_arrow
         columns = require_columns(schema.names, str(path), allow_missing_modality)
         if (image := columns.get("image")) and not _holds_strings(kind := schema.field(image).type):

@@ -31,7 +31,8 @@ MAX_LISTED = 20  # bad rows that a message spells out; `error.bad_rows` has all
 Find = Callable[[str], tuple[str, Stamp | None] | str]
 
 
-def _open_file(path: str) -> BinaryIO:
+def open_file(path: str) -> BinaryIO:
+    """The start of an image that is a file."""
     return open(path, "rb")
 
 
@@ -62,7 +63,7 @@ class Table:
     root: Path | None = None
     store: ImageStore = field(default_factory=FileStore)
     find: Find | None = None
-    open_image: OpenImage = _open_file
+    open_image: OpenImage = open_file
     label_names: tuple[str, ...] = ()  # of labels that are integers already
 
 
@@ -95,7 +96,7 @@ def to_records(
     bad_rows = tuple(
         BadRow(rows[index].where, rows[index].image or "", reasons[index]) for index in sorted(reasons)
     )
-    _report(bad_rows, len(rows), source, errors)
+    report_bad_rows(bad_rows, len(rows), source, errors, "read_records")
     good = [index for index in range(len(rows)) if index not in reasons]
     texts = [None if rows[index].text is None else str(rows[index].text) for index in good]
     sizes = np.array(
@@ -257,7 +258,10 @@ def _listed(bad_rows: tuple[BadRow, ...]) -> list[str]:
     return lines
 
 
-def _report(bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: str) -> None:
+def report_bad_rows(
+    bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: str, reader: str
+) -> None:
+    """Raise a DataError that lists bad rows, or warn of them under errors="report", for a function of this name."""
     if not num_rows:
         raise DataError(f"{source}: no rows found")
     if not bad_rows:
@@ -266,11 +270,9 @@ def _report(bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: st
     summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
     if errors == "raise" or len(bad_rows) == num_rows:
         remedy = (
-            "Mend them, or leave them out: read_records(..., errors='report') gives records that compare and Lab take."
+            f"Mend them, or leave them out: {reader}(..., errors='report') gives those that are left."
             if errors == "raise"
             else "Nothing is left to read."
         )
         raise DataError("\n".join([f"{summary}:", *listed, remedy]), bad_rows=bad_rows)
-    warnings.warn(
-        f"{summary} and are left out; they are in records.bad_rows, first {bad_rows[0]}", stacklevel=4
-    )
+    warnings.warn(f"{summary} and are left out; they are in .bad_rows, first {bad_rows[0]}", stacklevel=4)

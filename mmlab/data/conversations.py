@@ -1,0 +1,366 @@
+"""Conversations about images, as decoder models are fine-tuned on: read, checked, and their images measured.
+
+Three forms are understood, in JSON, JSON Lines, Parquet, a `datasets.Dataset` or a list of dicts: `conversations` of LLaVA
+and ShareGPT (`from`, `value`), `messages` of Hugging Face and TRL (`role`, `content`), and TRL's `prompt` with
+`completion`. Image headers are read, no pixel is decoded; memory is that of the texts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmlab.data.readers.headers import Size, image_sizes
+from mmlab.data.readers.hub import is_dataset
+from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, read_json
+from mmlab.data.readers.paths import FileResolver
+from mmlab.data.readers.rows import open_file, report_bad_rows
+from mmlab.data.readers.sidecar import Stamp
+from mmlab.data.records import BadRow
+from mmlab.errors import DataError, OptionError, unknown_name
+
+PLACEHOLDER = "<image>"  # in a text: here belongs the next image
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "model": "assistant", "system": "system",
+}  # fmt: skip
+_TURNS = ("messages", "conversations", "conversation")
+_IMAGES = ("images", "image")
+_PART_IMAGE = ("image", "path", "url", "image_url")  # where a part of a message may name its image
+
+Message = dict[str, Any]  # {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """One image as its row states it: a path, or encoded bytes."""
+
+    path: str
+    content: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Conversations(Sequence[dict[str, Any]]):
+    """N checked conversations; `conversations[row]` decodes the row's images, for a DataLoader's workers.
+
+    An item is `{"messages": [...], "images": [...]}`: messages in the form of Hugging Face's chat templates, with one part
+    `{"type": "image"}` for each image, and the images as `PIL.Image`, in RGB and upright.
+    """
+
+    ids: list[str]
+    messages: list[list[Message]]
+    images: list[tuple[_Image, ...]]  # of each row, in the order of their placeholders
+    image_sizes: list[list[Size]]  # (height, width) in pixels, of each
+    bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} conversations with {sum(map(len, self.images))} images from {self.source}>"
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return self.select(range(*row.indices(len(self))))
+        return {"messages": self.messages[row], "images": [_decode(image) for image in self.images[row]]}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+    def select(self, rows: Sequence[int]) -> Conversations:
+        """The rows asked for, in that order."""
+        columns = {name: [getattr(self, name)[row] for row in rows] for name in _COLUMNS}
+        return replace(self, **columns)  # type: ignore[arg-type]
+
+
+_COLUMNS = ("ids", "messages", "images", "image_sizes")
+
+
+def read_conversations(
+    source: Any, *, images: str | Path | None = None, errors: str = "raise", progress: bool = True
+) -> Conversations:
+    """Read conversations about images from a file, a `datasets.Dataset`, or a list of dicts.
+
+    `<image>` in a text is where the next image of the row belongs. Rows of `messages` without any may leave it out: their
+    images then come before the first question, as in TRL. A part of a message may name its image itself.
+
+    Args:
+        source: JSON (a list), JSON Lines, Parquet, a `datasets.Dataset`, or a list of dicts.
+        images: the folder that image paths are relative to; None takes the file's own.
+        errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
+        progress: show a bar while image headers are read, if stderr is a terminal.
+
+    Raises:
+        DataError: an unknown format, or bad rows (all of them in the error's `.bad_rows`).
+    """
+    if errors not in ("raise", "report"):
+        raise unknown_name("errors=", errors, ("raise", "report"))
+    folder = None if images is None else Path(images).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise OptionError(f"images={images}: not a folder")
+    entries, root, name = _entries(source, folder)
+    reasons: dict[int, str] = {}
+    parsed: dict[int, tuple[list[Message], tuple[_Image, ...]]] = {}
+    for number, (_, entry) in enumerate(entries):
+        try:
+            parsed[number] = _parse(entry)
+        except ValueError as error:
+            reasons[number] = str(error)
+    sizes = _measure(parsed, reasons, root, progress)
+    shown = {
+        number: str(_first(entry, ("id", "question_id")) or "") for number, (_, entry) in enumerate(entries)
+    }
+    bad_rows = tuple(
+        BadRow(entries[row][0], shown[row] and f"id {shown[row]}", reasons[row]) for row in sorted(reasons)
+    )
+    report_bad_rows(bad_rows, len(entries), name, errors, "read_conversations")
+    good = [row for row in parsed if row not in reasons]
+    return Conversations(
+        ids=[shown[row] or entries[row][0] for row in good],
+        messages=[parsed[row][0] for row in good],
+        images=[sizes[row][0] for row in good],
+        image_sizes=[sizes[row][1] for row in good],
+        bad_rows=bad_rows,
+        source=name,
+    )
+
+
+def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], Path | None, str]:
+    """Rows, each with where it stands; the folder of their images; a name for messages."""
+    if is_dataset(source):
+        return [(f"row {number}", row) for number, row in enumerate(_undecoded(source))], folder, "dataset"
+    if isinstance(source, list | tuple):
+        return [(f"item {number}", as_entry(row)) for number, row in enumerate(source)], folder, "a list"
+    if not isinstance(source, str | os.PathLike):
+        raise DataError(
+            f"cannot read conversations from {type(source).__name__}: pass a file, a datasets.Dataset or a list of dicts"
+        )
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; conversations are read from JSON, JSON Lines or Parquet")
+    root = path.parent if folder is None else folder
+    with open(path, "rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    if is_parquet:
+        with parquet_file(path) as table:
+            rows = table.read().to_pylist()
+        return [(f"row {number}", row) for number, row in enumerate(rows)], root, str(path)
+    text = decode_text(path)
+    if text.lstrip()[:1] not in ("[", "{"):
+        raise DataError(f"{path}: neither JSON nor JSON Lines nor Parquet")
+    return list(read_json(text, path)), root, str(path)
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The same `datasets.Dataset` with images as they are stored."""
+    from datasets import Dataset, Image
+
+    if not isinstance(dataset, Dataset):
+        raise DataError(
+            f"a {type(dataset).__name__} has no rows to plan: choose one split, without streaming=True"
+        )
+    dataset = dataset.with_format(None)
+    for name in _IMAGES:
+        if (feature := dataset.features.get(name)) is not None:
+            inner = getattr(feature, "feature", feature)
+            if isinstance(inner, Image):
+                stored = Image(decode=False)
+                dataset = dataset.cast_column(
+                    name, stored if inner is feature else replace(feature, feature=stored)
+                )
+    return dataset
+
+
+def _parse(entry: Any) -> tuple[list[Message], tuple[_Image, ...]]:
+    """Messages and images of a row.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if isinstance(entry, str):
+        raise ValueError(entry)
+    turns = _first(entry, _TURNS)
+    is_llava = "messages" not in entry
+    if turns is None and "prompt" in entry and "completion" in entry:
+        turns, is_llava = [*_turns(entry["prompt"], "user"), *_turns(entry["completion"], "assistant")], False
+    if turns is None:
+        found = ", ".join(map(str, entry)) or "nothing"
+        raise ValueError(f"no {' or '.join(_TURNS[:2])}, found {found}")
+    if isinstance(turns, str):
+        turns = _json(turns)
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"expected a list of turns, found {turns!r:.40}")
+    images = _listed_images(_first(entry, _IMAGES))
+    messages, own = [], []
+    for number, turn in enumerate(turns, 1):
+        message, named = _message(turn, f"turn {number}")
+        messages.append(message)
+        own += named
+    num_places = sum(part["type"] == "image" for message in messages for part in message["content"])
+    if own and images:
+        raise ValueError("images are named in the messages and in a column of their own; keep one of them")
+    images = images or own
+    if not num_places and images and not is_llava:
+        first = next((message for message in messages if message["role"] == "user"), None)
+        if first is not None:
+            first["content"][:0] = [{"type": "image"} for _ in images]
+            num_places = len(images)
+    if num_places != len(images):
+        raise ValueError(
+            f"{num_places} {PLACEHOLDER} in the text and {len(images)} images; every image needs its place, and every "
+            "place its image"
+        )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no answer (a turn of gpt or assistant), so there is nothing to learn")
+    return messages, tuple(images)
+
+
+def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
+    """A turn in the form of chat templates, and the images that it names itself."""
+    if not isinstance(turn, dict):
+        raise ValueError(f"{where}: expected an object, found {turn!r:.40}")
+    role, content = _first(turn, ("role", "from")), _first(turn, ("content", "value"))
+    if role not in ROLES:
+        raise ValueError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
+    if not isinstance(content, str | list):
+        raise ValueError(
+            f"{where}: no content or value, found {content!r:.40}"
+            + " (tool calls are not read)" * ("tool_calls" in turn)
+        )
+    parts: list[dict[str, str]] = []
+    images: list[_Image] = []
+    for part in [content] if isinstance(content, str) else content:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if isinstance(part, str):
+            parts += _split(part)
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts += _split(part["text"])
+        elif kind in ("image", "image_url"):
+            parts.append({"type": "image"})
+            if (named := _first(part, _PART_IMAGE)) is not None:
+                images += _listed_images(
+                    named["url"] if isinstance(named, dict) and "url" in named else named
+                )
+        else:
+            raise ValueError(f"{where}: a part of type {kind!r:.40} cannot be read; text and image can")
+    if "<video>" in str(content) or "<audio>" in str(content):
+        raise ValueError(f"{where}: holds <video> or <audio>; only images are read")
+    if ROLES[role] == "assistant" and not any(part.get("text", "").strip() for part in parts):
+        raise ValueError(f"{where}: empty answer")
+    return {"role": ROLES[role], "content": parts}, images
+
+
+def _split(text: str) -> list[dict[str, str]]:
+    """The parts of a text with placeholders; a line break beside a placeholder is the template's business."""
+    parts: list[dict[str, str]] = []
+    pieces = text.split(PLACEHOLDER)
+    for number, piece in enumerate(pieces):
+        if number:
+            parts.append({"type": "image"})
+        if len(pieces) > 1:
+            piece = piece.strip("\n")
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _listed_images(value: Any) -> list[_Image]:
+    """One image or a list of them, as paths, bytes, `{"bytes", "path"}`, or `PIL.Image`."""
+    if value is None or (isinstance(value, str) and not value):
+        return []
+    if isinstance(value, list | tuple):
+        return [image for item in value for image in _listed_images(item if item is not None else 0)]
+    if isinstance(value, dict) and value.keys() & {"path", "bytes"}:
+        content = value.get("bytes")
+        return (
+            [_Image(str(value.get("path") or ""), content)]
+            if content
+            else _listed_images(value.get("path") or 0)
+        )
+    if isinstance(value, bytes):
+        return [_Image("", value)]
+    if isinstance(value, str):
+        if "://" in value and not value.startswith("file://"):
+            raise ValueError(f"image {value:.80} is a URL; download it, and name the file")
+        return [_Image(value.removeprefix("file://"))]
+    if hasattr(value, "save") and hasattr(value, "size"):  # a PIL.Image
+        encoded = io.BytesIO()
+        value.save(encoded, "PNG")
+        return [_Image("", encoded.getvalue())]
+    raise ValueError(f"an image must be a path, bytes or a PIL image, found {value!r:.40}")
+
+
+def _measure(
+    parsed: dict[int, tuple[list[Message], tuple[_Image, ...]]],
+    reasons: dict[int, str],
+    root: Path | None,
+    progress: bool,
+) -> dict[int, tuple[tuple[_Image, ...], list[Size]]]:
+    """Images of each row with the paths of their files, and their sizes; fills `reasons` where there is none."""
+    find, stamps = FileResolver(root), dict[str, Stamp | None]()
+    keys: dict[int, list[str]] = {}
+    inside: dict[str, bytes] = {}
+    for row, (_, images) in parsed.items():
+        keys[row] = []
+        for place, image in enumerate(images):
+            if image.content is not None:
+                key = f"{row}#{place}"
+                inside[key], stamps[key] = image.content, None
+            elif isinstance(found := find(image.path), str):
+                reasons[row] = f"{image.path}: {found}"
+                break
+            else:
+                key, stamps[key] = found
+            keys[row].append(key)
+    measured = image_sizes(
+        stamps,
+        lambda key: io.BytesIO(inside[key]) if key in inside else open_file(key),
+        root=root,
+        progress=progress,
+    )
+    rows = {}
+    for row, (_, images) in parsed.items():
+        if row in reasons:
+            continue
+        sizes = [measured[key] for key in keys[row]]
+        if wrong := [
+            f"{key}: {size}" for key, size in zip(keys[row], sizes, strict=True) if isinstance(size, str)
+        ]:
+            reasons[row] = wrong[0]
+            continue
+        found_images = [
+            image if image.content is not None else _Image(key)
+            for key, image in zip(keys[row], images, strict=True)
+        ]
+        rows[row] = tuple(found_images), [size for size in sizes if not isinstance(size, str)]
+    return rows
+
+
+def _decode(image: _Image) -> Any:
+    from PIL import Image, ImageOps
+
+    with Image.open(image.path if image.content is None else io.BytesIO(image.content)) as opened:
+        return ImageOps.exif_transpose(opened).convert("RGB")
+
+
+def _first(entry: Any, names: Sequence[str]) -> Any:
+    """The first of these values that is there."""
+    values = (entry.get(name) for name in names) if isinstance(entry, dict) else ()
+    return next((value for value in values if value is not None), None)
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value or [])
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"turns are not JSON: {error}") from error
