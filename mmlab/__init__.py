@@ -33,6 +33,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "load_tokenizer",
             "make_dataset",
             "measure_tokens",
+            "read_conversations",
             "read_records",
         ],
         "errors": ["DataError", "MmlabError", "OptionError", "RunError"],

@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "collate": ["collate"],
         "dataset": ["MultiModalDataset", "MultimodalDataset"],
         "decode": ["decode_image"],
+        "conversations": ["Conversations", "read_conversations"],
         "readers": ["read_records"],
         "records": ["Records"],
         "synthetic": ["make_dataset"],

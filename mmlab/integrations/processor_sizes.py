@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +64,7 @@ def conversation_sizes(
     Raises:
         OptionError: a processor without chat template, or one that makes no sequence of these conversations.
     """
+    check_processor(processor)
     path = None
     if cache is not None:
         path = Path(cache, f"sizes-{_fingerprint(conversations, processor)}.npz")
@@ -76,6 +78,19 @@ def conversation_sizes(
         np.savez(draft, **found._asdict())
         draft.replace(path)
     return found
+
+
+def check_processor(processor: Any) -> None:
+    """Raise an OptionError for what is no processor of images and texts with a fast tokenizer."""
+    name, tokenizer = type(processor).__name__, getattr(processor, "tokenizer", None)
+    if tokenizer is None or not hasattr(processor, "image_processor"):
+        raise OptionError(
+            f"expected the processor of a vision-language model, as AutoProcessor.from_pretrained gives it, found {name}"
+        )
+    if not tokenizer.is_fast:
+        raise OptionError(
+            f"{name} has a slow tokenizer, which does not say where its tokens stand; load a fast one"
+        )
 
 
 def templated(processor: Any, messages: list[Message], *, asks: bool = False) -> str:
@@ -95,93 +110,115 @@ def templated(processor: Any, messages: list[Message], *, asks: bool = False) ->
         raise OptionError(f"the chat template refuses a conversation: {error}") from error
 
 
-def text_options(processor: Any, text: str) -> dict[str, Any]:
-    """How transformers' own `apply_chat_template` calls the tokenizer: without a second begin-of-sequence token."""
+def processor_inputs(processor: Any, conversations: Sequence[list[Message]]) -> dict[str, Any]:
+    """What to call a processor with for these conversations, images aside.
+
+    Without a chat template, a processor that takes questions and answers apart (`suffix`, as PaliGemma's) gets them so.
+
+    Raises:
+        OptionError: as `templated`, or several answers for a processor that takes one.
+    """
+    if processor.chat_template is None and "suffix" in signature(type(processor).__call__).parameters:
+        pairs = [_question_and_answer(processor, messages) for messages in conversations]
+        questions, answers = zip(*pairs, strict=True)
+        return {"text": list(questions), "suffix": list(answers)}
+    texts = [templated(processor, messages) for messages in conversations]
+    # as transformers' own apply_chat_template: no second begin-of-sequence token
     begin = processor.tokenizer.bos_token
-    return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
+    has_begin = begin is not None and texts[0].startswith(begin)
+    return {"text": texts, **({"add_special_tokens": False} if has_begin else {})}
+
+
+def _question_and_answer(processor: Any, messages: list[Message]) -> tuple[str, str]:
+    *asked, answer = messages
+    if answer["role"] != "assistant" or any(message["role"] == "assistant" for message in asked):
+        raise OptionError(
+            f"{type(processor).__name__} has no chat template and learns one answer at the end of a sample; give "
+            "conversations of one question and one answer, or set processor.chat_template"
+        )
+    question = "\n".join(_text(message) for message in asked)
+    return processor.image_token * count_images(asked) + question, _text(answer)
+
+
+def _text(message: Message) -> str:
+    return "".join(part.get("text", "") for part in message["content"])
+
+
+def count_images(messages: Sequence[Message]) -> int:
+    """Images of these messages."""
+    return sum(part["type"] == "image" for message in messages for part in message["content"])
 
 
 def image_tokens(processor: Any, sizes: Sequence[Size]) -> tuple[list[int], list[int]] | None:
     """Tokens and patches (or tiles) of images of these heights and widths; None where the processor does not say."""
-    rule = getattr(processor, "_get_num_multimodal_tokens", None)
-    if rule is None:
-        return None
+    if not sizes:
+        return [], []
     try:
-        data = rule(image_sizes=[list(size) for size in sizes])
+        data = processor._get_num_multimodal_tokens(image_sizes=[list(size) for size in sizes])
         return list(data["num_image_tokens"]), list(data["num_image_patches"])
     except (AttributeError, KeyError, NotImplementedError, TypeError):
         return None
 
 
 def _sizes(conversations: Conversations, processor: Any, progress: bool) -> ConversationSizes:
-    texts = [templated(processor, messages) for messages in conversations.messages]
-    num_images = np.array([len(sizes) for sizes in conversations.image_sizes])
-    distinct = list({size for sizes in conversations.image_sizes for size in sizes})
-    told = image_tokens(processor, distinct) if distinct else ([], [])
-    measure = _Measure(conversations, processor, texts)
+    sizes, messages = conversations.image_sizes, conversations.messages
+    num_images = np.array([len(own) for own in sizes], dtype=np.int64)
+    distinct = list({size for own in sizes for size in own})
+    told = image_tokens(processor, distinct)
     if told is not None:
         of_size = dict(zip(distinct, zip(*told, strict=True), strict=True))
-        sums = [
-            tuple(map(sum, zip(*(of_size[size] for size in sizes), strict=True))) or (0, 0)
-            for sizes in conversations.image_sizes
-        ]
+        sums = [[sum(of_size[size][kind] for size in own) for kind in (0, 1)] for own in sizes]
         tokens, patches = np.array(sums, dtype=np.int64).reshape(-1, 2).T
-        without = _count_tokens(processor, texts, progress)
-        # what a processor puts around an image's tokens, less the placeholder, is the same for each image
+        without = _count_tokens(processor, messages, progress)
+        # a processor puts as much around each image, and around each text, as around any other
         rows = _spread(num_images, tokens)
-        gaps = {
-            (measure(row)[0] - without[row] - tokens[row]) / max(1, num_images[row])
-            for row in rows
-            if num_images[row]
-        }
-        right = all(measure(row)[0] == without[row] for row in rows if not num_images[row])
-        if right and len(gaps) <= 1:
-            around = round(gaps.pop()) if gaps else 0
-            total = without + tokens + around * num_images
+        gaps = (
+            np.array([_measured(conversations, processor, row)[0] for row in rows]) - (without + tokens)[rows]
+        )
+        design = np.stack([np.ones(len(rows)), num_images[rows]], axis=1)
+        if (num_images[rows] == num_images[rows][:1]).all():
+            design[:, 1] = 0  # one gap for all
+        around = np.rint(np.linalg.lstsq(design, gaps, rcond=None)[0]).astype(np.int64)
+        if np.array_equal(design @ around, gaps):
+            total = without + tokens + around[0] + around[1] * num_images
             return ConversationSizes(*(column.astype(np.int32) for column in (total, tokens, patches)))
     warnings.warn(
-        f"{type(processor).__name__} does not say exactly how long a sample becomes, so all {len(texts)} are measured by "
+        f"{type(processor).__name__} does not say exactly how long a sample becomes, so all {len(sizes)} are measured by "
         "calling it, on blank images of their sizes",
         stacklevel=3,
     )
-    bar = tqdm(range(len(texts)), desc="measuring samples", disable=None if progress else True)
-    measured = np.array([measure(row) for row in bar], dtype=np.int32).reshape(-1, 3)
-    return ConversationSizes(*(np.ascontiguousarray(column) for column in measured.T))
+    bar = tqdm(range(len(sizes)), desc="measuring samples", disable=None if progress else True)
+    measured = np.array([_measured(conversations, processor, row) for row in bar], dtype=np.int32)
+    return ConversationSizes(*np.ascontiguousarray(measured.reshape(-1, 3).T))
 
 
-class _Measure:
-    """Tokens, image tokens and patches of a row, from a call of the processor on blank images."""
+def _measured(conversations: Conversations, processor: Any, row: int) -> tuple[int, int, int]:
+    """Tokens, image tokens and images of a row, from a call of the processor on blank images."""
+    from PIL import Image
 
-    def __init__(self, conversations: Conversations, processor: Any, texts: list[str]) -> None:
-        self._conversations, self._processor, self._texts = conversations, processor, texts
-
-    def __call__(self, row: int) -> tuple[int, int, int]:
-        from PIL import Image
-
-        processor, text = self._processor, self._texts[row]
-        images = [Image.new("RGB", (wide, high)) for high, wide in self._conversations.image_sizes[row]]
-        options = text_options(processor, text)
-        try:
-            output = processor(text=[text], images=[images] if images else None, **options)
-        except Exception as error:  # processors raise nearly anything
-            name = self._conversations.ids[row]
-            raise OptionError(
-                f"{type(processor).__name__} cannot take conversation {name}: {error}"
-            ) from error
-        num_tokens = len(output["input_ids"][0])
-        alone = len(processor.tokenizer(text, **options)["input_ids"])
-        return num_tokens, max(0, num_tokens - alone + len(images)), len(images)
+    messages = conversations.messages[row : row + 1]
+    images = [Image.new("RGB", (wide, high)) for high, wide in conversations.image_sizes[row]]
+    try:
+        output = processor(images=[images] if images else None, **processor_inputs(processor, messages))
+    except OptionError:
+        raise
+    except Exception as error:  # processors raise nearly anything
+        name = conversations.ids[row]
+        raise OptionError(f"{type(processor).__name__} cannot take conversation {name}: {error}") from error
+    num_tokens = len(output["input_ids"][0])
+    of_text = int(_count_tokens(processor, messages, progress=False)[0])
+    return num_tokens, max(0, num_tokens - of_text), len(images)
 
 
-def _count_tokens(processor: Any, texts: list[str], progress: bool) -> NDArray[np.int64]:
-    """(N,) tokens of templated texts, every image's placeholder among them."""
+def _count_tokens(processor: Any, messages: Sequence[list[Message]], progress: bool) -> NDArray[np.int64]:
+    """(N,) tokens of the texts, less one for each image: for its placeholder."""
     counts: list[int] = []
-    for start in tqdm(
-        range(0, len(texts), _BATCH_SIZE), desc="counting tokens", disable=None if progress else True
-    ):
-        part = texts[start : start + _BATCH_SIZE]
-        encoded = processor.tokenizer(part, verbose=False, **text_options(processor, part[0]))
-        counts += map(len, encoded["input_ids"])
+    hidden = None if progress else True
+    for start in tqdm(range(0, len(messages), _BATCH_SIZE), desc="counting tokens", disable=hidden):
+        part = messages[start : start + _BATCH_SIZE]
+        inputs = processor_inputs(processor, part)
+        encoded = processor.tokenizer(inputs.pop("text"), inputs.pop("suffix", None), verbose=False, **inputs)
+        counts += [len(ids) - count_images(own) for ids, own in zip(encoded["input_ids"], part, strict=True)]
     return np.array(counts, dtype=np.int64)
 
 

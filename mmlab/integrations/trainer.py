@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
+from mmlab.integrations.processor_sizes import conversation_sizes
 from mmlab.integrations.sampler import PlannedSampler, sample_sizes
 from mmlab.schedule.base import Scheduler
 from mmlab.types import Samples
@@ -32,8 +34,9 @@ class PlannedBatches:
 
     Args:
         scheduler: `mmlab.make_scheduler(...)`; None leaves the trainer as it is.
-        sizes: of the training samples, in their order; None takes those of the data set (`MultimodalDataset`), or the
-            lengths of its column `input_ids`, as SFTTrainer makes it.
+        sizes: of the training samples, in their order; None takes those of the data set (`MultimodalDataset`, or
+            `Conversations` under the trainer's `processing_class`), or the lengths of its column `input_ids`, as
+            SFTTrainer makes it.
 
     Raises:
         DataError: sizes of another number of samples, or none to be found.
@@ -92,6 +95,8 @@ class PlannedBatches:
             return self.sample_sizes
         if hasattr(dataset, "sizes"):
             return dataset
+        if isinstance(dataset, Conversations):
+            return conversation_sizes(dataset, self.processing_class).sizes()  # type: ignore[attr-defined]
         if "input_ids" in (getattr(dataset, "column_names", None) or ()):
             return sample_sizes([len(ids) for ids in dataset["input_ids"]])
         raise DataError(

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
         ("accelerate_loop", "accelerate"),
         ("lightning_module", "lightning"),
         ("trl_sft", "trl_sft"),
+        ("vlm_trainer", "vlm_trainer"),
     ],
 )
 def test_an_example_trains_and_can_be_watched(
@@ -30,7 +31,8 @@ def test_an_example_trains_and_can_be_watched(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     capsys.readouterr()
     assert main(["watch", f"runs/{run}", "--once"]) == 0
     page = capsys.readouterr().out

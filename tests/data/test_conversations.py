@@ -1,0 +1,158 @@
+"""Conversations in the forms that people have them, and every way in which a row can be bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from mmlab.data.conversations import Conversations, read_conversations
+from mmlab.errors import DataError, OptionError
+
+ASKED = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
+MESSAGES = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+]
+PARSED = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
+    Image.new("L", (8, 9)).save(tmp_path / "b.jpg")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    return tmp_path
+
+
+def check(talks: Conversations) -> None:
+    assert talks.messages[0] == PARSED
+    assert talks.image_sizes[0] == [(20, 30)]
+    image = talks[0]["images"][0]
+    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (30, 20), (255, 0, 0))
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "parquet", "list"])
+def test_llava_in_every_container(form: str, folder: Path) -> None:
+    rows = [{"id": "one", "image": "a.png", "conversations": ASKED}, {"id": "two", "conversations": [
+        {"from": "user", "value": "Hello?"}, {"from": "assistant", "value": "Hello."}]}]  # fmt: skip
+    path = folder / f"talks.{form}"
+    if form == "json":
+        path.write_text(json.dumps(rows))
+    elif form == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif form == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    talks = read_conversations(rows if form == "list" else path, images=folder if form == "list" else None)
+    check(talks)
+    assert talks.ids == ["one", "two"]
+    assert talks.image_sizes[1] == []
+    assert repr(talks).startswith("<2 conversations with 1 images from")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_messages_of_a_datasets_dataset(inside: bool, folder: Path) -> None:
+    spoken = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat."}]
+    images = List(ImageFeature()) if inside else List(Value("string"))
+    features = Features(
+        {"messages": [{"role": Value("string"), "content": Value("string")}], "images": images}
+    )
+    rows = [{"messages": spoken, "images": [str(folder / "a.png")]}, {"messages": spoken, "images": []}]
+    talks = read_conversations(Dataset.from_list(rows, features=features))
+    check(talks)  # TRL: without placeholders images come before the first question
+    assert talks.messages[1][0]["content"] == [{"type": "text", "text": "What?"}]
+
+
+def test_messages_with_parts_system_and_images_that_parts_name(folder: Path) -> None:
+    named = [{"role": "user", "content": [{"type": "image", "path": "a.png"}, "What?"]}, MESSAGES[2]]
+    url = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"file://{folder / 'a.png'}"}},
+                                        {"type": "text", "text": "What?"}]}, MESSAGES[2]]  # fmt: skip
+    encoded = {"bytes": (folder / "a.png").read_bytes(), "path": None}
+    picture = Image.open(folder / "a.png")
+    question, answer = MESSAGES[1:2], MESSAGES[2:]
+    rows: list[dict[str, Any]] = [
+        {"messages": named}, {"messages": url}, {"messages": MESSAGES[1:], "images": encoded},
+        {"messages": MESSAGES[1:], "image": picture}, {"prompt": question, "completion": answer, "images": ["a.png"]},
+        {"messages": json.dumps(MESSAGES[1:]), "images": ["a.png"]},
+    ]  # fmt: skip
+    talks = read_conversations(rows, images=folder)
+    for row in range(len(rows)):
+        check(talks[row : row + 1])
+    with_system = read_conversations([{"messages": MESSAGES, "images": ["a.png"]}], images=folder)
+    assert with_system.messages[0][0] == {
+        "role": "system",
+        "content": [{"type": "text", "text": "Be short."}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"image": "a.png", "conversations": [{"from": "human", "value": "What?"}, ASKED[1]]}, "0 <image> in the text and 1 images"),
+        ({"conversations": ASKED}, "1 <image> in the text and 0 images"),
+        ({"image": ["a.png", "b.jpg"], "conversations": ASKED}, "1 <image> in the text and 2 images"),
+        ({"image": "a.png", "conversations": [ASKED[0], {"from": "gpt", "value": " \n"}]}, "turn 2: empty answer"),
+        ({"image": "a.png", "conversations": ASKED[:1]}, "no answer"),
+        ({"image": "a.png", "conversations": [ASKED[0], {"from": "robot", "value": "x"}]}, "turn 2: unknown role 'robot'; known: human"),
+        ({"image": "a.png", "conversations": [ASKED[0], {"from": "gpt", "value": None}]}, "turn 2: no content or value, found None"),
+        ({"image": "a.png", "conversations": ["What?"]}, "turn 1: expected an object, found 'What?'"),
+        ({"image": "a.png", "conversations": []}, "expected a list of turns, found []"),
+        ({"image": "a.png", "conversations": "What?"}, "turns are not JSON"),
+        ({"image": "gone.png", "conversations": ASKED}, "gone.png: file not found"),
+        ({"image": "broken.png", "conversations": ASKED}, "not an image that Pillow can read"),
+        ({"image": "../a.png", "conversations": ASKED}, "file not found"),
+        ({"image": "https://example.org/a.png", "conversations": ASKED}, "is a URL; download it"),
+        ({"image": 7, "conversations": ASKED}, "an image must be a path, bytes or a PIL image, found 7"),
+        ({"image": [None], "conversations": ASKED}, "an image must be a path"),
+        ({"image": "a.png", "text": "A cat."}, "no messages or conversations, found id, image, text"),
+        ({"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>"}, ASKED[1]]}, "only images are read"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, MESSAGES[2]]}, "a part of type 'audio' cannot be read"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, MESSAGES[2]], "images": ["a.png"]},
+         "keep one of them"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named_with_its_reason(row: dict[str, Any], reason: str, folder: Path) -> None:
+    rows = [{"image": "a.png", "conversations": ASKED}, {"id": "bad", **row}]
+    with pytest.raises(DataError) as caught:
+        read_conversations(rows, images=folder)
+    assert [bad.row for bad in caught.value.bad_rows] == ["item 1"]
+    assert reason in str(caught.value)
+    assert "id bad" in str(caught.value)
+    with pytest.warns(UserWarning, match="1 of 2 rows cannot be used"):
+        talks = read_conversations(rows, images=folder, errors="report")
+    check(talks)
+    assert len(talks.bad_rows) == 1
+
+
+def test_broken_files_and_options_are_named(folder: Path) -> None:
+    (folder / "talks.jsonl").write_text(
+        json.dumps({"image": "a.png", "conversations": ASKED}) + "\n{oops\n[1]\n"
+    )
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        read_conversations(folder / "talks.jsonl")
+    (folder / "talks.json").write_text("[{]")
+    with pytest.raises(DataError, match=r"talks.json: not JSON"):
+        read_conversations(folder / "talks.json")
+    (folder / "talks.csv").write_text("a,b\n")
+    with pytest.raises(DataError, match="neither JSON nor JSON Lines nor Parquet"):
+        read_conversations(folder / "talks.csv")
+    with pytest.raises(DataError, match="no such file"):
+        read_conversations(folder / "none.json")
+    with pytest.raises(DataError, match="cannot read conversations from int"):
+        read_conversations(7)
+    with pytest.raises(DataError, match="no rows found"):
+        read_conversations([])
+    with pytest.raises(OptionError, match="not a folder"):
+        read_conversations([], images=folder / "none")
+    with pytest.raises(OptionError, match="errors="):
+        read_conversations([], errors="ignore")

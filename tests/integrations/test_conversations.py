@@ -1,0 +1,198 @@
+"""Conversations planned, collated and trained for small models of every family, by their real processors."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from transformers import AutoProcessor, Trainer, TrainingArguments
+
+from mmlab.data.conversations import Conversations, read_conversations
+from mmlab.errors import OptionError
+from mmlab.integrations import ConversationCollator, PlannedBatches, PlannedSampler, conversation_sizes
+from mmlab.schedule import make_scheduler
+from tests.integrations.vlm_families import FAMILIES, build, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
+SIZES = ((40, 50), (100, 60), (64, 64), (30, 150), (200, 210), (90, 33))
+SAYS_NOT = {"SmolVLM", "LLaVA-OneVision", "BLIP-2"}  # exactly how many tokens each of several images becomes
+ONE_ANSWER = {"PaliGemma", "BLIP-2"}  # or one image a sample
+PADS_LEFT = {"InternVL"}  # whatever its tokenizer says
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for number, (high, wide) in enumerate(SIZES):
+        Image.fromarray(rng.integers(0, 255, (high, wide, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    return folder
+
+
+def conversations(folder: Path, *, one_answer: bool) -> Conversations:
+    rows: list[dict[str, Any]] = []
+    for number in range(len(SIZES)):
+        more = ("Count them.", "There are two, I think.") if number % 2 and not one_answer else ()
+        asked = turns(
+            "<image>\nWhat is left of the red circle?", "A blue square" + " is left" * number + ".", *more
+        )
+        rows.append({"image": f"{number}.png", "conversations": asked})
+    if not one_answer:
+        rows += [
+            {"image": ["0.png", "3.png"], "conversations": turns("<image> and <image>\nCount.", "Two.")},
+            {"conversations": turns("What is left?", "It is left of it.")},
+            {
+                "image": ["1.png", "2.png"],
+                "conversations": turns("<image>\nWhat?", "Two.", "And <image>?", "Two. I think."),
+            },
+        ]
+    return read_conversations(rows, images=folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_sized_collated_and_trained(name: str, folder: Path) -> None:
+    if name == "SmolVLM":
+        pytest.importorskip(
+            "num2words", reason="SmolVLM's processor needs it; Idefics3's, of which it is one, does not"
+        )
+    processor, model = build(name)
+    talks = conversations(folder, one_answer=name in ONE_ANSWER)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = conversation_sizes(talks, processor, progress=False)
+    said = [str(warning.message) for warning in warned]
+    assert any("does not say exactly how long a sample becomes" in text for text in said) == (
+        name in SAYS_NOT
+    )
+    collate = ConversationCollator(processor)
+    for side in ("left", "right"):
+        processor.tokenizer.padding_side = side
+        batch = collate(list(talks))
+        assert batch["attention_mask"].sum(1).tolist() == found.num_tokens.tolist()
+        assert batch["input_ids"].shape[1] == found.num_tokens.max()
+        assert batch["attention_mask"][0, -1 if side == "left" or name in PADS_LEFT else 0] == 1
+        for messages, ids, labels in zip(talks.messages, batch["input_ids"], batch["labels"], strict=True):
+            answers = [
+                part["text"]
+                for message in messages
+                if message["role"] == "assistant"
+                for part in message["content"]
+            ]
+            learnt = processor.tokenizer.decode(labels[labels >= 0])
+            assert [answer for answer in answers if answer in learnt] == answers
+            for mark in ("<|im_end|>\n", "<eos>", "<|im_end|>"):
+                learnt = learnt.replace(mark, "")
+            assert learnt.strip() == "".join(answers)
+            assert (ids[labels >= 0] == labels[labels >= 0]).all()
+    assert (found.num_image_tokens[: len(SIZES)] > 0).all()
+    loss = model.train()(**batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_batch_of_one_sample_is_as_long_as_planned(folder: Path) -> None:
+    processor, _ = build("Qwen2-VL")
+    talks = conversations(folder, one_answer=False)
+    planned = conversation_sizes(talks, processor, progress=False).num_tokens
+    collate = ConversationCollator(processor)
+    assert [collate([talk])["input_ids"].shape[1] for talk in talks] == planned.tolist()
+
+
+def test_sizes_are_remembered_until_conversations_or_processor_change(folder: Path, tmp_path: Path) -> None:
+    processor, _ = build("InternVL")
+    talks = conversations(folder, one_answer=False)
+    first = conversation_sizes(talks, processor, cache=tmp_path, progress=False)
+    again = conversation_sizes(talks, processor, cache=tmp_path, progress=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert all((one == other).all() for one, other in zip(first, again, strict=True))
+    processor.chat_template = processor.chat_template.replace("<|im_start|>", "<|im_start|>the ")
+    longer = conversation_sizes(talks, processor, cache=tmp_path, progress=False)
+    assert (longer.num_tokens > first.num_tokens).all()
+    conversation_sizes(talks[:3], processor, cache=tmp_path, progress=False)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+class PlannedTrainer(PlannedBatches, Trainer):
+    """Keeps the shape of every batch, and how many labels each window's loss is divided by."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        asked = int(inputs["labels"][:, 1:].ne(-100).sum())
+        seen = (tuple(inputs["input_ids"].shape), asked, int(num_items_in_batch))
+        self.__dict__.setdefault("seen", []).append(seen)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_trainer_trains_planned_conversations_with_workers(folder: Path, tmp_path: Path) -> None:
+    """A processor saved and loaded by its path, sizes from the trainer's processing_class."""
+    processor, model = build("Qwen2-VL")
+    processor.save_pretrained(tmp_path / "processor")
+    processor = AutoProcessor.from_pretrained(tmp_path / "processor")
+    talks = conversations(folder, one_answer=False)
+    args = TrainingArguments(
+        str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True, num_train_epochs=2, save_strategy="no",
+        remove_unused_columns=False, dataloader_num_workers=1,
+    )  # fmt: skip
+    trainer = PlannedTrainer(
+        model, args, train_dataset=talks, data_collator=ConversationCollator(processor), processing_class=processor,
+        scheduler=make_scheduler("budget", budget=700),
+    )  # fmt: skip
+    result = trainer.train()
+    assert np.isfinite(result.training_loss)
+    assert trainer.planned is not None
+    planned = [(shape.batch_size, shape.num_tokens) for shape in trainer.planned.plan.shapes]
+    seen = [shape for shape, _, _ in trainer.seen]
+    assert seen[-len(planned) :] == planned
+    assert all(rows * (tokens + 1) <= 700 for rows, tokens in seen)
+    assert all(asked == divided for _, asked, divided in trainer.seen)
+
+
+def test_a_plain_loader_with_a_plan_gives_every_sample_once(folder: Path) -> None:
+    processor, _ = build("LLaVA")
+    talks = conversations(folder, one_answer=False)
+    sampler = PlannedSampler(
+        conversation_sizes(talks, processor, progress=False).sizes(), make_scheduler("budget", budget=300)
+    )
+    loader = DataLoader(talks, batch_sampler=sampler, collate_fn=ConversationCollator(processor))
+    assert sum(len(batch["labels"]) for batch in loader) == len(talks)
+
+
+def test_what_cannot_be_used_is_said_in_a_line(folder: Path) -> None:
+    talks = conversations(folder, one_answer=False)
+    paligemma, _ = build("PaliGemma")
+    with pytest.raises(
+        OptionError, match="learns one answer at the end of a sample; give conversations of one"
+    ):
+        conversation_sizes(talks, paligemma, progress=False)
+    llava, _ = build("LLaVA")
+    llava.chat_template = None
+    with pytest.raises(
+        OptionError, match=r"LlavaProcessor has no chat template.*set processor.chat_template"
+    ):
+        conversation_sizes(talks, llava, progress=False)
+    llava.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(OptionError, match="the chat template refuses a conversation: no system"):
+        conversation_sizes(talks, llava, progress=False)
+    with pytest.raises(
+        OptionError, match=r"expected the processor of a vision-language model.*found TokenizersBackend"
+    ):
+        ConversationCollator(tokenizer())
+
+
+def test_the_table_of_families_names_those_that_are_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if "| yes |" in line}
+    assert rows.keys() == FAMILIES.keys()
+    for name, row in rows.items():
+        assert row.count("yes") == 3
+        assert ("by real calls" in row) == (name in SAYS_NOT)
+        assert ("one answer" in row) == (name == "PaliGemma")
