@@ -272,7 +272,11 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
         device=str(device), total_bytes=total, others_bytes=others, context_bytes=CONTEXT_BYTES[device.type]
     )
     if limit.usable_bytes <= 0:
-        raise OptionError(f"{limit}: nothing is left; free the device, or give more memory")
+        total_gb, others_gb, context_gb = (value / GIB for value in (total, others, limit.context_bytes))
+        raise OptionError(
+            f"{device}: nothing is left for training of {total_gb:.3g} GiB: others use {others_gb:.1f}, and the context "
+            f"takes {context_gb:.1f}; give more memory, or free the device"
+        )
     return limit
 
 

@@ -48,7 +48,8 @@ def test_a_cuda_devices_limit_can_be_allocated():
 
 def test_too_little_is_refused_with_the_sum():
     with pytest.raises(
-        OptionError, match=r"cpu: -0\.5 GiB.*0\.5 GiB.*less 1\.0 for the context.*give more memory"
+        OptionError,
+        match=r"cpu: nothing is left for training of 0\.5 GiB.*the context takes 1\.0; give more memory",
     ):
         memory_limit("cpu", memory_gb=0.5)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import refuse_bare
 from mmlab.training.randomness import RandomStream
@@ -90,8 +90,9 @@ class FusionTrainer(TrainerSetup):
             The values of the last 10,000 steps at most, in order. Events have them all.
 
         Raises:
-            OptionError: weights that follow held-out losses, and no `eval_loader`.
+            OptionError: weights that follow held-out losses, and no `eval_loader`; a part of an epoch.
         """
+        check_numbers({"num_epochs": num_epochs})
         if self.options.weighting_on == "held_out" and eval_loader is None:
             raise OptionError("weighting_on='held_out' follows held-out losses: give fit an eval_loader")
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)

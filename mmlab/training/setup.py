@@ -96,8 +96,9 @@ class TrainerSetup:
 
     def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
         options = self.options
-        self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        require_device(str(self.device))
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        require_device(device)
+        self.device = torch.device(device)
         self.precision = Precision(options.precision, self.device)
         model = taking_batches(model)
         freeze(model, options.freeze)

@@ -398,6 +398,10 @@ def test_numbers_that_cannot_train_are_refused(options, message):
 
 
 def test_options_out_of_range_are_refused():
+    with pytest.raises(OptionError, match=r"device 'gpu' cannot be used here.*cpu always can"):
+        FusionTrainer(tiny_model(), device="gpu")
+    with pytest.raises(OptionError, match=r"num_epochs must be a whole number, found 1.5"):
+        FusionTrainer(tiny_model(), device="cpu").fit([], num_epochs=1.5)
     with pytest.raises(OptionError, match="unknown objective 'contrastiv'; did you mean 'contrastive'"):
         FusionTrainer(tiny_model(), objectives=["contrastiv"])
     with pytest.raises(OptionError, match="accumulation_steps must be at least 1, found 0"):
