@@ -23,8 +23,8 @@ SPEED = re.compile(
 )
 MEASURED = re.compile(r"\b(?<!not )(?<!not yet )(?:measured|took)\b|实测", re.IGNORECASE)
 QUANTITY = re.compile(NUMBER + r"(?:%|s\b|seconds|minutes|MiB|GiB|KiB|kB|MB|GB|times\b|points|秒|个百分点)")
-TABLE = re.compile(  # whose header has a unit of speed, and whose cells have numbers
-    r"\A\s*\|[^\n]*\b(?:(?:samples|images|tokens|batches|steps)(?:/s|_per_s| a second)|ms|us|µs)\b[^\n]*\n\|[-:| ]+\|\n.*\| ?\d",
+TABLE = re.compile(  # with a unit of speed in one cell and a number in another
+    r"\A\s*\|(?=.*\b(?:(?:samples|images|tokens|batches|steps)(?:/s|_per_s| a second)|ms|us|µs|training time)\b).*\| ?[-+±]?\d",
     re.DOTALL,
 )
 SOURCE = re.compile(r"\]\((?:\.\./)*benchmarks/results/\w+\.json\)")
@@ -71,6 +71,7 @@ LINK = "[figures](../benchmarks/results/demo.json)"
         ("A step takes 34 ms.", True),
         ("| loader | speed |\n|---|---|\n| mmlab | 420 images/s |", True),
         ("| loader | samples/s |\n|---|---|\n| mmlab | 420 |", True),
+        ("| claim | gain |\n|---|---|\n| samples a second | +15 % |", True),
         ("Measured here: 12 % less.", True),
         ("速度为 420 张/秒。", True),
         (f"A step takes 34 ms ({LINK}).", False),
