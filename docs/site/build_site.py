@@ -34,7 +34,6 @@ The front page <README>
 PARTS = {  # caption: pages, in order of their names
     "Notebooks": "notebooks/*.ipynb",
     "The articles": "docs/articles*.md",
-    "Vision-language models": "docs/models.md",
     "Guide": "docs/guide/*.md",
     "Internals": "docs/internals/*.md",
     "Decisions": "docs/decisions/*.md",

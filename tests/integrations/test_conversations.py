@@ -189,7 +189,7 @@ def test_what_cannot_be_used_is_said_in_a_line(folder: Path) -> None:
 
 
 def test_the_table_of_families_names_those_that_are_tested() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guide/models.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if "| yes |" in line}
     assert rows.keys() == FAMILIES.keys()
     for name, row in rows.items():
