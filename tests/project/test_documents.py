@@ -92,6 +92,16 @@ def test_the_front_page_is_short_and_has_the_same_code_in_both_languages() -> No
     assert set(figures.findall(chinese)) <= set(figures.findall(english)), "a figure of one page only"
 
 
+def test_the_articles_have_the_same_code_links_and_figures_in_both_languages() -> None:
+    english, chinese = (read(Path(f"docs/articles{name}.md")) for name in ("", ".zh-CN"))
+    code = re.compile(r"```.*?```", re.DOTALL)
+    assert code.findall(english) == code.findall(chinese)  # so it is run once, in the English page
+    files = re.compile(r"\]\((\.\./[^)]+|internals/[^)]+)\)")
+    assert sorted(files.findall(english)) == sorted(files.findall(chinese))
+    figures = re.compile(r"[-+]?\d+(?:\.\d+)?(?: → \d+)?(?: \([^)]*\d\))? %")
+    assert sorted(figures.findall(english)) == sorted(figures.findall(chinese))
+
+
 def test_the_guide_is_short_asks_and_is_linked_from_the_front_page() -> None:
     pages = tracked("docs/guide/*.md")
     assert len(pages) >= 7
