@@ -7,7 +7,7 @@ SHELL := /bin/bash
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes: what Python has compiled is kept for the next one.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo lab test check notebooks docs site browser strip bench gpu lock clean
+.PHONY: help demo lab test check notebooks docs site browser strip zh bench gpu lock clean
 
 # The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
 # installs again, and a set-up that broke off half-way is never taken for a finished one.
@@ -70,6 +70,9 @@ chromium: $(READY)  ## get the browser that the tests drive, where there is none
 
 strip: $(READY)  ## strip the notebooks for committing
 	$(BIN)/python tests/project/strip_notebooks.py notebooks/*.ipynb
+
+zh: $(READY)  ## write the Chinese notebooks from notebooks/zh/*.md and the English code cells
+	$(BIN)/python tests/project/translate_notebooks.py
 
 bench: demo  ## run the demo and the benchmarks that need no GPU, and rewrite their result files
 	cp runs/demo/comparison.json benchmarks/results/demo.json

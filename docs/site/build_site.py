@@ -20,6 +20,7 @@ PAGES = [
     "docs/*.md",
     "docs/**/*.md",
     "notebooks/*.ipynb",
+    "notebooks/zh/*.ipynb",
     "benchmarks/results/README.md",
     "data/README.md",
 ]
@@ -33,6 +34,7 @@ The front page <README>
 """
 PARTS = {  # caption: pages, in order of their names
     "Notebooks": "notebooks/*.ipynb",
+    "中文 notebook": "notebooks/zh/*.ipynb",
     "The articles": "docs/articles*.md",
     "Guide": "docs/guide/*.md",
     "Internals": "docs/internals/*.md",

@@ -16,7 +16,7 @@ from tests.project.checkout import read, tracked
 MAX_CELL_LINES = 15
 IMPORTS = {"mmlab", "IPython", "ipywidgets", "matplotlib", "pandas", "pathlib"}
 NOTEBOOK_METADATA = {"kernelspec", "language_info"}
-NOTEBOOKS = tracked("notebooks/*.ipynb")
+NOTEBOOKS = tracked(":(glob)notebooks/*.ipynb")
 
 
 def problems(notebook: dict[str, Any]) -> list[str]:

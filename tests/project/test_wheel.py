@@ -64,7 +64,7 @@ def test_the_tour_starts_from_the_wheel(installed: Path, tmp_path: Path) -> None
     found = json.loads(run(installed, tmp_path, "tour", "here", "--json"))
     copied = {path.relative_to(tmp_path / "here").as_posix() for path in (tmp_path / "here").rglob("*.*")}
     assert toured() - copied == set()
-    assert found["notebooks"] == [str(path) for path in tracked("notebooks/*.ipynb")]
+    assert found["notebooks"] == [str(path) for path in tracked(":(glob)notebooks/*.ipynb")]
     said = run(installed, tmp_path / "here" / "notebooks", "data", "inspect", "../data/sample", "--json")
     assert json.loads(said)["num_images"] == 56
 
