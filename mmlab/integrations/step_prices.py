@@ -1,0 +1,136 @@
+"""Bytes and seconds of a training step of any model in any loop, from a dozen real steps.
+
+`price_steps` is for models that mmlab cannot price by a trace, such as decoders that read images among the text. The steps
+are your own, on batches of your samples; what is fitted to them is a plan's cost model: for `fastest`, or for `memory`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from tqdm.auto import tqdm
+
+from mmlab.errors import OptionError
+from mmlab.pricing.closed_form import held_out_errors
+from mmlab.pricing.time_model import TIME_EXPONENTS, fit_seconds
+from mmlab.pricing.timing import low_seconds
+from mmlab.runs.meters import LiveBytes
+from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
+from mmlab.types import SampleSizes
+
+_NUM_HELD_OUT = 4
+
+
+class StepPrices(NamedTuple):
+    """Cost models of a step by its padded shape, and how far they are off."""
+
+    seconds: MaxPolynomial
+    bytes: MaxPolynomial  # at least what every measured step needed
+    seconds_held_out: dict[str, float]  # relative errors on four steps that were not fitted
+    bytes_held_out: dict[str, float]  # before the margin was added
+    spread_ratio: float  # how far repeats of one step lay apart in time
+
+
+def price_steps(
+    train_step: Callable[[list[int]], Any],
+    sizes: SampleSizes,
+    *,
+    holds: Sequence[nn.Module | torch.optim.Optimizer],
+    budget: float,
+    num_probes: int = 12,
+    repeats: int = 3,
+    progress: bool = True,
+) -> StepPrices:
+    """Fit seconds and bytes to real steps on batches of different sizes.
+
+    ::
+
+        def train_step(rows):
+            model(**collate([talks[row] for row in rows])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The steps change the weights: save them before, or give a learning rate of 0. On a GPU the peak is the allocator's,
+    on a CPU live tensors are counted, in a step of each batch that is not timed.
+
+    Args:
+        train_step: trains the samples of these rows.
+        sizes: of all samples.
+        holds: the model and the optimizer, whose tensors are there before a step.
+        budget: padded tokens and patches that no probed batch is above; beyond it prices are extrapolated.
+        num_probes: batches that are fitted.
+        repeats: timed steps of each batch.
+
+    Raises:
+        OptionError: fewer probes than the closed form has terms, or a budget below two of the largest samples.
+    """
+    if num_probes < len(TIME_EXPONENTS):
+        raise OptionError(f"num_probes must be at least {len(TIME_EXPONENTS)}, found {num_probes}")
+    batches, shapes = _probes(sizes, num_probes + _NUM_HELD_OUT, budget)
+    train_step(batches[int(batch_costs(PaddedTokens(), shapes).argmax())])  # makes the optimizer's state
+    bar = tqdm(
+        total=(1 + repeats) * len(batches), desc="pricing", unit="step", disable=None if progress else True
+    )
+    peaks, times = np.empty(len(batches)), np.empty((len(batches), repeats))
+    rng = np.random.default_rng(0)
+    with bar:
+        for place, rows in enumerate(batches):
+            peaks[place] = _peak_bytes(train_step, rows, holds)
+            bar.update()
+        for number in range(repeats):
+            for place in rng.permutation(len(batches)).tolist():
+                started = time.perf_counter()
+                train_step(batches[place])
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                times[place, number] = time.perf_counter() - started
+                bar.update()
+    low_s, spread_ratio = low_seconds(times)
+    fitted, held_out = [], []
+    for found in (low_s, peaks):
+        model = fit_seconds(shapes[:num_probes], found[:num_probes])
+        fitted.append(model)
+        held_out.append(held_out_errors(batch_costs(model, shapes[num_probes:]), found[num_probes:]))
+    margin = max(1.0, float((peaks / batch_costs(fitted[1], shapes)).max()))
+    in_bytes = replace(fitted[1], coefficients=margin * fitted[1].coefficients, unit="bytes")
+    return StepPrices(fitted[0], in_bytes, held_out[0], held_out[1], spread_ratio)
+
+
+def _probes(sizes: SampleSizes, number: int, budget: float) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Batches of neighbours in order of tokens, or of patches, of a number spread evenly on a logarithmic scale."""
+    rng = np.random.default_rng(0)
+    orders = [np.argsort(column, kind="stable") for column in (sizes.num_tokens, sizes.height * sizes.width)]
+    batches: list[list[int]] = []
+    for probe in range(number):
+        order = orders[probe % 2]
+        start = int(rng.integers(len(order)))
+        rows = order[max(0, min(start, len(order) - 2)) :]
+        counts = np.arange(1, len(rows) + 1)
+        most = np.maximum.accumulate(sizes.alone[rows, 1:], axis=0)
+        allowed = int((batch_costs(PaddedTokens(), np.column_stack([counts, most])) <= budget).sum())
+        if allowed < min(2, len(sizes)):
+            raise OptionError(
+                f"a budget of {budget:.0f} padded tokens does not hold two of the largest samples; raise it"
+            )
+        batches.append(rows[: max(1, round(allowed ** ((probe + 1) / number)))].tolist())
+    shapes = np.array([[len(rows), *sizes.take(rows).alone[:, 1:].max(0)] for rows in batches])
+    mixed = rng.permutation(number)  # what is held out is of all sizes
+    return [batches[place] for place in mixed], shapes[mixed]
+
+
+def _peak_bytes(train_step: Callable[[list[int]], Any], rows: list[int], holds: Sequence[Any]) -> int:
+    on_gpu = any(next(thing.parameters()).is_cuda for thing in holds if isinstance(thing, nn.Module))
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        train_step(rows)
+        return torch.cuda.max_memory_allocated()
+    with LiveBytes().add(*holds) as live:
+        train_step(rows)
+    return live.peak_bytes
