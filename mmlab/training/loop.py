@@ -92,7 +92,8 @@ class FusionTrainer(TrainerSetup):
         Raises:
             OptionError: weights that follow held-out losses, and no `eval_loader`; a part of an epoch.
         """
-        check_numbers({"num_epochs": num_epochs})
+        if num_epochs != 0:  # a resumed run may have none left
+            check_numbers({"num_epochs": num_epochs})
         if self.options.weighting_on == "held_out" and eval_loader is None:
             raise OptionError("weighting_on='held_out' follows held-out losses: give fit an eval_loader")
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
