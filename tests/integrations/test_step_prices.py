@@ -30,6 +30,11 @@ def test_bytes_of_real_steps_are_foretold_and_a_plan_follows_them(folder: Path) 
         optimizer.step()
         optimizer.zero_grad()
 
+    def peak(rows: list[int]) -> int:
+        with LiveBytes().add(model, optimizer) as live:
+            train_step(rows)
+        return live.peak_bytes
+
     before = [weight.clone() for weight in model.parameters()]
     prices = price_steps(train_step, sizes, holds=(model, optimizer), budget=2500, repeats=1, progress=False)
     assert all((old == new).all() for old, new in zip(before, model.parameters(), strict=True))
@@ -40,10 +45,10 @@ def test_bytes_of_real_steps_are_foretold_and_a_plan_follows_them(folder: Path) 
     plan = scheduler.plan(sizes)
     batches = list(plan)
     assert sorted(row for rows in batches for row in rows) == list(range(40))
-    costliest = batches[int(plan.costs().argmax())]
-    with LiveBytes().add(model, optimizer) as live:
-        train_step(costliest)
-    assert 0.7 * plan.costs().max() < live.peak_bytes <= 1.05 * plan.costs().max()
+    used = [peak(rows) / cost for rows, cost in zip(batches, plan.costs(), strict=True)]
+    assert max(used) <= 1.05  # a plan follows measured seconds, so that its batches differ from run to run
+    plan = make_scheduler("budget", cost=prices.bytes, budget=float(limit)).plan(sizes)
+    assert 0.7 < peak(list(plan)[int(plan.costs().argmax())]) / plan.costs().max() <= 1.05
 
 
 def test_what_cannot_be_priced_is_refused(folder: Path) -> None:  # noqa: F811
