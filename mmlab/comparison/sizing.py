@@ -2,7 +2,7 @@
 
 At equal memory the model is priced first, in bytes and in seconds, and each scheduler gets the largest batch size or
 budget with which no batch of the whole comparison is predicted to need more than one limit. So a scheduler that pads
-little may use what others waste.
+little may use what others waste. All keep captions of one image apart, since batches without that rule are easier to fill.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from mmlab.types import CostModel
 
 # of the time model: enough to rank schedulers, some seconds for a small model
 _SHORT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
+_ALIKE = {"allow_collisions": False}  # for every scheduler that has the option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def size_schedulers(
     if options.equal == "memory" and options.budget is None:
         return _by_memory(names, options, dataset, device, model(), progress)
     budget = _token_budget(options, dataset)
-    shared: dict[str, Any] = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget}
+    shared: dict[str, Any] = {"batch_size": options.batch_size, "budget": budget, **_ALIKE, "seed": options.seed}
     time, planners = None, {}
     if "fastest" in names:
         time = _fit_time(model(), dataset, options, device, progress, cost=COST, budget=budget)
@@ -162,6 +163,7 @@ class _Sizing:
             "cost": PaddedTokens(self.memory.patch),
             "time": self.time,
             "seed": self.options.seed,
+            **_ALIKE,
         }
         kind = scheduler_type(name)
         return kind(**kind.options_among(values))

@@ -124,6 +124,8 @@ def test_at_equal_memory_every_scheduler_fills_the_same_bytes(at_equal_memory: C
     steps = at_equal_memory.steps
     assert (steps["limit_bytes"] == limit_bytes).all()
     assert (steps["predicted_bytes"].dropna() <= limit_bytes).all()
+    assert all(arm.options["allow_collisions"] == "False" for arm in arms.values())
+    assert "No batch of any scheduler holds two captions of one image." in at_equal_memory.notes()
     assert len(at_equal_memory.notes()[1].split("Sizes: ")[1].split(", ")) == len(arms)
 
 
