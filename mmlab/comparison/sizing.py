@@ -66,7 +66,7 @@ def size_schedulers(
     if options.equal == "memory" and options.budget is None:
         return _by_memory(names, options, dataset, device, model(), progress)
     budget = _token_budget(options, dataset)
-    shared: dict[str, Any] = {"batch_size": options.batch_size, "budget": budget, **_ALIKE, "seed": options.seed}
+    shared = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget, **_ALIKE}
     time, planners = None, {}
     if "fastest" in names:
         time = _fit_time(model(), dataset, options, device, progress, cost=COST, budget=budget)
