@@ -116,7 +116,7 @@ def epochs(quick: bool) -> list[dict[str, Any]]:
     with TemporaryDirectory() as temporary:
         scenes = make_dataset(
             Path(temporary) / "scenes",
-            num_images=40 if quick else 400,
+            num_images=40 if quick else 200,
             val_fraction=0,
             max_side=160,
             num_workers=0,
