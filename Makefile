@@ -7,7 +7,7 @@ SHELL := /bin/bash
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes: what Python has compiled is kept for the next one.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo lab test check notebooks docs site browser strip zh bench gpu lock clean
+.PHONY: help demo lab test check notebooks docs site film browser strip zh bench gpu lock clean
 
 # The stamp carries a checksum of the two files that decide what is installed, and is written last: a change of either
 # installs again, and a set-up that broke off half-way is never taken for a finished one.
@@ -57,6 +57,9 @@ docs: $(READY)  ## execute every notebook in full (ten minutes), keep the copies
 
 site: $(READY)  ## build the site into build/site from the pages and the executed copies; a broken link fails
 	$(BIN)/python docs/site/build_site.py build/site
+
+film: $(READY) chromium runs/scenes/captions.json  ## film the live panel for the front page (on a quiet machine)
+	$(BIN)/python docs/site/film_panel.py runs/scenes
 
 browser: $(READY) chromium  ## drive the live panel in a real JupyterLab
 	$(BIN)/python -m pytest -p no:nbval tests/browser
