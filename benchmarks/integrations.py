@@ -30,17 +30,17 @@ import mmlab
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.integrations import (
     ConversationCollator,
-    PlannedBatches,
+    PlannedTrainer,
     StepPrices,
     conversation_sizes,
-    price_steps,
+    price_model,
 )
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.types import SampleSizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from _small_qwen import small_qwen
+from small_vlm import mixed_talks, small_qwen
 
 ARMS = ("random", "group_by_length", "batch_rebalance", "mmlab")
 FIXED_SIZE = 8  # samples: of the longest one, so many fit
@@ -79,15 +79,7 @@ def made_talks(folder: Path, number: int) -> Conversations:
         num_workers=0,
         progress=False,
     )
-    records = mmlab.read_records(scenes, progress=False)
-    rng = np.random.default_rng(0)
-    rows = []
-    for row, record in enumerate(records):
-        count = int(np.clip(rng.lognormal(0.7, 1.1), 1, 40))
-        told = " ".join(str(records.texts[(row + step) % len(records)]) for step in range(count))
-        turns = [{"from": "human", "value": "<image>\nTell."}, {"from": "gpt", "value": told}]
-        rows.append({"image": record.image_path, "conversations": turns})
-    return read_conversations(rows)
+    return read_conversations(mixed_talks(mmlab.read_records(scenes, progress=False)))
 
 
 def compared(talks: Conversations, folder: Path, *, num_rounds: int) -> list[dict[str, Any]]:
@@ -100,8 +92,10 @@ def compared(talks: Conversations, folder: Path, *, num_rounds: int) -> list[dic
     items = [talks[row] for row in range(len(talks))]  # decoded once, in memory
     collate = ConversationCollator(processor)
     sizes = sizes.take(train)
-    prices = priced(model, [items[row] for row in train], collate, sizes)
     longest = sizes.alone[:, 1:].max(0)
+    most = FIXED_SIZE * batch_costs(PaddedTokens(), np.array([[1, *longest]]))[0]
+    own = [items[row] for row in train]
+    prices = price_model(model, own, collate, sizes, budget=float(most), progress=False)
     limit = float(batch_costs(prices.bytes, np.array([[FIXED_SIZE, *longest]]))[0])
     columns = {"row": train.tolist(), "length": sizes.num_tokens.tolist()}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -155,23 +149,6 @@ def compared(talks: Conversations, folder: Path, *, num_rounds: int) -> list[dic
         )
         rows.append(row)
     return rows
-
-
-def priced(model: Any, talks: list[dict[str, Any]], collate: Any, sizes: SampleSizes) -> StepPrices:
-    """Seconds and bytes of a step, the weights left as they are."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-
-    def train_step(rows: list[int]) -> None:
-        model(**collate([talks[row] for row in rows])).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    most = FIXED_SIZE * batch_costs(PaddedTokens(), np.array([[1, *sizes.alone[:, 1:].max(0)]]))[0]
-    return price_steps(train_step, sizes, holds=(model, optimizer), budget=float(most), progress=False)
-
-
-class PlannedTrainer(PlannedBatches, Trainer):
-    """A Trainer whose batches come from a plan."""
 
 
 class Clock(TrainerCallback):

@@ -4,15 +4,10 @@ python examples/trainer.py
 """
 
 from _small_clip import collate, dataset, small_clip
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 import mmlab
-from mmlab.integrations import PlannedBatches, TrainerEvents
-
-
-class PlannedTrainer(PlannedBatches, Trainer):  # 1
-    """A Trainer whose batches come from a plan."""
-
+from mmlab.integrations import PlannedTrainer, TrainerEvents  # 1
 
 options = {
     "num_train_epochs": 3,

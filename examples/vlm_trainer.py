@@ -7,41 +7,12 @@ downloaded. Follow it with `mmlab watch runs/vlm_trainer`.
 """
 
 import argparse
-from pathlib import Path
-from typing import Any
 
-from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
+from small_vlm import mixed_talks, small_qwen
+from transformers import AutoModelForImageTextToText, AutoProcessor, TrainingArguments
 
 import mmlab
-from mmlab.integrations import ConversationCollator, PlannedBatches, TrainerEvents
-
-
-class PlannedTrainer(PlannedBatches, Trainer):  # 1
-    """A Trainer whose batches come from a plan."""
-
-
-def bundled_talks() -> list[dict[str, Any]]:
-    """A question about each bundled caption, in LLaVA's form."""
-    records = mmlab.read_records("data/sample", progress=False)
-    return [
-        {
-            "id": record.id,
-            "image": str(Path(record.image_path).resolve()),
-            "conversations": [
-                {"from": "human", "value": "<image>\nDescribe the image."},
-                {"from": "gpt", "value": record.text},
-            ],
-        }
-        for record in records
-    ]
-
-
-def small_model() -> tuple[Any, Any]:
-    """A Qwen2-VL with its processor from configurations, its tokenizer trained on the spot."""
-    from _small_qwen import small_qwen
-
-    return small_qwen([talk["conversations"][1]["value"] for talk in bundled_talks()])
-
+from mmlab.integrations import ConversationCollator, PlannedTrainer, TrainerEvents  # 1
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -51,12 +22,14 @@ if __name__ == "__main__":
     parser.add_argument("--budget", type=float, default=4000, help="padded tokens and patches a batch")
     options = parser.parse_args()
 
-    talks = mmlab.read_conversations(options.data or bundled_talks(), images=options.images)
+    talks = mmlab.read_conversations(
+        options.data or mixed_talks(mmlab.read_records("data/sample")), images=options.images
+    )
     if options.model:
         processor = AutoProcessor.from_pretrained(options.model)
         model = AutoModelForImageTextToText.from_pretrained(options.model)
     else:
-        processor, model = small_model()
+        processor, model = small_qwen([talk[-1]["content"][0]["text"] for talk in talks.messages])
 
     arguments = {
         "num_train_epochs": 2,

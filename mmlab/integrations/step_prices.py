@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mmlab.errors import OptionError
@@ -101,6 +101,34 @@ def price_steps(
     margin = max(1.0, float((peaks / batch_costs(fitted[1], shapes)).max()))
     in_bytes = replace(fitted[1], coefficients=margin * fitted[1].coefficients, unit="bytes")
     return StepPrices(fitted[0], in_bytes, held_out[0], held_out[1], spread_ratio)
+
+
+def price_model(
+    model: nn.Module,
+    dataset: Any,
+    collate: Callable[..., dict[str, Tensor]],
+    sizes: SampleSizes,
+    **options: Any,
+) -> StepPrices:
+    """`price_steps` for a model whose output has a `.loss`, on the device where it is; its weights stay as they are.
+
+    A step reads its samples, collates them, and goes forward, backward and through AdamW, whose learning rate is 0.
+
+    Args:
+        dataset: with items for `collate`, in the order of `sizes`.
+        collate: makes of a list of items the model's arguments, by name.
+        options: `budget` and others of `price_steps`.
+    """
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=0.0)
+    device = next(model.parameters()).device
+
+    def train_step(rows: list[int]) -> None:
+        batch = collate([dataset[row] for row in rows])
+        model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return price_steps(train_step, sizes, holds=(model, optimizer), **options)
 
 
 def _probes(sizes: SampleSizes, number: int, budget: float) -> tuple[list[list[int]], NDArray[np.int64]]:

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
 from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
@@ -24,9 +25,11 @@ class PlannedBatches:
 
     ::
 
-        class MyTrainer(mmlab.integrations.PlannedBatches, Trainer): ...
+        class MyTrainer(mmlab.integrations.PlannedBatches, SFTTrainer): ...
 
         MyTrainer(model, args, train_dataset=dataset, data_collator=collate, scheduler=scheduler, sizes=sizes).train()
+
+    `PlannedTrainer` is that for transformers' own `Trainer`.
 
     Every epoch has the same number of steps, so learning rates, `num_items_in_batch` and the Trainer's own skipping on
     resume stay right; each process draws its own share and accelerate does not share it out again, whatever
@@ -103,3 +106,7 @@ class PlannedBatches:
             f"{type(dataset).__name__} does not tell the sizes of its samples; give sizes=, for example "
             "mmlab.integrations.sample_sizes(num_tokens, height, width)"
         )
+
+
+class PlannedTrainer(PlannedBatches, Trainer):
+    """transformers' `Trainer` with planned batches."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmlab.errors import OptionError
-from mmlab.integrations import ConversationCollator, conversation_sizes, price_steps
+from mmlab.integrations import ConversationCollator, conversation_sizes, price_model, price_steps
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule import make_scheduler
 from tests.integrations.test_conversations import conversations, folder  # noqa: F401
@@ -36,7 +36,7 @@ def test_bytes_of_real_steps_are_foretold_and_a_plan_follows_them(folder: Path) 
         return live.peak_bytes
 
     before = [weight.clone() for weight in model.parameters()]
-    prices = price_steps(train_step, sizes, holds=(model, optimizer), budget=2500, repeats=1, progress=False)
+    prices = price_model(model, items, collate, sizes, budget=2500, repeats=1, progress=False)
     assert all((old == new).all() for old, new in zip(before, model.parameters(), strict=True))
     assert (prices.seconds.unit, prices.bytes.unit) == ("seconds", "bytes")
     assert prices.bytes_held_out["p50_ratio"] < 0.05

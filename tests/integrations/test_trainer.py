@@ -9,20 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from mmlab.errors import DataError
-from mmlab.integrations import PlannedBatches, PlannedSampler, TrainerEvents, sample_sizes
+from mmlab.integrations import PlannedSampler, PlannedTrainer, TrainerEvents, sample_sizes
 from tests.integrations.tiny import LENGTHS, WORDS, Pairs, budget, clip, collate, flat, gpt2, sizes
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
 
 EVERYTHING = list(range(len(LENGTHS)))
-
-
-class PlannedTrainer(PlannedBatches, Trainer):
-    pass
 
 
 def arguments(folder: Path | str, **options: Any) -> TrainingArguments:

@@ -14,7 +14,7 @@ import pytest
 from tests.project.checkout import read, tracked
 
 MAX_CELL_LINES = 15
-IMPORTS = {"mmlab", "IPython", "ipywidgets", "matplotlib", "pandas", "pathlib"}
+IMPORTS = {"mmlab", "IPython", "ipywidgets", "matplotlib", "pandas", "pathlib", "transformers"}
 NOTEBOOK_METADATA = {"kernelspec", "language_info"}
 NOTEBOOKS = tracked(":(glob)notebooks/*.ipynb")
 

@@ -1,7 +1,18 @@
-"""A small Qwen2-VL for the example of vision-language models: from configurations, its tokenizer trained on the spot."""
+"""Stand-ins for your conversations and your vision-language model, small enough to train on any machine.
 
+    python examples/small_vlm.py SCENES FOLDER
+
+SCENES is what `mmlab data make` writes. FOLDER/talks.json then holds conversations about these images, in LLaVA's form, and
+FOLDER/model a Qwen2-VL with random weights and its processor, as `from_pretrained` reads them. Nothing is downloaded.
+"""
+
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -12,6 +23,9 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
+import mmlab
+from mmlab import Records
+
 IMAGE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *IMAGE, "<|video_pad|>"]
 TEMPLATE = (
@@ -21,6 +35,18 @@ TEMPLATE = (
     + "{% else %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def mixed_talks(records: Records) -> list[dict[str, Any]]:
+    """A conversation about each image, in LLaVA's form: its answer is one caption, or up to 40 of the next images."""
+    firsts = records.select(np.unique(records.group, return_index=True)[1])  # one caption of each image
+    rng, rows = np.random.default_rng(0), []
+    for row, record in enumerate(firsts):
+        count = int(np.clip(rng.lognormal(0.7, 1.1), 1, 40))
+        told = " ".join(str(firsts.texts[(row + step) % len(firsts)]) for step in range(count))
+        turns = [{"from": "human", "value": "<image>\nTell."}, {"from": "gpt", "value": told}]
+        rows.append({"image": str(Path(record.image_path).resolve()), "conversations": turns})
+    return rows
 
 
 def small_qwen(texts: list[str]) -> tuple[Any, Any]:
@@ -48,6 +74,8 @@ def small_qwen(texts: list[str]) -> tuple[Any, Any]:
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "vocab_size": len(tokenizer),
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
         },
         image_token_id=image,
@@ -56,3 +84,20 @@ def small_qwen(texts: list[str]) -> tuple[Any, Any]:
         vision_end_token_id=end,
     )
     return processor, Qwen2VLForConditionalGeneration(config)
+
+
+def main() -> None:
+    """Write both."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("scenes", help="folder of generated scenes")
+    parser.add_argument("folder", type=Path, help="to write to")
+    options = parser.parse_args()
+    talks = mixed_talks(mmlab.read_records(options.scenes, progress=False))
+    torch.manual_seed(0)
+    for part in small_qwen([talk["conversations"][1]["value"] for talk in talks]):
+        part.save_pretrained(options.folder / "model")
+    (options.folder / "talks.json").write_text(json.dumps(talks, indent=1), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
