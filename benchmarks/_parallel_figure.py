@@ -1,4 +1,4 @@
-"""The figure of docs/internals/parallel.md: throughput against the number of devices, measured and predicted."""
+"""The figure of docs/internals/parallel_measured.md: throughput against the number of devices, measured and predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/internals/parallel.md, from the rows of parallel.json.
+"""The tables of docs/internals/parallel_measured.md, from the rows of parallel.json.
 
 python benchmarks/_parallel_tables.py benchmarks/results/parallel.json
 """

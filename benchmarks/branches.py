@@ -65,7 +65,7 @@ def measure(sizes: Sizes, num_rounds: int) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
-    """As docs/internals/parallel.md has it."""
+    """As docs/internals/parallel_measured.md has it."""
     return table(
         ("way", "step, ms", "times one device", "planned, ms", "times one device, planned"),
         (

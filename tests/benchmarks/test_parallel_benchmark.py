@@ -1,4 +1,4 @@
-"""The parallel benchmark measures what its goals speak of, and docs/internals/parallel.md has its tables."""
+"""The parallel benchmark measures what its goals speak of, and docs/internals/parallel_measured.md has its tables."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_overlap_is_the_share_of_the_shorter_branch(script: Any) -> None:
 
 def test_the_documented_ways_to_place_branches_are_the_measured_ones(script: Any) -> None:
     rows = json.loads((ROOT / "benchmarks/results/branches.json").read_text(encoding="utf-8"))["rows"]
-    text = (ROOT / "docs/internals/parallel.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/internals/parallel_measured.md").read_text(encoding="utf-8")
     assert script("branches").table_of(rows) in text
 
 
 def test_the_documented_tables_are_the_measured_ones(script: Any) -> None:
     rows = json.loads((ROOT / "benchmarks/results/parallel.json").read_text(encoding="utf-8"))["rows"]
-    text = (ROOT / "docs/internals/parallel.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/internals/parallel_measured.md").read_text(encoding="utf-8")
     tables = script("_parallel_tables").tables(rows)
     assert len(tables) == 4
     for table in tables:
