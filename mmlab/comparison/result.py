@@ -94,7 +94,7 @@ class Comparison:
         """The table for reading: per cent, milliseconds and MiB, with units in the headings."""
         import pandas as pd
 
-        table = self.table
+        table = self.table.rename_axis(None)  # a name would take a line of its own
         predicted = {}
         if table["predicted_samples_per_s"].notna().all():
             predicted["predicted samples/s"] = table["predicted_samples_per_s"].astype(float).round(1)
@@ -111,8 +111,8 @@ class Comparison:
                 "data wait %": (100 * table["data_wait_ratio"]).round(1),
                 "peak MiB": (table["peak_bytes"] / 2**20).round(1),
                 "held-out loss": table["final_loss"].round(3),
-                "R@1 image>text %": (100 * table["image_to_text_r1"]).round(1),
-                "R@1 text>image %": (100 * table["text_to_image_r1"]).round(1),
+                "R@1 image > text %": (100 * table["image_to_text_r1"]).round(1),
+                "R@1 text > image %": (100 * table["text_to_image_r1"]).round(1),
             }
         )
 
@@ -173,7 +173,7 @@ class Comparison:
             return [
                 f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}."
             ]
-        given = f"the predicted peak of `random` with {config['batch_size']} samples a batch"
+        given = f"the predicted peak of random with {config['batch_size']} samples a batch"
         if config["memory_gb"] is not None:
             given = f"{config['memory_gb']:g} GiB less what Python and torch take"
         notes = [

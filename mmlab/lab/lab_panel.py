@@ -43,7 +43,7 @@ class LabPanel(Panel):
         self.schedulers = widgets.SelectMultiple(
             options=names,
             value=chosen,
-            rows=min(7, len(names)),
+            rows=len(names),
             disabled=not by_name,
             description="schedulers",
             style=_WIDE,
@@ -51,7 +51,7 @@ class LabPanel(Panel):
         budget = options["budget"]
         self.budget = widgets.Text(
             value="" if budget is None else f"{budget:g}",
-            placeholder="batch size x mean sample",
+            placeholder="from the batch size",
             description="budget",
             continuous_update=False,
             style=_WIDE,

@@ -129,7 +129,8 @@ def saved_view(runs: list[RunState]) -> str:
         row + "".join(f"<td>{each.get(name, '')}</td>" for name in names)
         for row, each in zip(rows, figures, strict=True)
     ]
-    picture = base64.b64encode(to_png(draw_runs({run.name: run for run in runs}), dpi=72)).decode()
+    drawn = draw_runs({run.name: run for run in runs}, [run.name for run in earlier_of(runs)])
+    picture = base64.b64encode(to_png(drawn, dpi=72)).decode()
     return (
         f"<p>{html.escape(found['verdict'])}</p>"
         f"<table><tr><th></th>{''.join(f'<th>{name}</th>' for name in names)}</tr>"

@@ -106,7 +106,10 @@ class PlanExplorer(Panel):
                     "selector": "thead th",
                     "props": "text-align: left; vertical-align: bottom; line-height: 1.2",
                 },
-                {"selector": "th, td", "props": "word-break: keep-all; overflow-wrap: normal"},
+                {
+                    "selector": "th, td",
+                    "props": "word-break: keep-all; overflow-wrap: normal; padding: 2px 6px",
+                },
             ]
         )
         head = f"Budget {found.budget:.0f} padded tokens a batch."

@@ -67,10 +67,10 @@ def train_with(
         rows[each] = {
             "steps": state.count(),
             "skipped": int(state.column("skipped").sum()),
-            "step, ms": 1e3 * float(np.median(state.column("step_s", start=min(1, state.count() - 1)))),
+            "step, ms": round(1e3 * np.median(state.column("step_s", start=min(1, state.count() - 1))), 1),
             "held-out loss": state.latest("eval").get("loss"),
         }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def settings_figure(folder: str | Path) -> Figure:

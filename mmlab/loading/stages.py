@@ -152,7 +152,7 @@ class StageReport:
             )
         remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (
-            f"{stage} is short: training waited {waited}, while its {busiest['num_threads']} workers were busy "
+            f"{stage} is short: training waited {waited}, while its threads ({busiest['num_threads']}) were busy "
             f"{busy} of theirs; {remedy} would help."
         )
 
@@ -181,9 +181,11 @@ def _shown(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> pd.Data
 
 
 def _cell(name: str, value: Any) -> Any:
-    """Three digits at least, without exponents; bytes in MiB."""
+    """Three digits at least, without exponents; bytes in MiB, shares in per cent."""
     if isinstance(value, int | float) and name.endswith("_bytes"):
         return f"{value / 2**20:,.0f} MiB"
     if not isinstance(value, float):
         return "" if value is None else value
+    if name.endswith("_ratio"):
+        return f"{value:.1%}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mmlab.machine import GIB
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import RunState
 from mmlab.types import PATCH
@@ -195,32 +194,46 @@ def table_of(runs: Mapping[str, RunState]) -> pd.DataFrame:
     return pd.DataFrame([{"run": name, **summarize(run)} for name, run in runs.items()]).set_index("run")
 
 
-def draw_runs(runs: Mapping[str, RunState]) -> Figure:
-    """Runs overlaid: loss, cost of each batch and throughput against samples seen, memory against time."""
+def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
+    """Runs overlaid: loss, padded tokens and throughput of each step against samples seen, and memory.
+
+    Memory is what each step was predicted to need, where that is known, else what was held over time.
+
+    Args:
+        pale: names of runs that the others are only compared with.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
-    loss, cost, speed, memory = figure.subplots(1, 4)
-    colours = colours_of(runs)
-    for (name, run), dashes in zip(runs.items(), ("-", "--", "-.", ":") * len(runs), strict=False):
-        style: dict[str, Any] = {"color": colours[name], "label": name, "linestyle": dashes}
-        samples = run.column_or_nan("num_samples").cumsum()
-        for axis, key in ((loss, "loss"), (cost, "predicted_cost"), (speed, "samples_per_s")):
-            if np.isfinite(column := run.column_or_nan(key)).any():
-                axis.plot(samples, column, **style)
-        if "memory_bytes" in run.keys("device"):
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    loss, tokens, speed, memory = figure.subplots(1, 4)
+    priced = any("predicted_bytes" in run.keys("step") for run in runs.values())
+    for name, colour in colours_of(runs).items():
+        style = {"color": colour, "lw": 1, "alpha": 0.25 if name in pale else 1, "label": name}
+        run = runs[name]
+        batch, texts, height, width = (run.column_or_nan(key) for key in _SIZES)
+        padded = batch * (texts + np.ceil(height / PATCH) * np.ceil(width / PATCH))
+        drawn = {loss: run.column_or_nan("loss"), tokens: padded, speed: run.column_or_nan("samples_per_s")}
+        if priced:
+            drawn[memory] = run.column_or_nan("predicted_bytes") / 2**20
+        elif "memory_bytes" in run.keys("device"):
             seconds = run.column("time_s", "device")
-            memory.plot(seconds - seconds[0], run.column("memory_bytes", "device") / GIB, **style)
-    budgets = {run.latest("start").get("config", {}).get("budget") for run in runs.values()} - {None}
-    for budget in budgets:
-        cost.axhline(budget, color="black", lw=1, ls="--")
+            memory.plot(seconds - seconds[0], run.column("memory_bytes", "device") / 2**20, **style)
+        for axis, column in drawn.items():
+            if np.isfinite(column).any():
+                axis.plot(batch.cumsum(), column, **style)
+    for limit in {run.latest("step").get("limit_bytes", 0) for run in runs.values() if priced} - {0}:
+        memory.axhline(limit / 2**20, color="grey", lw=1, ls="--")
     sources = {str(run.latest("device").get("memory_source", "")) for run in runs.values()} - {""}
-    loss.set(title="training loss", xlabel="samples")
-    cost.set(title="cost of each batch (-- budget)", xlabel="samples", ylabel="as predicted")
-    speed.set(title="samples/s", xlabel="samples")
-    memory.set(title=f"memory, {' and '.join(sorted(sources)) or 'no reading yet'}", xlabel="s", ylabel="GiB")
+    held = f"memory, {' and '.join(sorted(sources)) or 'no reading yet'}"
+    peak = "predicted peak (-- limit)" if priced else held
+    titles = ("training loss", "padded tokens of a step", "samples/s", peak)
+    for axis, title in zip(figure.axes, titles, strict=True):
+        axis.set(title=title, xlabel="s" if axis is memory and not priced else "samples")
+        axis.locator_params(axis="x", nbins=5)
+        axis.spines[["top", "right"]].set_visible(False)
+    memory.set_ylabel("MiB")
     if loss.lines:
-        loss.legend(frameon=False, fontsize=8)
+        figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return figure
 
 

@@ -34,14 +34,16 @@ _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collis
 
 
 def shown(name: str, value: float | str | None) -> str:
-    """A figure of a plan as people read it: shares in per cent, bytes in GiB, other numbers in five digits."""
+    """A figure of a plan as people read it: shares in per cent, bytes in GiB, other numbers in three digits."""
     if value is None or value != value:  # pandas makes None NaN
         return "-"
     if name.endswith("_bytes") and isinstance(value, float):
         return f"{value / GIB:.2f} GiB"
     if name in _PER_CENT:
         return f"{value:.2%}"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,19 @@ def test_a_scheduler_has_one_colour_in_every_picture() -> None:
     assert drawn == {name: found[name] for name in runs}
 
 
+def test_a_picture_of_runs_has_one_unit_on_each_axis_whatever_their_plans_cost() -> None:
+    runs = {}
+    sizes = {"num_samples": 2, "num_tokens": 10, "height": 32, "width": 16}
+    for name, cost in (("random", {}), ("fastest", {"predicted_cost": 0.2, "predicted_bytes": 2**20})):
+        runs[name] = RunState()
+        runs[name].apply([RunEvent("step", 1, 0, 1.0, {**sizes, **cost})])
+        runs[name].apply([RunEvent("device", -1, 0, 1.0, {"memory_bytes": 2**30})])
+    _, tokens, _, memory = draw_runs(runs, pale=["random"]).axes
+    drawn = {str(line.get_label()): (line.get_ydata()[0], line.get_alpha()) for line in tokens.lines}
+    assert drawn == {"random": (24, 0.25), "fastest": (24, 1)}
+    assert [line.get_ydata()[0] for line in memory.lines] == [1], "what a process holds would squash it"
+
+
 def test_polling_at_any_moment_gives_what_reading_at_the_end_gives(tmp_path: Path) -> None:
     followed = RunState(tmp_path / "run")
     assert (followed.poll(), followed.status) == (0, "waiting")

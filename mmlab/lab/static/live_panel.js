@@ -575,11 +575,11 @@ class View {
 			}
 		}
 		g.restore();
-		const text = Object.entries(soft).filter(([, y]) => y > top).map(([label, y]) => `${label} ${inUnit(y, plot.unit)} ↑`).join(", ");
-		if (text) {
+		Object.entries(soft).filter(([, y]) => y > top).forEach(([label, y], i) => {
+			const text = `${label} ${inUnit(y, plot.unit)} ↑`, at = [LEFT + w - 6, TOP + h - 15 - 13 * i];
 			g.textAlign = "right"; g.textBaseline = "top"; g.strokeStyle = colours.bg; g.fillStyle = colours.dim; g.lineWidth = 4; g.lineJoin = "round"; g.setLineDash([]);
-			g.strokeText(text, LEFT + w - 6, TOP + h - 15); g.fillText(text, LEFT + w - 6, TOP + h - 15);
-		}
+			g.strokeText(text, ...at); g.fillText(text, ...at);
+		});
 	}
 
 	// Of memory, what a process takes in all says little beside the bytes of its tensors: words, and no line.
