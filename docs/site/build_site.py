@@ -3,11 +3,13 @@
     python docs/site/build_site.py build/site
 
 Sphinx reads a copy of the tracked files in which the executed notebooks stand in the place of the stripped ones, so that
-every link of the repository holds there too. Needs the extra `docs`.
+every link of the repository holds there too. The Chinese notebooks have the same code, and so the same outputs. Needs the
+extra `docs`.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -82,6 +84,8 @@ def stage(folder: Path) -> None:
             shutil.copy(ROOT / name, path)
     for path in folder.glob("notebooks/*.ipynb"):
         path.write_text(path.read_text("utf-8").replace("](../../", "](../"), "utf-8")
+    for path in folder.glob("notebooks/zh/*.ipynb"):
+        path.write_text(with_outputs(path, folder / "notebooks" / path.name), "utf-8")
     for path in folder.glob("*.md"):
         path.write_text(path.read_text("utf-8").replace("](docs/notebooks/", "](notebooks/"), "utf-8")
     index = INDEX
@@ -90,6 +94,16 @@ def stage(folder: Path) -> None:
         index += "\n".join(["", "```{toctree}", f":caption: {caption}", *map(str, pages), "```", ""])
     index += "\n".join(["", "```{toctree}", ":caption: More", *MORE, "```", ""])
     (folder / "index.md").write_text(index, "utf-8")
+
+
+def with_outputs(translated: Path, executed: Path) -> str:
+    """The translated notebook with the outputs of those cells whose code was executed as it is."""
+    notebook, other = (json.loads(path.read_text("utf-8")) for path in (translated, executed))
+    ran = {cell["id"]: cell for cell in other["cells"] if cell["cell_type"] == "code"}
+    for cell in notebook["cells"]:
+        if (same := ran.get(cell["id"])) is not None and same["source"] == cell["source"]:
+            cell["outputs"], cell["execution_count"] = same["outputs"], same["execution_count"]
+    return json.dumps(notebook, ensure_ascii=False)
 
 
 def build(target: Path) -> int:
