@@ -83,6 +83,8 @@ class LivePanel(anywidget.AnyWidget):
         # The page asks for a subshell of the kernel where there are any.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = lambda _data, asked: asked
+            # and IPython would take each for a cell that has ended: a figure that a cell is drawing would be shown half done
+            self.comm.handle_msg = self._handle_msg
 
     def begin(self) -> None:
         """Send from now on, as displaying does: a page's first word may have to wait behind cells that are queued."""

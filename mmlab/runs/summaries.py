@@ -208,7 +208,8 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
     loss, tokens, speed, memory = figure.subplots(1, 4)
     priced = any("predicted_bytes" in run.keys("step") for run in runs.values())
     for name, colour in colours_of(runs).items():
-        style = {"color": colour, "lw": 1, "alpha": 0.25 if name in pale else 1, "label": name}
+        dashes = ("-", "--", ":", "-.")[[line.get_color() for line in tokens.lines].count(colour) % 4]
+        style = {"color": colour, "ls": dashes, "lw": 1, "alpha": 0.25 if name in pale else 1, "label": name}
         run = runs[name]
         batch, texts, height, width = (run.column_or_nan(key) for key in _SIZES)
         padded = batch * (texts + np.ceil(height / PATCH) * np.ceil(width / PATCH))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from mmlab.comparison.background import find_run
-from tests.browser.jupyter import Notebook, Server
+from tests.browser.jupyter import PATIENCE_MS, Notebook, Server
 from tests.browser.writing_runs import write_run
 
 
@@ -84,6 +85,32 @@ def test_rows_come_without_a_word_from_the_page_and_a_busy_kernel_is_called_busy
     expect(notebook.cell(3).locator(".jp-InputPrompt")).to_have_text("[*]:")
     (server.files / "seen").touch()
     notebook.ready()
+
+
+def test_what_the_page_says_shows_no_figure_that_a_cell_has_only_begun(
+    new_notebook: Callable[[list[str]], Notebook], server: Server
+) -> None:
+    write_run(server.files / "grown" / "first", 40)
+    cells = [
+        "%matplotlib inline\nfrom mmlab.lab.live_panel import LivePanel\nLivePanel('grown')",
+        "import os, time\nfrom matplotlib import pyplot as plt\nfigure = plt.figure()\nopen('begun', 'w').close()\n"
+        "while not os.path.exists('grown/seen'): time.sleep(0.05)\nprint(len(plt.get_fignums()), 'open')",
+    ]
+    notebook = new_notebook(cells)
+    notebook.do("notebook:run-all-cells")
+    panel = notebook.panel(notebook.cell(0))
+    panel.wait_points(40)
+    expect(notebook.cell(1).locator(".jp-InputPrompt")).to_have_text("[*]:")
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not (server.files / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for name in ("second", "third"):  # the page answers each once it is drawn
+        points = int(panel.data("points"))
+        write_run(server.files / "grown" / name, 40)
+        panel.wait_points(points + 40)
+    (server.files / "grown" / "seen").touch()
+    expect(notebook.cell(1)).to_contain_text("1 open")
 
 
 # as in front ends whose messages all go to the thread that runs the cells
