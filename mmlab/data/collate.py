@@ -1,7 +1,7 @@
 """One sample, and collation: samples of different sizes become one padded batch.
 
 Copies at most once, with numpy, in the calling thread alone: torch would share out each copy over as many threads as
-there are cores, which are busy decoding. Images that were read into the batch's memory stay where they are.
+there are cores, which are busy decoding. Images that were read or decoded into the batch's memory stay where they are.
 """
 
 from __future__ import annotations
@@ -72,17 +72,23 @@ def collate(
     return batch
 
 
+def put(image: NDArray[np.uint8], place: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The top left corner of a place (3, H, W) of a batch, with the image in it; the image where it is too large."""
+    corner = place[:, : image.shape[1], : image.shape[2]]
+    if corner.shape != image.shape:
+        return image
+    if image.strides != corner.strides or image.ctypes.data != corner.ctypes.data:
+        corner[:] = image
+    return corner
+
+
 def _place(image: NDArray[np.uint8] | None, place: NDArray[np.uint8], mask: NDArray[np.bool_]) -> None:
-    """Put an image into its place (3, H, W) of a batch, unless it lies there, and mask what is padding."""
+    """Put an image into its place (3, H, W) of a batch, and mask what is padding."""
     if image is None:
         place[:], mask[:] = 0, False
         return
-    height, width = image.shape[1:]
-    is_as_large = image.shape == place.shape
-    lies_there = is_as_large and image.strides == place.strides and np.may_share_memory(image, place)
-    if not lies_there:
-        place[:, :height, :width] = image
-    if not is_as_large:
+    height, width = put(image, place).shape[1:]
+    if image.shape != place.shape:
         for padding in (np.s_[..., height:, :], np.s_[..., :height, width:]):
             place[padding], mask[padding] = 0, False
 

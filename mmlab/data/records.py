@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -36,7 +35,8 @@ class FileStore:
 
     def read(self, image_path: str) -> bytes:
         """The file's bytes."""
-        return Path(image_path).read_bytes()
+        with open(image_path, "rb", buffering=0) as file:
+            return file.read()
 
     def file_of(self, image_path: str) -> str:
         """The file that holds an image, by which a cache sees whether it has changed."""

@@ -82,7 +82,8 @@ class Backend(ABC):
         """
         self.meter = self._new_meter()
         if not self.setting.num_workers:
-            yield from map(self._load_here, requests)
+            for request in requests:
+                yield finish(self.loader.load(request), self.meter, self.copier)
             return
         pending: deque[Pending] = deque()
         try:
@@ -143,9 +144,6 @@ class Backend(ABC):
             self._pools += [finisher, self._new_pool()]
         return self._pools[-1]
 
-    def _load_here(self, request: BatchRequest) -> LoadedBatch:
-        return finish(self.loader.load(request), self.meter, self.copier)
-
     def _new_meter(self, shared: bool = True) -> StageMeter:
         num_workers = max(1, self.setting.num_workers)
         stages = {"read": num_workers, "decode": num_workers, "collate": num_workers if shared else 1}
@@ -155,8 +153,9 @@ class Backend(ABC):
 class ThreadBackend(Backend):
     """Loads with threads of this process, which live for an epoch.
 
-    Twice as many threads as workers pass slices of a batch: at most `num_workers` of them decode at any time, while the
-    others read ahead.
+    With a cache, each worker loads whole batches: an image is there in 60 us, and every handing over between threads
+    costs as much. Without, twice as many threads as workers pass slices of a batch: at most `num_workers` of them decode
+    at any time, while the others read ahead.
     """
 
     def ram_bytes(self, setting: Setting) -> int:
@@ -167,50 +166,42 @@ class ThreadBackend(Backend):
 
     def _new_pool(self) -> Executor:
         self._decoding = threading.Semaphore(self.setting.num_workers)
-        return ThreadPoolExecutor(2 * self.setting.num_workers, "mmlab-load", initializer=_let_others_go_on)
+        num_threads = self.setting.num_workers * (2 if self.loader.dataset.cache is None else 1)
+        return ThreadPoolExecutor(num_threads, "mmlab-load", initializer=_let_others_go_on)
 
     def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
-        num_samples, pixels, pool = len(request.rows), self.loader.pixels(request), self._pool()
-        size = self._num_at_once(num_samples)
-        parts = [
-            pool.submit(
-                self._load, request, range(start, min(start + size, num_samples)), pixels, self._decoding
-            )
-            for start in range(0, num_samples, size)
-        ]
+        num_samples, pool = len(request.rows), self._pool()
+        if self.loader.dataset.cache is not None:
+            made = pool.submit(self.loader.load, request, self._go_on)
+            return [made], self._pools[0].submit(receive, made, self.meter, self.copier)
+        # in small parts, so that threads share a batch evenly and few encoded images wait
+        size = max(1, min(8, num_samples // (4 * self.setting.num_workers)))
+        pixels = self.loader.pixels(request)
+        slices = [range(num_samples)[start : start + size] for start in range(0, num_samples, size)]
+        parts = [pool.submit(self._load, request, places, pixels, self._decoding) for places in slices]
         return parts, self._pools[0].submit(self._collate, request, parts, pixels)
 
-    def _num_at_once(self, num_samples: int) -> int:
-        """How many samples of a batch one thread takes together.
-
-        Handing over costs about 50 us, as much as a sample from the cache; decoding one takes far longer, so that
-        threads share a batch more evenly in small parts, and few encoded images wait.
-        """
-        most, parts = (8, 4) if self.loader.dataset.cache is None else (32, 1)
-        return max(1, min(most, num_samples // (parts * self.setting.num_workers)))
+    def _go_on(self, _: int = 0) -> None:
+        if not self._pools:
+            raise CancelledError  # closed while this thread worked, or waited for its turn
 
     def _load(
-        self,
-        request: BatchRequest,
-        places: range,
-        pixels: NDArray[np.uint8] | None,
-        decoding: threading.Semaphore,
+        self, request: BatchRequest, places: range, pixels: NDArray[np.uint8], decoding: threading.Semaphore
     ) -> list[LoadedSample]:
         rows, started = request.rows, time.perf_counter()
-        found = [self.loader.read(rows[place], None if pixels is None else pixels[place]) for place in places]
+        found = [self.loader.read(rows[place]) for place in places]
         self.meter.add("read", len(places), time.perf_counter() - started)
         with decoding:
-            if not self._pools:
-                raise CancelledError  # closed while this thread waited for its turn
+            self._go_on()
             started = time.perf_counter()
-            pairs = zip(places, found, strict=True)
-            samples = [self.loader.sample(request, rows[place], content) for place, content in pairs]
+            samples = [
+                self.loader.sample(request, rows[place], content, pixels[place])
+                for place, content in zip(places, found, strict=True)
+            ]
             self.meter.add("decode", len(places), time.perf_counter() - started)
         return samples
 
-    def _collate(
-        self, request: BatchRequest, parts: list[Future], pixels: NDArray[np.uint8] | None
-    ) -> LoadedBatch:
+    def _collate(self, request: BatchRequest, parts: list[Future], pixels: NDArray[np.uint8]) -> LoadedBatch:
         samples = [sample for part in parts for sample in part.result()]
         started = time.perf_counter()
         loaded = self.loader.collate(request, samples, pixels)
@@ -221,7 +212,14 @@ class ThreadBackend(Backend):
         self.close()
 
     def _new_meter(self, shared: bool = True) -> StageMeter:
-        return super()._new_meter(shared=not self.setting.num_workers)
+        return super()._new_meter(
+            shared=not self.setting.num_workers or self.loader.dataset.cache is not None
+        )
+
+
+def receive(made: Future[LoadedBatch], meter: StageMeter, copier: Copier) -> LoadedBatch:
+    """Finish what a worker loads."""
+    return finish(made.result(), meter, copier)
 
 
 def finish(loaded: LoadedBatch, meter: StageMeter, copier: Copier) -> LoadedBatch:

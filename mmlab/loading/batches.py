@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from mmlab.data.collate import Sample, collate
+from mmlab.data.collate import Sample, collate, put
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
 from mmlab.types import PATCH, Batch, Region, SampleSizes
@@ -104,10 +104,8 @@ class SampleLoader:
         height, width, num_tokens = self._padded(rows)
         return len(rows) * (7 * height * width + 9 * num_tokens)
 
-    def pixels(self, request: BatchRequest) -> NDArray[np.uint8] | None:
-        """Memory for the images of a batch, if the cache may read some of them right into it: (B, 3, H, W)."""
-        if self.dataset.cache is None:
-            return None
+    def pixels(self, request: BatchRequest) -> NDArray[np.uint8]:
+        """Memory for the images of a batch (B, 3, H, W), into which each is put as soon as it is there."""
         height, width, _ = self._padded(request.rows)
         return np.empty((len(request.rows), 3, height, width), np.uint8)
 
@@ -118,18 +116,23 @@ class SampleLoader:
         except DataError as error:
             return error
 
-    def sample(self, request: BatchRequest, row: int, found: Any) -> LoadedSample:
-        """The sample of a row, from what `read` found, under the policy on bad samples."""
+    def sample(
+        self, request: BatchRequest, row: int, found: Any, place: NDArray[np.uint8] | None = None
+    ) -> LoadedSample:
+        """The sample of a row, from what `read` found, under the policy on bad samples; its image put into `place`."""
         try:
-            return LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
+            loaded = LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
         except DataError as error:
-            return self._without(request, row, error)
+            loaded = self._without(request, row, error)
+        if place is not None and (sample := loaded.sample) is not None and sample["image"] is not None:
+            sample["image"] = torch.from_numpy(put(sample["image"].numpy(), place))
+        return loaded
 
     def collate(
         self,
         request: BatchRequest,
         loaded: Sequence[LoadedSample],
-        pixels: NDArray[np.uint8] | None,
+        pixels: NDArray[np.uint8],
         busy_s: dict[str, float] | None = None,
     ) -> LoadedBatch:
         """Pad the request's samples together, in the memory that `pixels` gave."""
@@ -144,12 +147,12 @@ class SampleLoader:
         """Load a whole request here and now; `holding` is told each row before it is touched."""
         busy_s = {"read": 0.0, "decode": 0.0, "collate": 0.0}
         loaded, pixels = [], self.pixels(request)
-        for place, row in enumerate(request.rows):
+        for row, place in zip(request.rows, pixels, strict=True):
             holding(row)
             started = time.perf_counter()
-            found = self.read(row, None if pixels is None else pixels[place])
+            found = self.read(row, place)
             read = time.perf_counter()
-            loaded.append(self.sample(request, row, found))
+            loaded.append(self.sample(request, row, found, place))
             busy_s["read"] += read - started
             busy_s["decode"] += time.perf_counter() - read
         started = time.perf_counter()

@@ -27,10 +27,8 @@ import psutil
 import torch
 
 from mmlab.errors import OptionError, RunError
-from mmlab.loading.backends import Backend, Pending, Setting, finish
+from mmlab.loading.backends import Backend, Pending, Setting, receive
 from mmlab.loading.batches import BatchRequest, LoadedBatch, SampleLoader
-from mmlab.loading.copying import Copier
-from mmlab.loading.stages import StageMeter
 
 _MAX_DEATHS = 2  # of workers, without a batch delivered in between
 
@@ -92,7 +90,7 @@ class ProcessBackend(Backend):
             made = Future()
             made.set_exception(error.with_traceback(None))  # noticed in its turn
         # without a reference to this backend, which ends its workers when it is let go of
-        return [made], self._pools[0].submit(_receive, made, self.meter, self.copier)
+        return [made], self._pools[0].submit(receive, made, self.meter, self.copier)
 
     def _abandon(self, pending: deque[Pending]) -> None:
         """Let the workers pass over what is left.
@@ -158,10 +156,6 @@ def start_method() -> str:
 def _processes(pools: list[Executor]) -> list[Any]:
     """The workers of some pools. There is no public way to them before Python 3.14."""
     return [process for pool in pools for process in (getattr(pool, "_processes", None) or {}).values()]
-
-
-def _receive(made: Future[LoadedBatch], meter: StageMeter, copier: Copier) -> LoadedBatch:
-    return finish(made.result(), meter, copier)
 
 
 def _pickled(loader: SampleLoader) -> bytes:

@@ -57,6 +57,26 @@ def test_cached_pixels_of_the_planned_size_are_read_right_into_their_batch(cache
     assert_same([batch], [loader.load(request).batch])
 
 
+def test_decoded_pixels_are_put_into_their_batch_by_whoever_decodes(dataset: MultimodalDataset) -> None:
+    loader = SampleLoader(dataset=dataset)
+    _, firsts = np.unique(dataset.sizes.height * 1000 + dataset.sizes.width, return_index=True)
+    request = BatchRequest(0, 0, firsts.tolist())
+    pixels = loader.pixels(request)
+    made = [
+        loader.sample(request, row, loader.read(row), place)
+        for row, place in zip(request.rows, pixels, strict=True)
+    ]
+    images = [item.sample["image"] for item in made if item.sample is not None]
+    assert any(image.shape != pixels.shape[1:] for image in images)  # some are smaller than their batch
+    assert all(np.shares_memory(image.numpy(), pixels) for image in images)
+    batch = loader.collate(request, made, pixels).batch
+    assert batch is not None
+    assert batch.pixel_values.data_ptr() == pixels.ctypes.data
+    for place, row in enumerate(request.rows):
+        image = dataset[row]["image"]
+        assert torch.equal(batch.pixel_values[place][:, : image.shape[1], : image.shape[2]], image)
+
+
 def test_an_augmentation_may_give_back_a_view_of_what_it_took(cached: MultimodalDataset) -> None:
     def turn(image: torch.Tensor, **key: object) -> torch.Tensor:
         return image.transpose(1, 2) if image.shape[1] == image.shape[2] else image.flip(2)
