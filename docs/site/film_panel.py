@@ -64,7 +64,7 @@ def main() -> None:
         frames[place] for place in sorted({round(x) for x in np.linspace(0, len(frames) - 1, NUM_FRAMES)})
     ]
     size = (WIDTH, max(frame.height for frame in frames))
-    palette = frames[-1].quantize(NUM_COLOURS)
+    palette = frames[-1].quantize(NUM_COLOURS, Image.Quantize.FASTOCTREE)  # keeps the colours of thin lines
     drawn = []
     for frame in frames:
         whole = Image.new("RGB", size, "white")
