@@ -22,7 +22,7 @@ from tests.batches import make_batch
 from tests.ranks import run_ranks
 
 SIZES = [(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32), (5, 16, 64), (7, 48, 48), (2, 32, 16)]
-STRIDE = 31  # between the operations that fail; benchmarks/memory.py takes every one
+STRIDE = 61  # between the operations that fail; benchmarks/memory.py takes every one
 TINY = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
 OBJECTIVES = {
     "contrastive": {"contrastive": Contrastive()},
@@ -123,9 +123,11 @@ def test_a_split_step_has_the_gradient_of_the_unsplit_one(objectives, dtype, tol
     assert relative(found, expected) <= tolerance
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("first_step", [True, False])
-def test_whichever_operation_fails_the_step_is_done_once(precision, first_step):
+@pytest.mark.parametrize(
+    ("precision", "first_step", "begin"),
+    [("fp32", True, 0), ("fp16", True, 15), ("fp32", False, 30), ("fp16", False, 45)],
+)
+def test_whichever_operation_fails_the_step_is_done_once(precision, first_step, begin):
     batches = [make_batch(SIZES[:4])]
 
     def updates(fail_at: int | None) -> tuple[VirtualDevice, FusionTrainer, list[np.ndarray]]:
@@ -144,16 +146,14 @@ def test_whichever_operation_fails_the_step_is_done_once(precision, first_step):
     device, _, expected = updates(None)
     assert device.num_operations > 300
     num_failures = 0
-    for fail_at in range(
-        (device.num_operations - 1) % STRIDE, device.num_operations, STRIDE
-    ):  # the last one too
+    for fail_at in [*range(begin, device.num_operations, STRIDE), device.num_operations - 1]:
         device, trainer, found = updates(fail_at)
         assert device.num_failures == trainer.num_out_of_memory <= 1, fail_at
         num_failures += device.num_failures
         assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {2.0 - first_step}
         # Adam divides by the gradient's size, so that rounding shows where a gradient is near zero
         assert max(map(relative, found, expected)) < 0.05, fail_at
-    assert num_failures > 5
+    assert num_failures > 3
 
 
 def test_a_sample_that_does_not_fit_is_named_with_the_remedy():
