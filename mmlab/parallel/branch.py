@@ -227,7 +227,8 @@ class BranchStrategy(RanksStrategy):
     def _share(self, tensor: Tensor, name: str) -> None:
         """Copy from the rank that trains it to the other."""
         message = tensor.detach().to(self.device).contiguous()
-        distributed.broadcast(message, self._owner(name))
+        with self.waiting():
+            distributed.broadcast(message, self._owner(name))
         if not self.owns(name):
             tensor.copy_(message)
 

@@ -114,7 +114,8 @@ class ReduceStrategy(RanksStrategy):
                 )
         for tensor in tensors.values():
             message = tensor.detach().to(self.device).contiguous()
-            distributed.broadcast(message, 0)
+            with self.waiting():
+                distributed.broadcast(message, 0)
             tensor.data.copy_(message)
 
     def gradient(self, window: Window) -> dict[str, float]:

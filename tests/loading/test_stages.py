@@ -38,6 +38,7 @@ def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path
     )
 
 
+@pytest.mark.serial
 def test_nothing_is_short_where_training_is_slow(dataset) -> None:
     loader = make_loader(dataset, "threads", prefetch=4)
     for number, _ in enumerate(loader):

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import FrameType
 
 from mmlab.cli.main import main
+from mmlab.parallel.branch import BranchStrategy
 from mmlab.pricing.virtual_device import VirtualDevice
 
-WAYS = ("stopped", "stuck", "memory", "disk", "branch")
-HANGING = ("stopped", "stuck", "branch")  # rank 1 does not end by itself
+WAYS = ("stopped", "stuck", "memory", "disk", "branch", "sharing")
+HANGING = ("stopped", "stuck", "branch", "sharing")  # rank 1 does not end by itself
 TIMEOUT_S = 5
 
 
@@ -24,6 +25,8 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
     def fail(number: int, frame: FrameType | None) -> None:
         if way == "memory":
             device.limit_bytes = 1
+        elif way == "sharing":  # stopped when the other rank next waits for its weights, before an evaluation
+            BranchStrategy.gather_weights = stop_here  # type: ignore[method-assign]
         else:
             replace_open_file(
                 runs / way / f"events-rank{rank}.jsonl",
@@ -37,10 +40,15 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
         arguments += ["--set", change]
     if way in HANGING:
         arguments += ["--set", f"parallel.timeout_s={TIMEOUT_S}"]
-    if way == "branch":
+    if way in ("branch", "sharing"):
         arguments += ["--set", "parallel.strategy=branch"]
     with device if way == "memory" and rank else nullcontext():
         os._exit(main(arguments))
+
+
+def stop_here(strategy: BranchStrategy) -> None:
+    """In the place of a method: no sign of life from here on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hanging_file() -> int:

@@ -96,6 +96,7 @@ def test_whatever_happens_to_a_rank_the_others_stop_and_name_it(config: Path, tm
         "memory": "out of memory",
         "disk": "No space left on device",
         "branch": "gives no sign of life since step",
+        "sharing": "gives no sign of life since step",
     }
     for way, words in told.items():
         run, end = tmp_path / way, last(tmp_path / way, "end")
