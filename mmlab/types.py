@@ -71,9 +71,8 @@ class HostColumns:
     labels: torch.Tensor | None  # (B,) int64
     is_pair: NDArray[np.bool_] = field(init=False)  # (B,) samples that have both an image and a text
     num_pairs: int = field(init=False)
-    num_images: int = field(
-        init=False
-    )  # distinct ones of the pairs; a group of -1 (unknown) is one by itself
+    # distinct images of the pairs; a group of -1 (unknown) is one by itself
+    num_images: int = field(init=False)
     num_tokens: int = field(init=False)  # without padding
     num_patches: int = field(init=False)  # without padding, of 16 x 16 pixels
 

@@ -106,6 +106,5 @@ def _collate_by_default(samples: Sequence[Sample], **_: Any) -> Batch:
     return collate(samples)
 
 
-default_collate_fn_map[Sample] = (
-    _collate_by_default  # the extension that `torch.utils.data.default_collate` documents
-)
+# the extension that `torch.utils.data.default_collate` documents
+default_collate_fn_map[Sample] = _collate_by_default

@@ -41,9 +41,7 @@ class BatchRequest(NamedTuple):
     number: int  # in its epoch
     epoch: int
     rows: list[int]
-    place: Mapping[str, Any] | None = (
-        None  # of the plan's iterator behind this batch, for whoever resumes there
-    )
+    place: Mapping[str, Any] | None = None  # of the plan's iterator behind this batch, to resume there
 
 
 @dataclass(frozen=True, slots=True)

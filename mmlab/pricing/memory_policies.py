@@ -32,9 +32,8 @@ CAUTION = 1.2  # factor on predictions after an out-of-memory, until a batch has
 MARGIN_STEP, MAX_MARGIN = 0.02, 0.2  # added to the margin by an out-of-memory
 HYSTERESIS, PATIENCE = 0.01, 20  # the value rises by more than this only, wanted for so many steps
 MAX_CHANGE = 0.25  # most that one decision changes the value
-RAM_RESERVE = (
-    0.05  # share of the system's memory below which batches shrink; above twice that they grow again
-)
+# share of the system's memory below which batches shrink; above twice that they grow again
+RAM_RESERVE = 0.05
 RAM_STEP, LEAST_FOR_RAM = 0.8, 0.25
 HALVE_ABOVE, DOUBLE_BELOW, LARGEST_BATCH = 0.8, 0.3, 64  # of article A
 

@@ -181,6 +181,22 @@ def test_a_jpeg_that_libjpeg_turbo_cannot_read_goes_through_pillow() -> None:
     assert difference(decode_image(stray, WHOLE), decode_image(encoded, WHOLE)).max() <= 1
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_orientation_counts_wherever_it_stands_in_the_header(orientation: int) -> None:
+    """Plain JPEGs are decoded without Pillow: none may be taken for one."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    encoded = encode(photo(40, 60), quality=90, exif=exif)
+    start = encoded.index(b"\xff\xe1")
+    end = start + 2 + int.from_bytes(encoded[start + 2 : start + 4], "big")
+    last = encoded.index(b"\xff\xda", end)
+    moved = encoded[:start] + encoded[end:last] + encoded[start:end] + encoded[last:]
+    comment = b"\xff\xfe\x00\x06\xff\xda\xff\xd9"  # looks like the end of the header
+    for other in (moved, encoded[:2] + comment + encoded[2:], moved[:2] + comment + moved[2:]):
+        assert np.array_equal(decode_image(other, WHOLE), decode_image(encoded, WHOLE))
+    assert decode_image(moved, WHOLE).shape == ((40, 60, 3) if orientation < 5 else (60, 40, 3))
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 KINDS = {
