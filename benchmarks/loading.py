@@ -1,11 +1,12 @@
 """Loading images and captions beside other loaders: speed, tuning, waiting, faults and resuming.
 
-    python benchmarks/loading.py [--quick] [--data PATH] [--json FILE | --out DIR]
+    python benchmarks/loading.py [--quick] [--kind KIND | --photos FOLDER] [--json FILE | --out DIR]
 
-The same work for all: read, decode, resize to 224 x 224, tokenise, batches of 32. Data: generated scenes of 100 kB, or
-the images of `--data`, read into the system's cache before anything is timed. Arms take turns; every repetition is
-kept, ratios are medians over the turns. About six minutes; `--quick` takes fewer images and turns, and no peers but
-torch's DataLoader. `--out`, without `--quick`, also writes the table and the figure of docs/internals/loading.md.
+The same work for all: read, decode, resize to 224 x 224, tokenise, batches of 32. Images: generated scenes of 100 kB,
+photograph-like ones with the sizes and qualities of a `--kind` of collection (imagenet, coco, camera), or the JPEG files
+of `--photos`; read into the system's cache before anything is timed. Arms take turns; every repetition is kept, ratios
+are medians over the turns. About six minutes; `--quick` takes fewer images and turns, and no peers but torch's
+DataLoader. `--out`, without `--quick`, also writes the table and the figure of docs/internals/loading.md.
 Exit code: 0 done, whether or not every goal is met.
 """
 
@@ -45,7 +46,7 @@ from _loading_arms import (
     planned_loader,
     torch_loader,
 )  # fmt: skip
-from _loading_corpus import Corpus, make_corpus
+from _loading_corpus import KINDS, Corpus, make_corpus
 from _loading_faults import FAULTS, resume, run_fault
 from _loading_report import TUNED, document, judge, table
 
@@ -58,9 +59,11 @@ def main() -> None:
     """Run everything, print a table and the goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_common_options(parser, "loading", out=", and draw the documentation's figure")
-    parser.add_argument(
-        "--data", type=Path, metavar="PATH", help="photographs in any format that mmlab reads"
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument(
+        "--kind", choices=("scenes", *KINDS), default="scenes", help="what the images are like"
     )
+    images.add_argument("--photos", type=Path, metavar="FOLDER", help="JPEG files, repeated")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers fork after the tokenizer was used
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -70,7 +73,7 @@ def main() -> None:
         if not peer.installed:
             print(f"{peer.name}: {peer.package} is not installed, left out")
     with tempfile.TemporaryDirectory() as folder:
-        corpus = make_corpus(Path(folder), num_images, options.data)
+        corpus = make_corpus(Path(folder), num_images, options.kind, options.photos)
         batches = batches_of(corpus)
         core = (OURS, ARTICLE, LIMIT, OURS_TORCH)
         rows = compare(

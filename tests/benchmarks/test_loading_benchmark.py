@@ -31,8 +31,8 @@ def benchmark():
 
 
 @pytest.fixture(scope="module")
-def corpus(benchmark, scenes: Path, tmp_path_factory: pytest.TempPathFactory):
-    return benchmark.make_corpus(tmp_path_factory.mktemp("corpus"), 40, scenes)
+def corpus(benchmark, tmp_path_factory: pytest.TempPathFactory):
+    return benchmark.make_corpus(tmp_path_factory.mktemp("corpus"), 40, "imagenet")
 
 
 def test_all_loaders_give_the_same_images_and_tokens(benchmark, corpus, monkeypatch) -> None:
