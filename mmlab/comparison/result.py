@@ -229,6 +229,9 @@ class Comparison:
             config=json.dumps(self.config, indent=2),
         )
 
+    def __repr__(self) -> str:
+        return self.summary().to_string()
+
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{note}</li>" for note in self.notes())
         return self.summary().to_html(border=0) + f"<ul>{notes}</ul>"

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 from tqdm.auto import tqdm
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_numbers, unknown_name
 from mmlab.machine import cpu_name, num_usable_cores, resolve_device
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import PRESETS, build_model
@@ -70,17 +70,12 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", resolve_device(self.device).partition(":")[0])
-        for name, least in (
-            ("ranks", 2),
-            ("micro_batches", 1),
-            ("batch_size", 2 * self.ranks * self.micro_batches),
-            ("image_side", 16),
-            ("num_tokens", 2),
-            ("steps", 1),
-            ("rounds", 1),
-        ):
-            if (found := getattr(self, name)) < least:
-                raise OptionError(f"{name} must be at least {least}, found {found}")
+        smallest = 2 * self.ranks * self.micro_batches
+        least = {"ranks": 2, "batch_size": smallest, "image_side": 16, "num_tokens": 2}
+        for name, bound in least.items():
+            if (found := getattr(self, name)) < bound:
+                raise OptionError(f"{name} must be at least {bound}, found {found}")
+        check_numbers(self)
         if self.model not in PRESETS:
             raise unknown_name("model preset", self.model, PRESETS)
         if self.batch_size % (self.ranks * self.micro_batches):

@@ -79,6 +79,8 @@ class Preview:
     def __str__(self) -> str:
         return f"budget: {self.budget:.0f} padded tokens a batch\n{self._shown.to_string()}"
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         table = self._shown.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
         return f"<p>Budget: {self.budget:,.0f} padded tokens a batch</p>{table.to_html(border=0)}"

@@ -226,6 +226,7 @@ def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> Non
     assert "http" not in page.split("<details>")[0].replace("http-equiv", "")
     assert "random" in (comparison.folder / "table.csv").read_text()
     assert "combined waste" in comparison._repr_html_()
+    assert repr(comparison) == comparison.summary().to_string()
 
 
 def test_the_figure_has_the_schedulers_in_their_order_and_colours(comparison: Comparison) -> None:

@@ -29,7 +29,7 @@ def test_every_scheduler_has_exactly_the_promised_figures():
             assert 0 <= figures[name] < 1
     assert document["budget"]["combined_waste"] < document["bucket"]["combined_waste"]
     assert document["budget"]["peak_over_budget"] <= 1 < document["random"]["peak_over_budget"]
-    assert "budget:" in str(found)
+    assert "budget:" in repr(found) == str(found)
     assert "<table" in found._repr_html_()
     assert list(found.table.index) == NAMES
 

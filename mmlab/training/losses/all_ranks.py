@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.nn.functional import all_gather  # its backward pass sums the ranks' gradients
 from torch.nn import functional as F
 
 from mmlab.training.losses.base import Objective, at_least_fp32, sample_weights
@@ -61,7 +62,7 @@ class AllRanksContrastive:
         found, rank, size = exchange_counts(batch, self.device), distributed.get_rank(), len(batch)
         allowed = found.negatives_of(rank, size).to(output.image_embedding.device)
         both = at_least_fp32(torch.cat([output.image_embedding, output.text_embedding], 1))
-        gathered = _Gather.apply(F.pad(both, (0, 0, 0, found.num_rows - size)))
+        gathered = torch.cat(all_gather(F.pad(both, (0, 0, 0, found.num_rows - size))))
         image, text = gathered.to(output.image_embedding.dtype).chunk(2, 1)
         scale, positives = output.logit_scale, torch.arange(size, device=both.device) + rank * found.num_rows
         losses = 0.5 * sum(
@@ -97,20 +98,3 @@ def over_all_ranks(goal: Objective, device: torch.device) -> Objective:
     if isinstance(goal, Contrastive) and goal.all_ranks:
         return AllRanksContrastive(goal, device)
     return goal
-
-
-class _Gather(torch.autograd.Function):
-    """Rows (B, D) of every rank as (W x B, D); in the backward pass the gradients of all ranks are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.num_rows = len(rows)
-        into = rows.new_empty(distributed.get_world_size() * len(rows), rows.shape[1])
-        distributed.all_gather_into_tensor(into, rows.contiguous())
-        return into
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].contiguous().clone()
-        distributed.all_reduce(total)
-        return total[distributed.get_rank() * ctx.num_rows :][: ctx.num_rows]
