@@ -38,13 +38,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         ],
         "errors": ["DataError", "MmlabError", "OptionError", "RunError"],
         "lab": ["Lab", "LivePanel", "LoadingPanel", "MemoryPanel", "PlanExplorer"],
-        "loading": [
-            "AdaptiveDataLoader",
-            "PlannedLoader",
-            "SampleCache",
-            "build_cache",
-            "cache_key",
-        ],
+        "loading": ["AdaptiveDataLoader", "PlannedLoader", "SampleCache", "build_cache", "cache_key"],
         "model": [
             "FUSIONS",
             "FusionModel",

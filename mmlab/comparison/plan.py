@@ -74,13 +74,7 @@ def named_scheduler(
     kept = None if saved is None else saved.with_name(TIME_MODEL)
     time = group.run_on_main(
         lambda: saved_or_fitted_time(
-            kept,
-            model(),
-            sizes,
-            trainer=trainer,
-            cost=memory.cost,
-            budget=limit_bytes,
-            progress=progress,
+            kept, model(), sizes, trainer=trainer, cost=memory.cost, budget=limit_bytes, progress=progress
         ),
         doing="measure the model's steps",
     )

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 
 from mmlab.data.conversations import Message
 from mmlab.errors import DataError
+from mmlab.integrations.packs import IGNORED, Packer, check_packs
 from mmlab.integrations.processor_sizes import check_processor, count_images, processor_inputs, templated
 
-IGNORED = -100  # a label that no loss counts, as in transformers
 _LEAD = 2  # tokens before an answer that must be found with it
 
 
@@ -28,17 +29,29 @@ class ConversationCollator:
 
     Args:
         processor: of transformers, with a chat template and a fast tokenizer. Its padding side is respected.
+        packed_for: the model, if its batches shall be packed: all samples in one row (1, T), with `position_ids` that keep
+            them apart and no `attention_mask`. The model is tried on two samples; it gives each the logits and gradients
+            that it has in a padded batch, or is refused.
 
     Raises:
-        OptionError: another kind of processor.
+        OptionError: another kind of processor, or a model that cannot be packed.
         DataError: answers that cannot be told from questions in what the processor makes.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, *, packed_for: nn.Module | None = None) -> None:
         check_processor(processor)
         self.processor = processor
+        self._pack: Packer | None = None
+        if packed_for is not None:
+            self._pack = Packer(packed_for)
+            batch = self._padded(_two_samples())
+            check_packs(packed_for, batch, self._pack(batch))
 
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        batch = self._padded(rows)
+        return batch if self._pack is None else self._pack(batch)
+
+    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         processor, messages = self.processor, [row["messages"] for row in rows]
         images = [list(row["images"]) for row in rows]
         inputs = processor_inputs(processor, messages)
@@ -93,3 +106,13 @@ class ConversationCollator:
                     )
                 found.append((number, len(before), len(until)))
         return found
+
+
+def _two_samples() -> list[dict[str, Any]]:
+    """Two conversations about an image, of different lengths."""
+    rows = []
+    for question in ("What is this?", "What is in the middle of the image, and what is around it?"):
+        asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
+        told = {"role": "assistant", "content": [{"type": "text", "text": "A dark circle."}]}
+        rows.append({"messages": [asked, told], "images": [Image.radial_gradient("L").convert("RGB")]})
+    return rows

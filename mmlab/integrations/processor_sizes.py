@@ -35,9 +35,7 @@ class ConversationSizes(NamedTuple):
 
     num_tokens: NDArray[np.int32]  # (N,) the language model's sequence, image tokens among them
     num_image_tokens: NDArray[np.int32]  # (N,) of these those that images take
-    num_patches: NDArray[
-        np.int32
-    ]  # (N,) patches of the vision tower, or the tiles of processors that count these
+    num_patches: NDArray[np.int32]  # (N,) of the vision tower, or the tiles of processors that count these
 
     def sizes(self) -> SampleSizes:
         """The planner's columns: the sequence as text, and as image so many patches as the vision tower has work.

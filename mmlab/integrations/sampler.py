@@ -81,10 +81,8 @@ class PlannedSampler(Sampler[list[int]]):
                 "trainers cannot follow; use mmlab.make_scheduler(...)"
             )
         here, ranks = place_of_process()
-        self.rank, self.world_size = (
-            here if rank is None else rank,
-            ranks if world_size is None else world_size,
-        )
+        self.rank = here if rank is None else rank
+        self.world_size = ranks if world_size is None else world_size
         self.scheduler = replace(scheduler, world_size=self.world_size)
         own: Any = getattr(sizes, "sizes", sizes)  # a data set has them already
         self.sizes = own if isinstance(own, SampleSizes) else sizes_of(sizes)  # type: ignore[arg-type]

@@ -166,8 +166,8 @@ class RunWriter:
             shapes, sizes, batches = self._plan.shape_columns, self.sampler.sizes, self._plan.columns
             counts = [batches.totals(column[batches.order]) for column in lengths(sizes, PATCH)]
             number, longest, high, wide = shapes.T
-            counts += [number * longest, number * cells(high, PATCH) * cells(wide, PATCH)]
-            self._counts = np.stack(counts)
+            padded = [number * longest, number * cells(high, PATCH) * cells(wide, PATCH)]
+            self._counts = np.stack(counts + (counts if self._plan.limits.streams else padded))
         start = self._next if start is None else start
         self._next = start + num_batches
         shapes = self._plan.shape_columns[start : self._next]

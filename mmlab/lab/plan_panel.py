@@ -122,11 +122,7 @@ class PlanExplorer(Panel):
 def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widgets.SelectMultiple:
     offered = [name for name in SCHEDULERS if name not in without]
     return widgets.SelectMultiple(
-        options=offered,
-        value=tuple(names),
-        rows=len(offered),
-        description="schedulers",
-        style=WIDE,
+        options=offered, value=tuple(names), rows=len(offered), description="schedulers", style=WIDE
     )
 
 

@@ -35,12 +35,7 @@ class MultiScaleFusion(MultimodalFusion):
     """
 
     def __init__(
-        self,
-        img_dims: Sequence[int],
-        text_dims: Sequence[int],
-        *,
-        hidden_dim: int = 512,
-        **options: int,
+        self, img_dims: Sequence[int], text_dims: Sequence[int], *, hidden_dim: int = 512, **options: int
     ) -> None:
         super().__init__(hidden_dim, hidden_dim, hidden_dim=hidden_dim, **options)
         self.mix_images, self.mix_texts = Gates(img_dims, hidden_dim), Gates(text_dims, hidden_dim)

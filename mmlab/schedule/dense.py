@@ -79,7 +79,7 @@ class Budget(Scheduler):
     def limits(self, sizes: SampleSizes) -> Limits:
         budget = self.budget
         if budget is None:
-            budget = DEFAULT_MEAN_SAMPLES * self._cost_of_one(*mean_lengths(sizes, self._patch))
+            budget = DEFAULT_MEAN_SAMPLES * self._cost_of_one(*mean_lengths(sizes, self._patch)[:2])
             budget = max(budget, costliest_sample(self.cost, sizes, enough=budget)[1])
         else:
             require_room(
@@ -266,19 +266,20 @@ class Fastest(Budget):
             )
 
 
-def mean_lengths(sizes: SampleSizes, patch: int) -> tuple[float, float]:
-    """Mean text tokens and image patches of a sample; of 262,144 spread over the data where there are more.
+def mean_lengths(sizes: SampleSizes, patch: int) -> tuple[float, float, int]:
+    """Mean text tokens and image patches of a sample, and the largest number that divides the patches of every image.
 
-    Those lie at multiples of the golden ratio, so that no period in the data (captions, sources in turn) misleads.
+    Taken from 262,144 samples spread over the data where there are more. Those lie at multiples of the golden ratio, so
+    that no period in the data (captions, sources in turn) misleads.
     """
     if not len(sizes):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0
     some: NDArray[np.uint64] | slice = slice(None)
     if len(sizes) > _SURVEYED:
         spread = np.arange(_SURVEYED, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         some = ((spread >> np.uint64(32)) * np.uint64(len(sizes))) >> np.uint64(32)
     text, image = lengths(sizes, patch, some)
-    return float(text.mean()), float(image.mean())
+    return float(text.mean()), float(image.mean()), int(np.gcd.reduce(image))
 
 
 def _deal_images(sizes: SampleSizes, rows: Ints, num_windows: int, rng: np.random.Generator) -> Ints:

@@ -38,7 +38,7 @@ class Packed(Scheduler):
 
     Args:
         budget: text tokens and image patches that a pack may hold together, shared by the streams in the ratio of the
-            data; None takes 32 average samples.
+            data; None takes 32 average samples. Where images come in tiles of equal size, the rooms are of whole tiles.
         text_room, image_room: room of each stream, instead of `budget`.
         patch: side of an image patch in pixels.
         allow_collisions: whether a pack may hold two samples of one image.
@@ -64,10 +64,14 @@ class Packed(Scheduler):
         if self.text_room is not None and self.image_room is not None:
             streams, budget = (self.text_room, self.image_room), float(self.text_room + self.image_room)
         else:
-            text, image = mean_lengths(sizes, self.patch)
+            text, image, tile = mean_lengths(sizes, self.patch)
             budget = float(self.budget or max(1.0, DEFAULT_MEAN_SAMPLES * (text + image)))
             share = text / (text + image) if text + image else 0.5
-            streams = int(budget * share + 1e-6), int(budget * (1 - share) + 1e-6)  # 9.9999... is 10
+            text_room, image_room = budget * share + 1e-6, budget * (1 - share) + 1e-6  # 9.9999... is 10
+            if image_room >= tile > 1:  # beside whole tiles no image fits, nor the text in proportion
+                text_room *= 1 - image_room % tile / image_room
+                image_room -= image_room % tile
+            streams = int(text_room), int(image_room + 1e-6)
         self._warn_of_oversize(sizes, streams)
         return Limits(PaddedTokens(self.patch), budget, streams)
 

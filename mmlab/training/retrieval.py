@@ -116,11 +116,7 @@ def candidate_losses(
         total += losses[:, counted].double().sum(1).cpu()
         count += int(counted.sum())
     to_text, to_image = (total / count).tolist() if count else (math.nan, math.nan)
-    return {
-        "loss": (to_text + to_image) / 2,
-        "image_to_text_loss": to_text,
-        "text_to_image_loss": to_image,
-    }
+    return {"loss": (to_text + to_image) / 2, "image_to_text_loss": to_text, "text_to_image_loss": to_image}
 
 
 def _ranks(

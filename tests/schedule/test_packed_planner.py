@@ -85,3 +85,20 @@ def test_streams_of_short_steps_are_halved_as_often_as_all_packs_fit():
     assert padded_text.tolist() == [100, 100, 50, 50]
     assert padded_image.tolist() == [1000, 1000, 500, 500]
     assert padded_streams(np.array([140]), np.array([0]), (100, 1000), 1)[0].tolist() == [140]
+
+
+@pytest.mark.parametrize("mean_samples", [8, 16])
+def test_images_of_whole_tiles_leave_nothing_over_in_either_stream(mean_samples):
+    """As a decoder reads them: 1 to 13 tiles of 256 tokens, among the text, and answers of 5 to 800 tokens."""
+    rng = np.random.default_rng(0)
+    patches = 256 * rng.integers(1, 14, 16_000)
+    tokens = 30 + patches + np.exp(rng.uniform(np.log(5), np.log(800), 16_000)).astype(int)
+    sizes = SampleSizes(num_tokens=tokens, height=16 * patches, width=[16] * 16_000, group=np.arange(16_000))
+    scheduler = make_scheduler("packed", world_size=8, budget=mean_samples * float((tokens + patches).mean()))
+    plan = scheduler.plan(sizes)
+    report = plan.report(num_ranks=8, following=scheduler.plan(sizes, epoch=1))
+    assert plan.limits.streams[1] % 256 == 0
+    assert sum(plan.limits.streams) <= scheduler.budget
+    assert max(report.text_waste, report.image_waste) <= 0.01
+    assert report.straggler <= 0.005
+    assert report.randomness >= 0.95

@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from mmlab.errors import OptionError, RunError
-from mmlab.loading.cache.build import (
-    BLOCK,
-    BuildReport,
-    check_build,
-    image_rows,
-    join_outcomes,
-    make_rows,
-)
+from mmlab.loading.cache.build import BLOCK, BuildReport, check_build, image_rows, join_outcomes, make_rows
 from mmlab.machine import num_usable_cores
 
 if TYPE_CHECKING:

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import OptionError
-from mmlab.loading.cache.slots import (
-    SUFFIX,
-    Damaged,
-    Layout,
-    SlotFile,
-    disk_bytes,
-    is_slot_file,
-    slot_files,
-)
+from mmlab.loading.cache.slots import SUFFIX, Damaged, Layout, SlotFile, disk_bytes, is_slot_file, slot_files
 
 if TYPE_CHECKING:
     import numpy as np

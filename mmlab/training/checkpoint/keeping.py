@@ -13,14 +13,7 @@ from typing import Any
 
 from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.runs.events import RunEvent
-from mmlab.training.checkpoint.files import (
-    SAVING,
-    check,
-    read_manifest,
-    read_state,
-    sync,
-    write_state,
-)
+from mmlab.training.checkpoint.files import SAVING, check, read_manifest, read_state, sync, write_state
 from mmlab.training.strategy import Strategy
 
 _NAMES = "[0-9]*-step-*"

@@ -1,0 +1,76 @@
+"""Packed batches of conversations: samples end to end in one row, each attending within itself alone.
+
+transformers keeps samples of a row apart where positions begin anew and no mask is given, in SDPA and in flash and flex
+attention. Not every model passes positions on, and some attend in both directions: so a model is tried once, on two
+samples of its own processor. That costs it two forward passes.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BatchFeature
+
+from mmlab.errors import OptionError
+
+IGNORED = -100  # a label that no loss counts, as in transformers
+_OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
+
+
+class Packer:
+    """Lays the samples of a padded batch end to end, at the positions that the model would give them.
+
+    Args:
+        model: of transformers. Nothing of its weights is kept, so a packer may be sent to workers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rope: Any = None  # gives images positions of their own, as in Qwen-VL
+        inner: Any = next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)
+        if inner is not None:
+            self._rope = nn.Module.__new__(type(inner))
+            nn.Module.__init__(self._rope)
+            self._rope.config = inner.config
+
+    def __call__(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """From a batch of B samples a row of their T tokens: `input_ids`, `labels` (1, T), and `position_ids` (1, T),
+        or (4, 1, T) with those of the text first; images stay as they are.
+        """
+        there = batch["attention_mask"].bool()
+        places = (there.cumsum(1) - 1)[there][None]
+        rope = None
+        if self._rope is not None:
+            known = signature(self._rope.get_rope_index).parameters
+            rope, _ = self._rope.get_rope_index(**{name: batch[name] for name in batch if name in known})
+        row = {name: value[there][None] if name in _OF_TOKENS else value for name, value in batch.items()}
+        del row["attention_mask"]
+        # the first token of a sample is no answer to the sample before it
+        row["labels"] = row["labels"].masked_fill(places == 0, IGNORED)
+        row["position_ids"] = places if rope is None else torch.cat([places[None], rope[:, there][:, None]])
+        return {**row, "use_cache": False}  # with a cache, transformers would not look for samples
+
+
+@torch.no_grad()
+def check_packs(model: nn.Module, batch: dict[str, Tensor], packed: dict[str, Any]) -> None:
+    """Raise an OptionError where a model gives packed samples other logits than the same in a padded batch.
+
+    In half precision only gross differences stand out from rounding: half of the digits must agree.
+    """
+    refused = f"{type(model).__name__} cannot take packed batches: %s; leave out packed_for"
+    if "token_type_ids" in batch:
+        raise OptionError(refused % "its images attend in both directions (token_type_ids)")
+    device, modes = next(model.parameters()).device, {part: part.training for part in model.modules()}
+    try:
+        wanted, found = (model.eval()(**BatchFeature(inputs).to(device)).logits for inputs in (batch, packed))
+    except Exception as error:  # models raise nearly anything
+        raise OptionError(refused % error) from error
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    wanted = wanted[batch["attention_mask"].bool()]
+    off = float((found[0] - wanted).abs().max() / wanted.abs().max())
+    if not off <= torch.finfo(wanted.dtype).eps ** 0.5:
+        raise OptionError(refused % f"its logits are off by {off:.2%} from those of a padded batch")
