@@ -136,12 +136,13 @@ class Comparison:
             f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
             *self._limit_notes(),
             *self._data_notes(),
-            *(["No batch of any scheduler holds two captions of one image."] if self._apart else []),
             f"Peak memory is {' and '.join(sources)}.",
             f"R@1 ranks all held-out pairs; chance is {100 * max(arm.chance_r1 for arm in self.arms):.1f} %.",
             "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
             "batch size does not move it; the number of optimizer steps differs between schedulers.",
         ]
+        if all(arm.options.get("allow_collisions") == "False" for arm in self.arms):
+            notes.append("No batch of any scheduler holds two captions of one image.")
         unlearnt = [
             f"{arm.scheduler} {arm.num_unlearnt_samples}" for arm in self.arms if arm.num_unlearnt_samples
         ]
@@ -154,10 +155,6 @@ class Comparison:
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes
-
-    @property
-    def _apart(self) -> bool:
-        return all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
 
     def _data_notes(self) -> list[str]:
         limit, size, notes = self.config["limit"], self.config["batch_size"], []
