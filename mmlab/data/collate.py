@@ -77,7 +77,7 @@ def put(image: NDArray[np.uint8], place: NDArray[np.uint8]) -> NDArray[np.uint8]
     corner = place[:, : image.shape[1], : image.shape[2]]
     if corner.shape != image.shape:
         return image
-    if image.strides != corner.strides or image.ctypes.data != corner.ctypes.data:
+    if image.strides != corner.strides or not np.may_share_memory(image, corner):  # else it lies there
         corner[:] = image
     return corner
 

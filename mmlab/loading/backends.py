@@ -153,9 +153,8 @@ class Backend(ABC):
 class ThreadBackend(Backend):
     """Loads with threads of this process, which live for an epoch.
 
-    With a cache, each worker loads whole batches: an image is there in 60 us, and every handing over between threads
-    costs as much. Without, twice as many threads as workers pass slices of a batch: at most `num_workers` of them decode
-    at any time, while the others read ahead.
+    Twice as many threads as workers pass slices of a batch: at most `num_workers` of them decode at any time, while the
+    others read ahead.
     """
 
     def ram_bytes(self, setting: Setting) -> int:
@@ -166,33 +165,27 @@ class ThreadBackend(Backend):
 
     def _new_pool(self) -> Executor:
         self._decoding = threading.Semaphore(self.setting.num_workers)
-        num_threads = self.setting.num_workers * (2 if self.loader.dataset.cache is None else 1)
-        return ThreadPoolExecutor(num_threads, "mmlab-load", initializer=_let_others_go_on)
+        return ThreadPoolExecutor(2 * self.setting.num_workers, "mmlab-load", initializer=_let_others_go_on)
 
     def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
-        num_samples, pool = len(request.rows), self._pool()
-        if self.loader.dataset.cache is not None:
-            made = pool.submit(self.loader.load, request, self._go_on)
-            return [made], self._pools[0].submit(receive, made, self.meter, self.copier)
-        # in small parts, so that threads share a batch evenly and few encoded images wait
-        size = max(1, min(8, num_samples // (4 * self.setting.num_workers)))
-        pixels = self.loader.pixels(request)
+        num_samples, pixels, pool = len(request.rows), self.loader.pixels(request), self._pool()
+        # Small parts share a batch evenly, and few encoded images wait. A sample of the cache takes no longer than to be
+        # handed over, so there they are large.
+        most, parts_each = (8, 4) if self.loader.dataset.cache is None else (32, 1)
+        size = max(1, min(most, num_samples // (parts_each * self.setting.num_workers)))
         slices = [range(num_samples)[start : start + size] for start in range(0, num_samples, size)]
         parts = [pool.submit(self._load, request, places, pixels, self._decoding) for places in slices]
         return parts, self._pools[0].submit(self._collate, request, parts, pixels)
-
-    def _go_on(self, _: int = 0) -> None:
-        if not self._pools:
-            raise CancelledError  # closed while this thread worked, or waited for its turn
 
     def _load(
         self, request: BatchRequest, places: range, pixels: NDArray[np.uint8], decoding: threading.Semaphore
     ) -> list[LoadedSample]:
         rows, started = request.rows, time.perf_counter()
-        found = [self.loader.read(rows[place]) for place in places]
+        found = [self.loader.read(rows[place], pixels[place]) for place in places]
         self.meter.add("read", len(places), time.perf_counter() - started)
         with decoding:
-            self._go_on()
+            if not self._pools:
+                raise CancelledError  # closed while this thread waited for its turn
             started = time.perf_counter()
             samples = [
                 self.loader.sample(request, rows[place], content, pixels[place])
@@ -212,9 +205,7 @@ class ThreadBackend(Backend):
         self.close()
 
     def _new_meter(self, shared: bool = True) -> StageMeter:
-        return super()._new_meter(
-            shared=not self.setting.num_workers or self.loader.dataset.cache is not None
-        )
+        return super()._new_meter(shared=not self.setting.num_workers)
 
 
 def receive(made: Future[LoadedBatch], meter: StageMeter, copier: Copier) -> LoadedBatch:

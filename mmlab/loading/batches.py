@@ -122,7 +122,8 @@ class SampleLoader:
             loaded = LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
         except DataError as error:
             loaded = self._without(request, row, error)
-        if place is not None and (sample := loaded.sample) is not None and sample["image"] is not None:
+        sample = None if loaded.hit else loaded.sample  # the cache has put it there
+        if place is not None and sample is not None and sample["image"] is not None:
             sample["image"] = torch.from_numpy(put(sample["image"].numpy(), place))
         return loaded
 

@@ -54,7 +54,7 @@ class LossModel(nn.Module):
 
     Raises:
         OptionError: forward takes none of a batch's tensors, or requires something else; hidden tokens without a mask
-            token.
+            token; a model that reads an image as tokens in the text, such as LLaVA.
     """
 
     pixel_mean: Tensor
@@ -74,6 +74,12 @@ class LossModel(nn.Module):
         self.module, self.mask_ratio = module, mask_ratio
         self.accepted = tuple(_check_signature(module))
         config = getattr(module, "config", None)
+        tokens = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+        if "pixel_values" in self.accepted and any(token is not None for token in tokens):
+            raise OptionError(
+                f"{type(module).__name__} reads an image as tokens in the text, which these batches do not have; price "
+                "it by price_model and train it in transformers' Trainer with PlannedTrainer (docs/guide/models.md)"
+            )
         if labels is not None and labels not in LABELS:
             raise unknown_name("kind of labels", labels, LABELS)
         self.labels = labels or _usual_labels(module)
@@ -140,9 +146,10 @@ class LossModel(nn.Module):
         if loss is None:
             has_labels = self.labels != "batch" or batch.labels is not None
             had = [name for name in OFFERED if name != "labels" or has_labels]
+            returned = ", ".join(output) if isinstance(output, dict) else type(output).__name__
             raise DataError(
-                f"{type(self.module).__name__} returned no loss; it takes {', '.join(self.accepted)}, the batch has "
-                f"{', '.join(had)}"
+                f"{type(self.module).__name__} returned no loss but {returned}; it takes {', '.join(self.accepted)}, "
+                f"the batch has {', '.join(had)}"
             )
         if loss.numel() != 1:
             raise DataError(

@@ -16,6 +16,7 @@ from transformers import AutoProcessor, Trainer, TrainingArguments
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import OptionError
 from mmlab.integrations import ConversationCollator, PlannedBatches, PlannedSampler, conversation_sizes
+from mmlab.model.huggingface import LossModel
 from mmlab.schedule import make_scheduler
 from tests.integrations.vlm_families import FAMILIES, build, tokenizer
 
@@ -191,6 +192,12 @@ def test_what_cannot_be_used_is_said_in_a_line(folder: Path) -> None:
         OptionError, match=r"expected the processor of a vision-language model.*found TokenizersBackend"
     ):
         ConversationCollator(tokenizer())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_with_image_tokens_is_refused_where_batches_have_none(name: str) -> None:
+    with pytest.raises(OptionError, match=r"reads an image as tokens in the text.*PlannedTrainer"):
+        LossModel(build(name)[1])
 
 
 def test_the_table_of_families_names_those_that_are_tested() -> None:
