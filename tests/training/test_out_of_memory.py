@@ -22,7 +22,7 @@ from tests.batches import make_batch
 from tests.ranks import run_ranks
 
 SIZES = [(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32), (5, 16, 64), (7, 48, 48), (2, 32, 16)]
-STRIDE = 61  # between the operations that fail; benchmarks/memory.py takes every one
+STRIDE = 31  # between the operations that fail; benchmarks/memory.py takes every one
 TINY = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
 OBJECTIVES = {
     "contrastive": {"contrastive": Contrastive()},
@@ -125,7 +125,7 @@ def test_a_split_step_has_the_gradient_of_the_unsplit_one(objectives, dtype, tol
 
 @pytest.mark.parametrize(
     ("precision", "first_step", "begin"),
-    [("fp32", True, 0), ("fp16", True, 15), ("fp32", False, 30), ("fp16", False, 45)],
+    [("fp32", True, 0), ("fp16", True, 8), ("fp32", False, 15), ("fp16", False, 23)],
 )
 def test_whichever_operation_fails_the_step_is_done_once(precision, first_step, begin):
     batches = [make_batch(SIZES[:4])]
@@ -153,7 +153,7 @@ def test_whichever_operation_fails_the_step_is_done_once(precision, first_step, 
         assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {2.0 - first_step}
         # Adam divides by the gradient's size, so that rounding shows where a gradient is near zero
         assert max(map(relative, found, expected)) < 0.05, fail_at
-    assert num_failures > 3
+    assert num_failures > 5
 
 
 def test_a_sample_that_does_not_fit_is_named_with_the_remedy():
