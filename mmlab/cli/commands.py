@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -140,6 +141,7 @@ def plan(
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
     schedulers: Names = "random,sorted,bucket,length_grouped,aspect_bucket,budget,packed",
     max_side: Annotated[int, "images keep their aspect within this side squared"] = 384,
+    processor: Annotated[str | None, "of a vision-language model; the data are conversations"] = None,
     model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,
     device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
     price_per_hour: Annotated[float | None, "of one device: adds epoch_price"] = None,
@@ -154,18 +156,22 @@ def plan(
         raise OptionError("mmlab plan takes one of --data and --lengths")
     if model is None and (device_name, price_per_hour) != (None, None):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
-    sizes = read_lengths(lengths) if lengths else _measured_records(data, images=images).sizes()
-    if model is not None:
-        from mmlab.pricing.plan_prices import price_plans, side_of_patch
+    if processor is not None:
+        if data is None or (device_name, options["patch"]) != (None, None):
+            raise OptionError("--processor takes --data with conversations, no --device-name and no --patch")
+        sizes, price = _conversation_sizes(data, images, processor)
+    else:
+        sizes, price = read_lengths(lengths) if lengths else _measured_records(data, images=images).sizes(), None
+        if model is not None:
+            from mmlab.pricing.plan_prices import price_plans, side_of_patch
 
-        options["patch"] = side_of_patch(model, options["patch"])
+            options["patch"] = side_of_patch(model, options["patch"])
+            price = partial(price_plans, device_name=device_name)
+        sizes = sizes.resized(Aspect(max_side**2, options["patch"] or PATCH))
     options["patch"] = options["patch"] or PATCH
-    sizes = sizes.resized(Aspect(max_side**2, options["patch"]))
     if model is None:
         return preview(sizes, _names(schedulers), **options)
-    prices = price_plans(
-        model, sizes, device_name=device_name, precision=precision, price_per_hour=price_per_hour
-    )
+    prices = price(model, sizes, precision=precision, price_per_hour=price_per_hour)
     found = preview(sizes, _names(schedulers), prices=prices.figures, time=prices.time, **options)
     method = prices.time.conditions["method"]
     document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
@@ -385,6 +391,22 @@ def _measured_records(path: Any, tokenizer: str = "builtin", **reading: Any) -> 
 
     records = read_records(path, **reading)
     return measure_tokens(records, load_tokenizer(tokenizer, records=records))
+
+
+def _conversation_sizes(data: str, images: str | None, name: str) -> tuple[Any, Any]:
+    """Sizes of conversations under a named processor, and what prices a model on them."""
+    from transformers import AutoProcessor
+
+    from mmlab.data.conversations import read_conversations
+    from mmlab.integrations import conversation_sizes, price_conversations
+
+    try:
+        processor = AutoProcessor.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{name!r} is no processor that transformers finds: {error}") from error
+    conversations = read_conversations(data, images=images)
+    sizes = conversation_sizes(conversations, processor).sizes()
+    return sizes, partial(price_conversations, processor=processor, conversations=conversations)
 
 
 def _names(text: str) -> list[str]:

@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "conversation_batches": ["ConversationCollator"],
         "processor_sizes": ["ConversationSizes", "conversation_sizes"],
         "sampler": ["PlannedSampler", "sample_sizes"],
-        "step_prices": ["StepPrices", "price_model", "price_steps"],
+        "step_prices": ["StepPrices", "price_conversations", "price_model", "price_steps"],
         "trainer": ["PlannedBatches", "PlannedTrainer"],
         "trainer_events": ["TrainerEvents"],
         "with_accelerate": ["prepare_loader"],

@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mmlab.data.conversations import Conversations
 from mmlab.errors import OptionError
+from mmlab.integrations.conversation_batches import ConversationCollator
+from mmlab.machine import cpu_name, memory_limit, resolve_device
 from mmlab.pricing.closed_form import held_out_errors
-from mmlab.pricing.time_model import TIME_EXPONENTS, fit_seconds
+from mmlab.pricing.fingerprint import fingerprint
+from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.plan_prices import PlanPrices
+from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
 from mmlab.pricing.timing import low_seconds
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
+from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
+from mmlab.training.precision import Precision
 from mmlab.types import SampleSizes
 
 _NUM_HELD_OUT = 4
@@ -108,27 +116,84 @@ def price_model(
     dataset: Any,
     collate: Callable[..., dict[str, Tensor]],
     sizes: SampleSizes,
+    *,
+    precision: str = "fp32",
     **options: Any,
 ) -> StepPrices:
     """`price_steps` for a model whose output has a `.loss`, on the device where it is; its weights stay as they are.
 
     A step reads its samples, collates them, and goes forward, backward and through AdamW, whose learning rate is 0.
+    Weights that take no gradient, as those around adapters (LoRA), have no moments and cost none.
 
     Args:
         dataset: with items for `collate`, in the order of `sizes`.
         collate: makes of a list of items the model's arguments, by name.
+        precision: of the forward pass, as autocast has it: fp32, tf32, bf16 or fp16.
         options: `budget` and others of `price_steps`.
     """
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=0.0)
     device = next(model.parameters()).device
+    computing = Precision.parse(precision, device)
 
     def train_step(rows: list[int]) -> None:
         batch = collate([dataset[row] for row in rows])
-        model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.backward()
+        with computing.autocast():
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return price_steps(train_step, sizes, holds=(model, optimizer), **options)
+
+
+def price_conversations(
+    model: str,
+    sizes: SampleSizes,
+    *,
+    processor: Any,
+    conversations: Conversations,
+    precision: str = "fp32",
+    price_per_hour: float | None = None,
+) -> PlanPrices:
+    """`price_model` of a named vision-language model on the device at hand, for `preview`.
+
+    Args:
+        model: name or path of a transformers model, of which only the configuration is read.
+        sizes: of the conversations. Batches of up to 32 mean samples are measured, or of two of the largest.
+        price_per_hour: of the device.
+
+    Raises:
+        OptionError: no such model, or one that reads no images as tokens.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    device = resolve_device("auto")
+    try:
+        with torch.device(device):
+            network = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{model!r} is no vision-language model that transformers has: {error}") from error
+    largest = sizes.alone.max(axis=0)
+    costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *largest[1:]]]))
+    found = price_model(
+        network,
+        conversations,
+        ConversationCollator(processor),
+        sizes,
+        precision=precision,
+        budget=max(costs[-1], DEFAULT_MEAN_SAMPLES * costs[:-1].mean()),
+    )
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
+    conditions = {"method": "measured", "device": name, "precision": precision}
+    own: dict[str, Any] = {"fingerprint": fingerprint(network), "conditions": conditions}
+    return PlanPrices(
+        memory=MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own),
+        time=TimeModel(
+            rows=found.seconds, held_out=found.seconds_held_out, spread_ratio=found.spread_ratio, **own
+        ),
+        limit_bytes=memory_limit(device).usable_bytes,
+        price_per_hour=price_per_hour,
+    )
 
 
 def _probes(sizes: SampleSizes, number: int, budget: float) -> tuple[list[list[int]], NDArray[np.int64]]:

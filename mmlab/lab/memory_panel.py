@@ -48,7 +48,7 @@ class MemoryPanel(Panel):
     ) -> None:
         if not models:
             raise OptionError("no memory models to explore; give at least one, by (precision, checkpointing)")
-        self._sizes, self._models = some_images(sizes, MAX_EXPLORED), dict(models)
+        self._sizes, self._models = sizes.take(some_images(sizes, MAX_EXPLORED)), dict(models)
         least, most, first = memory_gb
         self.memory = widgets.FloatLogSlider(
             value=first,

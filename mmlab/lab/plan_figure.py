@@ -1,6 +1,6 @@
 """A picture of plans: what is padding in some batches of the first and the last, and what every batch costs.
 
-Costs a tenth of a second, most of it matplotlib's. Reads plans and prices, never pixels.
+Costs a tenth of a second, most of it matplotlib's, and as much again where images are decoded for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mmlab.types import PATCH
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from mmlab.pricing.plan_prices import PlanPrices
     from mmlab.schedule.plan import BatchPlan
@@ -29,6 +30,7 @@ _INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick
 _ON_ANY_PAGE: Any = {"figure.facecolor": "none", "axes.facecolor": "none", **dict.fromkeys(_INK, GREY)}
 _NUM_BATCHES = 5  # shown of a plan, one below the other
 _NUM_SAMPLES = 9  # and of each batch, side by side
+_PIXELS = 8  # of the picture along a patch
 _KINDS = np.array([(0, 0, 0, 0), (128, 128, 128, 70), (0, 114, 178, 255), (217, 140, 0, 255)], np.uint8)
 EMPTY, PADDING, IMAGE, TEXT = range(len(_KINDS))
 
@@ -39,8 +41,17 @@ def page_png(draw: Callable[..., Figure], *arguments: Any) -> bytes:
         return to_png(draw(*arguments), dpi=80)
 
 
-def plan_figure(plans: Mapping[str, BatchPlan], budget: float, prices: PlanPrices | None = None) -> Figure:
-    """Some batches of the first and the last plan, and how many batches cost how much, with the limit dashed."""
+def plan_figure(
+    plans: Mapping[str, BatchPlan],
+    budget: float,
+    prices: PlanPrices | None = None,
+    photo: Callable[[int], Tensor | None] | None = None,
+) -> Figure:
+    """Some batches of the first and the last plan, and how many batches cost how much, with the limit dashed.
+
+    Args:
+        photo: (3, h, w) the image of a sample, to be shown in its place.
+    """
     costs: list[tuple[str, CostModel, float, float]] = [
         ("padded tokens of a batch", PaddedTokens(), 1.0, budget)
     ]
@@ -53,10 +64,11 @@ def plan_figure(plans: Mapping[str, BatchPlan], budget: float, prices: PlanPrice
     # by hand: a layout engine takes as long as everything else
     figure.subplots_adjust(left=0.01, right=0.98, bottom=0.19, top=0.82, wspace=0.28)
     for area, name in zip(axes, shown, strict=False):
-        area.imshow(_KINDS[thumbnails(plans[name])], interpolation="nearest", aspect="equal")
+        area.imshow(_picture(plans[name], photo))
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
-    figure.text(0.01, 0.05, "blue: image, orange: text, grey: padding; dashed: limit", fontsize="small")
+    image = "" if photo else "blue: image, "
+    figure.text(0.01, 0.05, f"{image}orange: text, grey: padding; dashed: limit", fontsize="small")
     colours = colours_of(plans)
     for area, (title, cost, unit, limit) in zip(axes[len(shown) :], costs, strict=True):
         found = {name: batch_costs(cost, plan.shape_columns) / unit for name, plan in plans.items()}
@@ -75,16 +87,31 @@ def plan_figure(plans: Mapping[str, BatchPlan], budget: float, prices: PlanPrice
     return figure
 
 
-def thumbnails(plan: BatchPlan) -> NDArray[np.int64]:
-    """(H, W) some batches of a plan, cheap and dear ones, as a picture: its cells are patches, each of one kind.
+def _picture(plan: BatchPlan, photo: Callable[[int], Tensor | None] | None) -> NDArray[np.uint8]:
+    """(H, W, 4) the thumbnails of a plan in colours, with the images in their places."""
+    cells, places = thumbnails(plan)
+    picture = _KINDS[cells].repeat(_PIXELS, 0).repeat(_PIXELS, 1)
+    for (top, left), sample in places.items():
+        if photo is not None and (pixels := photo(sample)) is not None:
+            step = PATCH // _PIXELS
+            small = pixels[:, ::step, ::step].permute(1, 2, 0).numpy()
+            at = picture[top * _PIXELS :, left * _PIXELS :]
+            at[: small.shape[0], : small.shape[1], :3] = small
+    return picture
+
+
+def thumbnails(plan: BatchPlan) -> tuple[NDArray[np.int64], dict[tuple[int, int], int]]:
+    """Some batches of a plan, cheap and dear ones, as a picture: (H, W) cells, which are patches, each of one kind.
 
     A row is a batch, its cells are the first samples: the padded image with the useful part filled, above the text.
+    The second result has the sample whose image begins at a cell (top, left).
     """
+    places: dict[tuple[int, int], int] = {}
     if not len(plan):
-        return np.zeros((1, 1), np.int64)
+        return np.zeros((1, 1), np.int64), places
     batches, sizes = plan.columns, plan.sizes
     by_cost = np.argsort(plan.costs(), kind="stable")
-    rows = []
+    rows: list[NDArray[np.int64]] = []
     for batch in by_cost[np.linspace(0, len(plan) - 1, _NUM_BATCHES).astype(int)]:
         end, count = batches.ends[batch], batches.counts[batch]
         members = batches.order[end - count : end][:_NUM_SAMPLES]
@@ -92,6 +119,7 @@ def thumbnails(plan: BatchPlan) -> NDArray[np.int64]:
         high, wide = -(-height // PATCH), max(4, -(-width // PATCH))
         row = np.full((high + 4, _NUM_SAMPLES * (wide + 2)), EMPTY)
         for place, sample in enumerate(members):
+            places[sum(map(len, rows)), place * (wide + 2)] = int(sample)
             cell = row[:, place * (wide + 2) : place * (wide + 2) + wide]
             cell[: high + 2] = PADDING
             cell[: -(-sizes.height[sample] // PATCH), : -(-sizes.width[sample] // PATCH)] = IMAGE
@@ -99,4 +127,5 @@ def thumbnails(plan: BatchPlan) -> NDArray[np.int64]:
             cell[high : high + 2, : round(wide * sizes.num_tokens[sample] / max(1, tokens))] = TEXT
         rows.append(row)
     most = max(row.shape[1] for row in rows)
-    return np.concatenate([np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows])
+    cells = np.concatenate([np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows])
+    return cells, places

@@ -18,6 +18,9 @@ from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mmlab.data.dataset import MultimodalDataset
     from mmlab.pricing.plan_prices import PlanPrices
     from mmlab.schedule.plan import BatchPlan
     from mmlab.types import SampleSizes
@@ -35,19 +38,23 @@ class PlanExplorer(Panel):
     `preview` plans them all.
 
     Args:
-        sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
+        data: a `MultimodalDataset`, whose images are shown in their batches, or sizes alone, with image sizes as the
+            model will see them (`records.sizes(policy)`).
         schedulers: names to begin with.
         prices: bytes and seconds of a model's steps (`mmlab.pricing.plan_prices.price_plans`), for two more pictures.
     """
 
     def __init__(
         self,
-        sizes: SampleSizes,
+        data: SampleSizes | MultimodalDataset,
         schedulers: Sequence[str] = SHOWN_SCHEDULERS,
         prices: PlanPrices | None = None,
     ) -> None:
         self._prices = prices
-        self._num_samples, self._sizes = len(sizes), some_images(sizes, MAX_EXPLORED)
+        sizes: SampleSizes = getattr(data, "sizes", data)
+        rows = some_images(sizes, MAX_EXPLORED)
+        self._num_samples, self._sizes = len(sizes), sizes.take(rows)
+        self._photo = None if data is sizes else lambda sample: data[int(rows[sample])]["image"]
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
         self.schedulers = _choose_schedulers(schedulers, without=("memory", "fastest"))
         self.samples = _slider("budget, samples", 32, 4, 256)
@@ -116,7 +123,7 @@ class PlanExplorer(Panel):
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
-        self.picture.value = page_png(plan_figure, plans, found.budget, self._prices) if plans else b""
+        self.picture.value = page_png(plan_figure, plans, found.budget, self._prices, self._photo) if plans else b""
 
 
 def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widgets.SelectMultiple:
@@ -133,12 +140,12 @@ def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
     )
 
 
-def some_images(sizes: SampleSizes, num_samples: int) -> SampleSizes:
-    """All samples of as many randomly drawn images as make about so many samples."""
+def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:
+    """The rows of all samples of as many randomly drawn images as make about so many samples."""
     if len(sizes) <= num_samples:
-        return sizes
+        return np.arange(len(sizes))
     group = np.where(sizes.group < 0, -1 - np.arange(len(sizes)), sizes.group)  # unknown: an image of its own
     images, counts = np.unique(group, return_counts=True)
     order = np.random.default_rng(0).permutation(len(images))
     drawn = images[order[np.cumsum(counts[order]) <= num_samples]]
-    return sizes.take(np.flatnonzero(np.isin(group, drawn)))
+    return np.flatnonzero(np.isin(group, drawn))

@@ -78,7 +78,8 @@ class LossModel(nn.Module):
         if "pixel_values" in self.accepted and any(token is not None for token in tokens):
             raise OptionError(
                 f"{type(module).__name__} reads an image as tokens in the text, which these batches do not have; price "
-                "it by price_model and train it in transformers' Trainer with PlannedTrainer (docs/guide/models.md)"
+                "it by `mmlab plan --processor` or price_model, and train it in transformers' Trainer with PlannedTrainer "
+                "(docs/guide/models.md)"
             )
         if labels is not None and labels not in LABELS:
             raise unknown_name("kind of labels", labels, LABELS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from mmlab.cli.main import main
 from mmlab.errors import OptionError
 from mmlab.integrations import ConversationCollator, conversation_sizes, price_model, price_steps
 from mmlab.runs.meters import LiveBytes
@@ -51,6 +53,31 @@ def test_bytes_of_real_steps_are_foretold_and_a_plan_follows_them(folder: Path) 
     assert 0.7 < peak(list(plan)[int(plan.costs().argmax())]) / plan.costs().max() <= 1.05
 
 
+def test_weights_around_adapters_have_no_moments_and_cost_none(folder: Path) -> None:  # noqa: F811
+    peft = pytest.importorskip("peft")
+    processor, model = build("LLaVA")
+    talks = conversations(folder, one_answer=True)
+    items = [talks[row % len(talks)] for row in range(24)]
+    sizes = conversation_sizes(talks, processor, progress=False).sizes().take(np.arange(24) % len(talks))
+    collate = ConversationCollator(processor)
+    whole = price_model(model, items, collate, sizes, budget=1500, repeats=1, progress=False)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    prices = price_model(adapted, items, collate, sizes, budget=1500, repeats=1, progress=False)
+    frozen = sum(weight.nbytes for weight in adapted.parameters() if not weight.requires_grad)
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    batch, shape = collate(items[:6]), sizes.take(np.arange(6)).alone[:, 1:].max(0)
+    for _ in range(2):  # the first step makes the moments
+        with LiveBytes().add(adapted, optimizer) as live:
+            adapted(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    patches = shape[1] * shape[2] / 256
+    assert live.peak_bytes / prices.bytes.at(6, shape[0], patches) == pytest.approx(1, abs=0.05)
+    saved = whole.bytes.at(6, shape[0], patches) - prices.bytes.at(6, shape[0], patches)
+    assert saved > 2 * frozen  # their moments, and more: their gradients
+
+
 def test_what_cannot_be_priced_is_refused(folder: Path) -> None:  # noqa: F811
     processor, _ = build("LLaVA")
     sizes = conversation_sizes(conversations(folder, one_answer=False), processor, progress=False).sizes()
@@ -58,3 +85,31 @@ def test_what_cannot_be_priced_is_refused(folder: Path) -> None:  # noqa: F811
         price_steps(lambda rows: None, sizes, holds=(), budget=50, progress=False)
     with pytest.raises(OptionError, match="num_probes must be at least 8, found 3"):
         price_steps(lambda rows: None, sizes, holds=(), budget=500, num_probes=3, progress=False)
+
+
+def test_the_command_line_prices_a_named_model_on_conversations(
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    processor, model = build("Qwen2-VL")
+    for saved in (processor, model):
+        saved.save_pretrained(tmp_path / "model")
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "It is left of it."}]
+    rows = [{"image": f"{number % 6}.png", "conversations": turns} for number in range(24)]
+    (tmp_path / "talks.json").write_text(json.dumps(rows))
+    command = ["plan", "--data", str(tmp_path / "talks.json"), "--images", str(folder), "--json", "--ranks", "1"]
+    command += ["--processor", str(tmp_path / "model"), "--schedulers", "random,fastest"]
+    assert main([*command, "--model", str(tmp_path / "model"), "--price-per-hour", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for figures in found.values():
+        assert figures["seconds"] == "measured"
+        assert figures["epoch_price"] == pytest.approx(2 * figures["epoch_s"] / 3600)
+        assert figures["peak_bytes"] > sum(weight.nbytes for weight in model.parameters())
+    for wrong, why in (
+        (["--model", str(folder)], "no vision-language model"),
+        (["--processor", str(folder)], "no processor that transformers finds"),
+        (["--device-name", "A100", "--model", "x"], "no --device-name"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert why in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`PlannedBatches` with TRL's SFTTrainer: lengths are those that it tokenised, every sample comes once, resume."""
+"""`PlannedBatches` with TRL's SFTTrainer: texts and conversations, every sample comes once, resume, two processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from mmlab.integrations import PlannedBatches, TrainerEvents
+from mmlab.integrations import ConversationCollator, PlannedBatches, TrainerEvents
 from mmlab.runs import RunState
 from mmlab.schedule import make_scheduler
+from tests.integrations.test_conversations import conversations, folder  # noqa: F401
 from tests.integrations.tiny import WORDS, gpt2
+from tests.integrations.vlm_families import build
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, transformers and torch, about themselves
 
@@ -84,3 +87,31 @@ def test_batches_are_as_planned_from_the_texts_that_were_tokenised_and_a_run_res
     second = make(tmp_path / "second", tokenizer)
     second.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-20"))
     assert second.seen == whole.seen[20:]
+
+
+def _on_rank(runs: str, images: str) -> tuple[int, list[tuple[int, int, tuple[int, ...]]]]:
+    """Samples, and what each step saw: labels that the loss is divided by, labels of this rank, shape."""
+    processor, model = build("Qwen2-VL")
+    talks = conversations(Path(images), one_answer=False)
+    options = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 2}
+    trainer = PlannedSFTTrainer(
+        model,
+        SFTConfig(runs, use_cpu=True, bf16=False, max_length=None, remove_unused_columns=False, **options),
+        train_dataset=talks,
+        processing_class=processor,
+        data_collator=ConversationCollator(processor),
+        scheduler=make_scheduler("budget", budget=600),
+    )
+    trainer.train()
+    return len(talks), trainer.seen
+
+
+def test_two_processes_train_on_conversations_and_divide_by_the_answers_of_both(
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+) -> None:
+    (num, first), (_, second) = run_ranks(_on_rank, 2, str(tmp_path), str(folder))
+    assert len(first) == len(second) > 2
+    assert sum(shape[0] for _, _, shape in first + second) == 2 * num
+    for (told, own, _), (other_told, other_own, _) in zip(first, second, strict=True):
+        assert told == other_told == own + other_own

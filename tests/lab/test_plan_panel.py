@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
 from mmlab.lab.notebook import draw_sizes
 from mmlab.lab.plan_figure import IMAGE, PADDING, TEXT, plan_figure, thumbnails
@@ -70,7 +71,6 @@ def test_a_budget_that_is_too_small_is_shown_and_mended_by_the_next_move(records
 
 
 @pytest.mark.serial
-@pytest.mark.serial
 def test_sliders_answer_at_once_on_a_hundred_thousand_samples(many: SampleSizes) -> None:
     explorer = PlanExplorer(many)
     assert len(many) == 100_000
@@ -97,7 +97,8 @@ def test_the_explored_part_holds_whole_images(many: SampleSizes) -> None:
 
 def test_a_picture_of_batches_fills_what_is_useful_and_leaves_padding() -> None:
     sizes = SampleSizes(num_tokens=[4, 8, 8], height=[64, 32, 96], width=[64, 64, 96], group=[0, 1, 2])
-    shown = thumbnails(BatchPlan.from_batches([[0, 1]], sizes))[:8, :12]
+    cells, places = thumbnails(BatchPlan.from_batches([[0, 1]], sizes))
+    shown = cells[:8, :12]
     assert (shown[:4, :4] == IMAGE).all()
     assert (shown[:4, 6:10] == [[IMAGE] * 4] * 2 + [[PADDING] * 4] * 2).all(), (
         "half of the second image's place"
@@ -106,6 +107,20 @@ def test_a_picture_of_batches_fills_what_is_useful_and_leaves_padding() -> None:
         "half as long as the batch's longest text"
     )
     assert (shown[4:6, 6:10] == TEXT).all()
+    assert places == {(0, 0): 0, (0, 6): 1}
+
+
+def test_the_images_of_a_data_set_are_shown_in_their_places(records: Records) -> None:
+    dataset = MultimodalDataset(records, image_policy=Aspect(96**2))
+    explorer = PlanExplorer(dataset, ("random", "budget"))
+    assert explorer.picture.value != PlanExplorer(dataset.sizes, ("random", "budget")).picture.value
+    plan = make_scheduler("random").plan(dataset.sizes)
+    figure = plan_figure({"random": plan}, 500.0, photo=lambda row: dataset[row]["image"])
+    _, places = thumbnails(plan)
+    (top, left), row = next(iter(places.items()))
+    image = dataset[row]["image"][:, ::2, ::2].permute(1, 2, 0)
+    shown = figure.axes[0].images[0].get_array()[8 * top :, 8 * left :, :3]
+    assert (shown[: image.shape[0], : image.shape[1]] == image.numpy()).all()
 
 
 def test_costs_are_drawn_against_the_limit_in_tokens_bytes_and_seconds() -> None:
