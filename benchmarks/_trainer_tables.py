@@ -2,7 +2,7 @@
 
 python benchmarks/_trainer_tables.py
 
-writes the tables of the kept results into docs/internals/training.md and docs/articles.md, between the comments that name them,
+writes the tables of the kept results into docs/internals/training_measured.md and docs/articles.md, between the comments that name them,
 and draws docs/images/trainer.png.
 """
 
@@ -23,7 +23,7 @@ from mmlab.runs.figures import PALETTE, save_figure
 Row = Mapping[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = [ROOT / f"benchmarks/results/{name}.json" for name in ("trainer_overhead", "trainer")]
-PAGES = [ROOT / f"docs/{name}.md" for name in ("internals/training", "articles")]
+PAGES = [ROOT / f"docs/{name}.md" for name in ("internals/training_measured", "articles")]
 FIGURE = ROOT / "docs/images/trainer.png"
 PICTURE = "![A step chart of seconds an epoch, from the articles' setting to mmlab](../images/trainer.png)"
 REMEDY = "worker, texts of 512"  # article D's own: load in other processes, texts padded as before

@@ -1,4 +1,4 @@
-"""The trainer's benchmark compares like with like, and docs/internals/training.md has its tables."""
+"""The trainer's benchmark compares like with like, and docs/internals/training_measured.md has its tables."""
 
 from __future__ import annotations
 
