@@ -1,7 +1,7 @@
 """The one table of every kind of event and every key that an event may carry, with units.
 
 The table is `event_keys.toml`. `RunLog` refuses keys that are not in it, so no view has to guess a unit.
-`python -m mmlab.runs.event_keys` prints the tables of docs/internals/events.md.
+`python -m mmlab.runs.event_keys` prints the tables of docs/internals/event_keys.md.
 """
 
 from __future__ import annotations

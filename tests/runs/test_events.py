@@ -199,9 +199,9 @@ def test_all_that_a_training_run_emits_stands_in_the_table_under_its_kind(tmp_pa
 
 
 def test_the_documentation_holds_the_table() -> None:
-    text = (ROOT / "docs/internals/events.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/internals/event_keys.md").read_text(encoding="utf-8")
     assert keys_table() in text, (
-        "docs/internals/events.md is out of step: run python -m mmlab.runs.event_keys and paste its output"
+        "docs/internals/event_keys.md is out of step: run python -m mmlab.runs.event_keys and paste its output"
     )
 
 
