@@ -194,10 +194,7 @@ class Bench:
         ]
         latencies = delays(written, frames, after_ms=began_ms)
         shown = [at for _, at in frames if began_ms < at < ended_ms]
-        figures: dict[str, Any] = {}
-        if kind == "panel":
-            ours = str(root.locator(".mmlp-cost").get_attribute("title")).split()
-            figures = {"thread_ms_per_update": float(ours[0]), "heap_growth_bytes": grown}
+        figures = {"heap_growth_bytes": grown} if kind == "panel" else {}
         self.add(
             name,
             steps_per_s=hz,
@@ -307,7 +304,6 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         least("shown of 10 a second", 9.5, ten["shown_per_s"]),
         least("shown of 20 a second", 18, twenty["shown_per_s"]),
         most("steps lost of 60 a second", 0, sixty["steps_lost"]),
-        most("the panel's thread, CPU an update", 1, ten["thread_ms_per_update"], " ms"),
         most("kernel at 10 Hz, over idle, share of a core", 0.02, ten["core_ratio_over_idle"]),
         most("pause or stop to state text, less one step", 500, late, " ms"),
         most("idle kernel to first plot", 3, first["from_idle_kernel_s"], " s"),

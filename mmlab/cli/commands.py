@@ -202,12 +202,13 @@ def memory(
 ) -> Any:
     """Say what memory each batch needs, and plan batches that fill a device."""
     from mmlab.pricing.memory_report import memory_report
+    from mmlab.runs.figures import save_figure
 
     if save and not Path(save).parent.is_dir():  # pricing takes a while
         raise OptionError(f"cannot save to {save}: there is no folder {Path(save).parent}")
     report = memory_report(model, data, **options)
     if plot:
-        report.save_figure(plot)
+        save_figure(report.figure(), plot)
     if save:
         report.memory.save(save)
     return report

@@ -101,7 +101,6 @@ class Pump:
         self._rewind: list[dict[str, int]] = []  # what pages say they have
         self._to_clear: list[str | None] = []
         self._errors: list[dict[str, str]] = []
-        self._handler_cpu_s = 0.0
         # the thread's own
         self._sent: dict[str, int] = {}  # rows of each series that were sent
         self._cleared: set[str] = set()  # ids of runs that are shown no more
@@ -118,17 +117,14 @@ class Pump:
         self._stepped_at_s = 0.0
         self._fresh = False  # rows were read
         self._more = False  # rows are left over that did not fit into the last message
-        self._cost = _Cost()
 
     def receive(self, content: Mapping[str, Any]) -> None:
         """Take a message from the page; what goes wrong is shown there."""
-        started_s = time.thread_time()
         try:
             self._act(content)
         except Exception as error:  # Jupyter hides what a callback raises, so the panel shows it
             self._report("callback", error)
         with self._wake:
-            self._handler_cpu_s += time.thread_time() - started_s
             self._wake.notify()
 
     def begin(self) -> None:
@@ -210,7 +206,6 @@ class Pump:
     def _turn(self) -> float | None:
         """Read and perhaps send; returns how long to wait, None until woken."""
         now_s = time.monotonic()
-        self._cost.begin(now_s)
         with self._wake:
             urgent, self._urgent = self._urgent, False
             rewind, self._rewind = self._rewind, []
@@ -237,7 +232,6 @@ class Pump:
         due = self._more or (self._fresh and now_s >= self._due_s) or now_s - self._looked_s >= FACTS_S
         if urgent or (may_send and due):
             self._update(now_s, urgent)
-        self._cost.end(self._handler_cpu_s)
         quiet_s = now_s - self._news_s
         poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
         if self._more:
@@ -271,7 +265,6 @@ class Pump:
             "rows": [[name, self._sent.get(name, 0), columns.shape[1]] for name, columns in rows.items()],
             "progress": self._progress(),
             "last_s": max((run.last_s for run in self._shown_runs() if isfinite(run.last_s)), default=None),
-            "cost": self._cost.update(),
         }
         self._send(message, [b"".join(columns.tobytes() for columns in rows.values())])
         for name, columns in rows.items():
@@ -361,33 +354,3 @@ class Pump:
             self._headline = headlines_of(runs)
             self._headline_due_s = started_s + max(HEADLINE_S, 100 * (time.monotonic() - started_s))
         return self._headline
-
-
-class _Cost:
-    """What the thread costs: CPU time an update, and share of a core over the last seconds."""
-
-    def __init__(self) -> None:
-        self._cpu_s = self._since_s = self._handler_s = 0.0
-        self._began_s = self._mark_s = 0.0
-        self._updates = 0
-        self._shown: list[float | None] = [None, None]
-
-    def begin(self, now_s: float) -> None:
-        """Before a turn."""
-        self._began_s = time.thread_time()
-        if not self._since_s:
-            self._since_s = now_s
-
-    def end(self, handler_cpu_s: float) -> None:
-        """After a turn; `handler_cpu_s` is what the page's answers have cost so far."""
-        self._cpu_s += time.thread_time() - self._began_s
-        now_s = time.monotonic()
-        if now_s - self._since_s >= 2.0:
-            cpu_s = self._cpu_s + handler_cpu_s - self._handler_s
-            self._shown = [round(1000 * cpu_s / max(1, self._updates), 3), cpu_s / (now_s - self._since_s)]
-            self._cpu_s, self._updates, self._handler_s, self._since_s = 0.0, 0, handler_cpu_s, now_s
-
-    def update(self) -> list[float | None]:
-        """Count one; milliseconds an update, share of a core."""
-        self._updates += 1
-        return self._shown

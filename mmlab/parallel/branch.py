@@ -36,12 +36,13 @@ from mmlab.errors import OptionError, RunError
 from mmlab.model.fusion_model import IMAGE_MODULES, Encoded, FusionModel
 from mmlab.parallel.reduce import RanksStrategy
 from mmlab.parallel.wire import PeerFailed, Wire
-from mmlab.training.losses.base import LossTerms, Objective
+from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.training.precision import Parts, Precision
+from mmlab.training.precision import Parts
 from mmlab.types import Batch
 
 if TYPE_CHECKING:
+    from mmlab.training.setup import TrainerSetup
     from mmlab.training.split import Window
 
 _OF_IMAGES = (*(f"{name}." for name in IMAGE_MODULES), "pixel_")
@@ -60,34 +61,23 @@ class BranchStrategy(RanksStrategy):
     """The strategy `branch`; every rank makes it with the same options."""
 
     can_split = False
+    refused = {
+        "scales": "fp16 scales the loss, and the scales of two ranks would differ; use bf16 or fp32",
+        "splits": "with a branch on each rank one alone cannot run a micro-batch again in parts; use "
+        "on_out_of_memory='auto', and plan smaller batches",
+        "compiles": "with a branch on each rank no rank calls the whole model; use compile=False",
+    }
 
-    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
+    def check(self, **asked: bool) -> None:
         if self.world_size != 2:
             raise OptionError(
                 "branch takes two ranks, one for the images and one for the texts, found "
                 f"{self.world_size}; start with torchrun --nproc-per-node 2"
             )
-        if scales:
-            raise OptionError(
-                "fp16 scales the loss, and the scales of two ranks would differ; use bf16 or fp32"
-            )
-        if splits:
-            raise OptionError(
-                "with a branch on each rank one alone cannot run a micro-batch again in parts; use "
-                "on_out_of_memory='auto', and plan smaller batches"
-            )
-        if compiles:
-            raise OptionError("with a branch on each rank no rank calls the whole model; use compile=False")
+        super().check(**asked)
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        device: torch.device,
-        objectives: Mapping[str, Objective],
-        precision: Precision,
-    ) -> nn.Module:
-        """Put the model on the device.
+    def prepare(self, model: nn.Module, trainer: TrainerSetup) -> nn.Module:
+        """Put the model on the trainer's device.
 
         Raises:
             OptionError: a model without branches, negatives from all ranks, or an encoder that cannot be cut.
@@ -96,20 +86,20 @@ class BranchStrategy(RanksStrategy):
             raise OptionError(
                 f"{type(model).__name__} has no image branch and text branch; branch needs a FusionModel"
             )
-        if any(getattr(goal, "all_ranks", False) for goal in objectives.values()):
+        if any(getattr(goal, "all_ranks", False) for goal in trainer.objectives.values()):
             raise OptionError(
                 "both ranks read the same batches, so negatives come from all of them; use contrastive"
             )
         self._image_layers = self.options.image_layers
         if self._image_layers is not None:
             model.require_cut(self._image_layers)
-        self.model = model.to(device)
-        self.device, self.objectives, self.precision = device, objectives, precision
+        self.device, self.objectives, self.precision = trainer.device, trainer.objectives, trainer.precision
+        self.model = model.to(self.device)
         self.has_images = self.rank == 0
         self._features, self._gradients = (
             Wire(1 - self.rank, distributed.new_group([0, 1]), self) for _ in range(2)
         )
-        self._sends_features = any(type(goal) is not Contrastive for goal in objectives.values())
+        self._sends_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
         self._failed = False
         return model
 

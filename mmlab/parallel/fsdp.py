@@ -41,17 +41,12 @@ class FSDPStrategy(ReduceStrategy):
     requires_equal_steps = True
     can_split = False
     saves_on_every_rank = True
-
-    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
-        if scales:
-            raise OptionError("fsdp has no loss scale that all ranks share; use precision='bf16' or 'fp32'")
-        if splits:
-            raise OptionError(
-                "under fsdp the ranks gather weights from each other in every pass, so that one alone cannot "
-                "run a micro-batch again in parts; use on_out_of_memory='auto', and plan smaller batches"
-            )
-        if compiles:
-            raise OptionError("fsdp was not tried with torch.compile; use compile=False")
+    refused = {
+        "scales": "fsdp has no loss scale that all ranks share; use precision='bf16' or 'fp32'",
+        "splits": "under fsdp the ranks gather weights from each other in every pass, so that one alone cannot "
+        "run a micro-batch again in parts; use on_out_of_memory='auto', and plan smaller batches",
+        "compiles": "fsdp was not tried with torch.compile; use compile=False",
+    }
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         """Share the weights out, block by block, so that no device ever holds all of them.

@@ -21,11 +21,11 @@ from torch import distributed, nn
 
 from mmlab.errors import OptionError, check_numbers, unknown_name
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.training.losses.base import LossTerms, Objective
-from mmlab.training.precision import Precision
+from mmlab.training.losses.base import LossTerms
 from mmlab.training.strategy import CollectiveFailed, Strategy
 
 if TYPE_CHECKING:
+    from mmlab.training.setup import TrainerSetup
     from mmlab.training.split import Window
 
 STRATEGIES = ("ddp", "reduce", "fsdp", "branch")
@@ -79,15 +79,8 @@ class ReduceStrategy(RanksStrategy):
         self.draw_rank = self.order_rank = self.rank
         self.num_shares = self.world_size
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        device: torch.device,
-        objectives: Mapping[str, Objective],
-        precision: Precision,
-    ) -> nn.Module:
-        self.device = device
+    def prepare(self, model: nn.Module, trainer: TrainerSetup) -> nn.Module:
+        self.device = trainer.device
         self._broadcast(model)
         return self._prepare(model)
 

@@ -20,7 +20,7 @@ from mmlab.machine import GIB, MemoryLimit, memory_limit
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.named_model import named_model
 from mmlab.pricing.trace import StepSetting
-from mmlab.runs.figures import PALETTE, save_figure
+from mmlab.runs.figures import PALETTE
 from mmlab.schedule.cost import batch_costs, max_batch_size
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
@@ -188,14 +188,6 @@ class MemoryReport:
         ways.barh(table.index, table["mean_batch_size"].astype(float).fillna(0), color=PALETTE[0])
         ways.set(title="samples a batch", xlabel="mean")
         return figure
-
-    def save_figure(self, path: str | Path) -> None:
-        """Write the figure; the file's suffix chooses the format.
-
-        Raises:
-            OptionError: a suffix that matplotlib cannot write.
-        """
-        save_figure(self.figure(), path)
 
     def __str__(self) -> str:
         held_out = self.memory.held_out

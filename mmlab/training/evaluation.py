@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from mmlab.errors import RunError
 from mmlab.model.fusion_model import FusionOutput
@@ -20,52 +19,41 @@ from mmlab.training.alignment import describe_alignment
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
-from mmlab.training.precision import Precision
 from mmlab.training.retrieval import Embeddings, candidate_losses, joined, of_pairs, recalls
 from mmlab.training.split import Leaves
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
 
+if TYPE_CHECKING:
+    from mmlab.training.setup import TrainerSetup
+
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    loader: Iterable[Batch],
-    precision: Precision,
-    device: torch.device,
-    *,
-    num_candidates: int = 32,
-    objectives: Mapping[str, Objective] | None = None,
-    by_objective: bool = False,
-    on_failure: Callable[[str], object] = lambda failure: None,
-    strategy: Strategy | None = None,
+    trainer: TrainerSetup, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
 ) -> dict[str, Any]:
     """Losses, recall and alignment over all samples; see `FusionTrainer.evaluate`. Leaves the model in evaluation mode.
 
+    Where `MaskedLanguage` is among the objectives, `masked_language_loss` is that of all hidden tokens, and
+    `masked_language_text_loss` and `masked_language_pair_loss` those of the same tokens of pairs, predicted without and
+    with their image: the difference is what the images add. Which tokens are hidden is the same at every evaluation of the
+    same batches. A batch that does not fit into memory is measured in halves.
+
     Args:
         num_candidates: see `candidate_losses`.
-        objectives: where `MaskedLanguage` is among them, `masked_language_loss` is that of all hidden tokens, and
-            `masked_language_text_loss` and `masked_language_pair_loss` those of the same tokens of pairs, predicted
-            without and with their image: the difference is what the images add. Which tokens are hidden is the same at
-            every evaluation of the same batches.
         by_objective: add the mean of each objective under `by_objective`, as training computes it, in the batches as
             they come. A model's own loss is `loss` already.
-        on_failure: called with the error's first line each time memory ran out; the batch is then measured in halves.
-        strategy: how ranks share the batches; collective.
 
     Raises:
         RunError: a sample does not fit by itself, or a batch whose loss compares samples does not fit.
     """
-    model.eval()
-    strategy = strategy or Strategy()
-    masked = [goal for goal in (objectives or {}).values() if isinstance(goal, MaskedLanguage)]
-    each = objectives or {} if by_objective and not isinstance(model, LossModel) else {}
+    model, strategy = trainer.model.eval(), trainer.strategy
+    each = trainer.objectives if by_objective and not isinstance(model, LossModel) else {}
 
     def measure_own() -> list[_Found]:
         own: list[_Found] = []
         for number, held_out, is_extra in _own_batches(loader, strategy):
-            measure = partial(_measure, model, precision, device, masked, each, number)
-            parts = _in_parts(measure, held_out, model, device, on_failure, strategy)
+            parts = _in_parts(partial(_measure, trainer, each, number), held_out, trainer)
             own += [] if is_extra else parts
         return [part.on_host() for part in own] if strategy.world_size > 1 else own
 
@@ -124,15 +112,8 @@ class _Found(NamedTuple):
         return self._replace(pairs=pairs, logit_scale=self.logit_scale.cpu())
 
 
-def _measure(
-    model: nn.Module,
-    precision: Precision,
-    device: torch.device,
-    masked: Sequence[MaskedLanguage],
-    each: Mapping[str, Objective],
-    seed: int,
-    held_out: Batch,
-) -> _Found:
+def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, held_out: Batch) -> _Found:
+    model, precision, device = trainer.model, trainer.precision, trainer.device
     batch = held_out.to(device)
     with precision.autocast():
         output = model(batch)
@@ -144,7 +125,7 @@ def _measure(
         return _Found(len(batch), pairs, torch.ones(()), losses)
     losses = []
     with precision.autocast(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for goal in masked:
+        for goal in (goal for goal in trainer.objectives.values() if isinstance(goal, MaskedLanguage)):
             losses += _masked_losses(goal, output, batch, seed=seed)
         for name, objective in each.items():
             torch.manual_seed(seed)
@@ -154,22 +135,15 @@ def _measure(
     return _Found(len(batch), pairs, output.logit_scale, losses)
 
 
-def _in_parts(
-    measure: Callable[[Batch], _Found],
-    batch: Batch,
-    model: nn.Module,
-    device: torch.device,
-    on_failure: Callable[[str], object],
-    strategy: Strategy,
-) -> list[_Found]:
+def _in_parts(measure: Callable[[Batch], _Found], batch: Batch, trainer: TrainerSetup) -> list[_Found]:
     """What is found in a batch, or in its halves where it does not fit into memory."""
     found: list[_Found] = []
-    failure = out_of_memory_in(lambda: found.append(strategy.evaluate(partial(measure, batch))))
+    failure = out_of_memory_in(lambda: found.append(trainer.strategy.evaluate(partial(measure, batch))))
     if failure is None:
         return found
-    release_memory(device)
-    on_failure(failure)
-    size, compares = len(batch), getattr(model, "compares_samples", False)
+    release_memory(trainer.device)
+    trainer.ran_out("evaluation", failure, 2)
+    size, compares = len(batch), getattr(trainer.model, "compares_samples", False)
     if size == 1 or compares:
         why = "this model's own loss compares its samples" if compares else "it is a single sample"
         raise RunError(
@@ -179,7 +153,7 @@ def _in_parts(
     return [
         part
         for rows in (slice(0, size // 2), slice(size // 2, size))
-        for part in _in_parts(measure, batch.part(rows), model, device, on_failure, strategy)
+        for part in _in_parts(measure, batch.part(rows), trainer)
     ]
 
 
@@ -204,19 +178,17 @@ def _masked_losses(
 
 
 @torch.no_grad()
-def offending(
-    model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device
-) -> list[str]:
+def offending(trainer: TrainerSetup, batches: Iterable[Batch]) -> list[str]:
     """Ids of the samples for which a model's output is not finite, each looked at by itself.
 
     Leaves the model in evaluation mode: batch normalisation neither learns from these samples nor refuses a lone one.
     """
-    model.eval()
+    model = trainer.model.eval()
     ids = []
     for batch in batches:
         for row in range(len(batch)):
-            sample = batch.part(slice(row, row + 1)).to(device)
-            with precision.autocast():
+            sample = batch.part(slice(row, row + 1)).to(trainer.device)
+            with trainer.precision.autocast():
                 tensors = Leaves.of(model(sample)).tensors
             if not all(tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()):
                 ids += sample.record_ids

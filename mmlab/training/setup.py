@@ -119,9 +119,7 @@ class TrainerSetup:
         can_split = self.strategy.can_split and not self.gathers
         self.splits = splits == "split" or (splits == "auto" and can_split)
         self.strategy.check(scales=self.precision.scales, splits=self.splits, compiles=bool(options.compile))
-        self.model = self.strategy.prepare(
-            model, device=self.device, objectives=self.objectives, precision=self.precision
-        )
+        self.model = self.strategy.prepare(model, self)
         self.statistics = running_statistics(self.model)
         self._call = self._compiled() if options.compile else self.model
 
@@ -163,7 +161,7 @@ class TrainerSetup:
             culprit = "some sample of this step: under fsdp they cannot be looked at one by one"
         else:
             self.strategy.gather_weights()
-            ids = offending(self.model, window.learnable, self.precision, self.device)
+            ids = offending(self, window.learnable)
         if ids:
             culprit = f"samples {', '.join(ids)}"
         message = f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {culprit}"
@@ -250,17 +248,7 @@ class TrainerSetup:
         started = self.meter.clock()
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
-        measured = evaluate(
-            self.model,
-            loader,
-            self.precision,
-            self.device,
-            num_candidates=num_candidates,
-            objectives=self.objectives,
-            by_objective=by_objective,
-            on_failure=lambda failure: self.ran_out("evaluation", failure, 2),
-            strategy=self.strategy,
-        )
+        measured = evaluate(self, loader, num_candidates=num_candidates, by_objective=by_objective)
         means = measured.get("by_objective", {})
         measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
         return {"epoch": self.epoch, "eval_s": self.meter.clock() - started, **measured}

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
 from mmlab.errors import OptionError, RunError
-from mmlab.training.precision import Precision, part_norms
+from mmlab.training.precision import part_norms
 
 if TYPE_CHECKING:
-    from mmlab.training.losses.base import Objective
+    from mmlab.training.setup import TrainerSetup
 
 Result = TypeVar("Result")
 
@@ -42,6 +42,7 @@ class Strategy:
         can_split: a rank can run a micro-batch again in parts, without the others.
         saves_on_every_rank: `state_dict` holds this rank's share only.
         scale: factor on the losses of a window whose gradient is averaged, not summed, over the ranks.
+        refused: why this strategy cannot scale the loss, split on out-of-memory, or compile, by what `check` is asked.
     """
 
     rank = 0
@@ -52,26 +53,23 @@ class Strategy:
     can_split = True
     saves_on_every_rank = False
     scale = 1.0
+    refused: ClassVar[Mapping[str, str]] = {}
     device: torch.device
 
-    def check(self, *, scales: bool, splits: bool, compiles: bool) -> None:
-        """Refuse options that cannot work: a loss scale, splitting on out-of-memory, compiling.
+    def check(self, **asked: bool) -> None:
+        """Refuse what cannot work, of `scales`, `splits` and `compiles`.
 
         Raises:
             OptionError: one of them is asked for and cannot work.
         """
+        for name, is_asked in asked.items():
+            if is_asked and name in self.refused:
+                raise OptionError(self.refused[name])
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        device: torch.device,
-        objectives: Mapping[str, Objective],
-        precision: Precision,
-    ) -> nn.Module:
-        """Put the model on the device, before the optimizer is made; collective. Returns the module to train."""
-        self.device = device
-        return model.to(device)
+    def prepare(self, model: nn.Module, trainer: TrainerSetup) -> nn.Module:
+        """Put the model on the trainer's device, before its optimizer is made; collective. Returns the module to train."""
+        self.device = trainer.device
+        return model.to(self.device)
 
     def optimizer_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The parameter groups that the optimizer gets."""

@@ -82,7 +82,6 @@ def test_two_runs_are_overlaid_in_every_plot_that_has_their_numbers(panel: Panel
     expect(caption).to_contain_text("peak (live tensors)")
     expect(caption).to_contain_text("predicted")
     expect(caption).not_to_contain_text("process RSS")  # beside live tensors a few grey words in the corner
-    expect(panel.root.locator(".mmlp-cost")).to_contain_text("% of a core")
 
 
 def test_the_legend_hides_and_shows_a_run_and_a_measure(panel: Panel) -> None:

@@ -22,6 +22,7 @@ from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.memory_report import MemoryReport, memory_report, plan_memory
 from mmlab.pricing.named_model import named_model
+from mmlab.runs.figures import save_figure
 from mmlab.types import SampleSizes
 
 MEMORY_GB = 0.63  # of which 600 MiB are the context: some 45 MiB for training
@@ -103,7 +104,7 @@ def test_it_prints_draws_and_is_json(report: MemoryReport, tmp_path: Path) -> No
     document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert sum(document["histogram"]["samples"]) == document["num_samples"]
     assert sum(document["histogram"]["batches"]) == document["plans"]["bf16"]["num_batches"]
-    report.save_figure(tmp_path / "memory.png")
+    save_figure(report.figure(), tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert "<table" in report._repr_html_()
 

@@ -12,13 +12,12 @@ from mmlab.model.presets import build_model
 from mmlab.runs.event_keys import EVENT_KEYS
 from mmlab.training.alignment import describe_alignment, uniformity
 from mmlab.training.evaluation import evaluate
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.masked_language import MaskedLanguage
-from mmlab.training.precision import Precision
 from mmlab.training.retrieval import Embeddings
 from tests.batches import make_batch
 
-CPU = torch.device("cpu")
 SMALL = {
     "image_dim": 32,
     "image_depth": 1,
@@ -77,7 +76,7 @@ def test_an_image_counts_once_however_many_texts_it_has():
 def measure(sizes, **options):
     torch.manual_seed(0)
     model = build_model("tiny", vocab_size=50, **SMALL)
-    return evaluate(model, [make_batch(sizes)], Precision.parse("fp32", CPU), CPU, **options)
+    return evaluate(FusionTrainer(model, device="cpu", **options), [make_batch(sizes)])
 
 
 def test_an_evaluation_reports_every_modality_under_documented_keys():

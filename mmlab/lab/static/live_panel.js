@@ -187,7 +187,7 @@ function firstAtLeast(array, n, value) {
 class Store {
 	constructor(model) {
 		Object.assign(this, { model, views: new Set(), series: new Map(), lines: [], runs: [], notes: [], errors: [], tiles: [], verdict: "", phase: "", lost: false, busy: false });
-		Object.assign(this, { state: "waiting", progress: [null, null], cost: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0 });
+		Object.assign(this, { state: "waiting", progress: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0 });
 		this.tracks = model.get("tracks");
 		this.listen = (message, buffers) => this.take(message, buffers);
 		this.part = () => { this.lost = true; this.schedule(); };
@@ -343,7 +343,7 @@ class View {
 		const model = this.store.model, title = model.get("title");
 		this.el.innerHTML = model.get("page");
 		this.root = this.el.querySelector(".mmlp");
-		for (const name of ["state", "live", "main", "stop", "bar", "fill", "eta", "legend", "where", "axes", "last", "smooth", "help", "errors", "verdict", "tiles", "phase", "grid", "cost", "lastdata", "notes", "lost", "losttext", "title"])
+		for (const name of ["state", "live", "main", "stop", "bar", "fill", "eta", "legend", "where", "axes", "last", "smooth", "help", "errors", "verdict", "tiles", "phase", "grid", "lastdata", "notes", "lost", "losttext", "title"])
 			this[name] = this.root.querySelector(`.mmlp-${name}`);
 		this.root.setAttribute("aria-label", `live panel of ${title}`);
 		this.title.textContent = this.title.title = title;
@@ -663,9 +663,6 @@ class View {
 		setAttribute(this.bar, "aria-valuenow", percent);
 		this.fill.style.width = `${percent}%`;
 		setText(this.eta, share === null ? "" : `${percent} %` + (left && state === "running" && share < 1 ? `, ${duration(left)} left` : ""));
-		const [ms, core] = store.cost;
-		this.cost.title = `${ms} ms an update`;
-		setText(this.cost, core === null ? "" : `This panel takes ${(100 * core).toFixed(1)} % of a core.`);
 		setText(this.lastdata, store.last_s ? `Last data: ${clock(1000 * store.last_s)}.` : "");
 		this.lost.hidden = !store.lost && !store.busy;
 		if (!this.lost.hidden) {
