@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from tests.project.checkout import read, tracked
 from tests.project.translate_notebooks import MOVE, ZH, generate, hash_of, text_of, translate
 
+HAN = "[\u4e00-\u9fff\u3001\u3002\uff01-\uff1f]"
+BROKEN = re.compile(rf"{HAN}\n {{0,3}}{HAN}")
 SOURCES = tracked(f"{ZH}/*.md")
 GENERATED = tracked(f"{ZH}/*.ipynb")
 
@@ -34,6 +37,11 @@ def test_code_cells_are_those_of_the_english_notebook(path: Path) -> None:
     )
     assert text_of(ours[0]) == MOVE
     assert ours[1:] == english
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *tracked("*.zh-CN.md")], ids=str)
+def test_no_line_ends_inside_a_paragraph_where_a_browser_would_show_a_space(path: Path) -> None:
+    assert [broken[0] for broken in BROKEN.finditer(read(path))] == []
 
 
 def test_what_is_missing_stale_or_left_over_is_named() -> None:
