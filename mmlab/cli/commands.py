@@ -161,7 +161,10 @@ def plan(
             raise OptionError("--processor takes --data with conversations, no --device-name and no --patch")
         sizes, price = _conversation_sizes(data, images, processor)
     else:
-        sizes, price = read_lengths(lengths) if lengths else _measured_records(data, images=images).sizes(), None
+        sizes, price = (
+            read_lengths(lengths) if lengths else _measured_records(data, images=images).sizes(),
+            None,
+        )
         if model is not None:
             from mmlab.pricing.plan_prices import price_plans, side_of_patch
 

@@ -6,7 +6,7 @@ It can be used without a front-end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 import numpy as np
@@ -51,10 +51,11 @@ class PlanExplorer(Panel):
         prices: PlanPrices | None = None,
     ) -> None:
         self._prices = prices
-        sizes: SampleSizes = getattr(data, "sizes", data)
+        dataset: Any = data if hasattr(data, "sizes") else None
+        sizes: Any = data if dataset is None else dataset.sizes
         rows = some_images(sizes, MAX_EXPLORED)
         self._num_samples, self._sizes = len(sizes), sizes.take(rows)
-        self._photo = None if data is sizes else lambda sample: data[int(rows[sample])]["image"]
+        self._photo = dataset and (lambda sample: dataset[int(rows[sample])]["image"])
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
         self.schedulers = _choose_schedulers(schedulers, without=("memory", "fastest"))
         self.samples = _slider("budget, samples", 32, 4, 256)
@@ -116,7 +117,9 @@ class PlanExplorer(Panel):
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
-        self.picture.value = page_png(plan_figure, plans, found.budget, self._prices, self._photo) if plans else b""
+        self.picture.value = (
+            page_png(plan_figure, plans, found.budget, self._prices, self._photo) if plans else b""
+        )
 
 
 def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widgets.SelectMultiple:

@@ -27,7 +27,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -61,7 +61,7 @@ class BranchStrategy(RanksStrategy):
     """The strategy `branch`; every rank makes it with the same options."""
 
     can_split = False
-    refused = {
+    refused: ClassVar[Mapping[str, str]] = {
         "scales": "fp16 scales the loss, and the scales of two ranks would differ; use bf16 or fp32",
         "splits": "with a branch on each rank one alone cannot run a micro-batch again in parts; use "
         "on_out_of_memory='auto', and plan smaller batches",

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class FSDPStrategy(ReduceStrategy):
     requires_equal_steps = True
     can_split = False
     saves_on_every_rank = True
-    refused = {
+    refused: ClassVar[Mapping[str, str]] = {
         "scales": "fsdp has no loss scale that all ranks share; use precision='bf16' or 'fp32'",
         "splits": "under fsdp the ranks gather weights from each other in every pass, so that one alone cannot "
         "run a micro-batch again in parts; use on_out_of_memory='auto', and plan smaller batches",

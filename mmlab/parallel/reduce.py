@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import distributed, nn
 
 from mmlab.errors import OptionError, check_numbers, unknown_name

@@ -98,7 +98,16 @@ def test_the_command_line_prices_a_named_model_on_conversations(
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "It is left of it."}]
     rows = [{"image": f"{number % 6}.png", "conversations": turns} for number in range(24)]
     (tmp_path / "talks.json").write_text(json.dumps(rows))
-    command = ["plan", "--data", str(tmp_path / "talks.json"), "--images", str(folder), "--json", "--ranks", "1"]
+    command = [
+        "plan",
+        "--data",
+        str(tmp_path / "talks.json"),
+        "--images",
+        str(folder),
+        "--json",
+        "--ranks",
+        "1",
+    ]
     command += ["--processor", str(tmp_path / "model"), "--schedulers", "random,fastest"]
     assert main([*command, "--model", str(tmp_path / "model"), "--price-per-hour", "2"]) == 0
     found = json.loads(capsys.readouterr().out)

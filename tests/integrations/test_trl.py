@@ -40,9 +40,9 @@ TEXTS = [
 ]
 
 
-def make(folder: Path, tokenizer: PreTrainedTokenizerFast, **options: Any) -> PlannedSFTTrainer:
+def make(runs: Path, tokenizer: PreTrainedTokenizerFast, **options: Any) -> PlannedSFTTrainer:
     args = SFTConfig(
-        output_dir=str(folder),
+        output_dir=str(runs),
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
