@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from mmlab.integrations import ConversationCollator, PlannedBatches, TrainerEvents
+from mmlab.integrations import ConversationCollator, PlannedBatches, TrainerEvents, conversation_sizes
 from mmlab.runs import RunState
 from mmlab.schedule import make_scheduler
 from tests.integrations.test_conversations import conversations, folder  # noqa: F401
@@ -93,14 +93,18 @@ def _on_rank(runs: str, images: str) -> tuple[int, list[tuple[int, int, tuple[in
     """Samples, and what each step saw: labels that the loss is divided by, labels of this rank, shape."""
     processor, model = build("Qwen2-VL")
     talks = conversations(Path(images), one_answer=False)
+    rows = Dataset.from_dict({"row": range(len(talks))}).with_transform(  # as TRL takes no other class
+        lambda batch: {name: [talks[row][name] for row in batch["row"]] for name in ("messages", "images")}
+    )
     options = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 2}
     trainer = PlannedSFTTrainer(
         model,
         SFTConfig(runs, use_cpu=True, bf16=False, max_length=None, remove_unused_columns=False, **options),
-        train_dataset=talks,
+        train_dataset=rows,
         processing_class=processor,
         data_collator=ConversationCollator(processor),
-        scheduler=make_scheduler("budget", budget=600),
+        scheduler=make_scheduler("budget", budget=1500),
+        sizes=conversation_sizes(talks, processor).sizes(),
     )
     trainer.train()
     return len(talks), trainer.seen

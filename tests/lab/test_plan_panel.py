@@ -107,7 +107,7 @@ def test_a_picture_of_batches_fills_what_is_useful_and_leaves_padding() -> None:
         "half as long as the batch's longest text"
     )
     assert (shown[4:6, 6:10] == TEXT).all()
-    assert places == {(0, 0): 0, (0, 6): 1}
+    assert (places[0, 0], places[0, 6]) == (0, 1)
 
 
 def test_the_images_of_a_data_set_are_shown_in_their_places(records: Records) -> None:
