@@ -1,8 +1,7 @@
 """The commands of `mmlab`: a function each, whose docstring is its help and whose parameters are its arguments.
 
-A parameter's type is `Annotated[type, help]`. Those before `*` are given by their place, the others are flags, and
-`**options` stands for the fields of a dataclass. A command returns what it found, which has `as_dict()` or is a
-dataclass, and shows itself as text; where its `ok` is False the exit code is 1. Each imports what it needs.
+A parameter's type is `Annotated[type, help]`. Those before `*` are given by place, the others are flags; `**options` are
+the fields of a dataclass. A command returns what has `as_dict()` or is a dataclass; where its `ok` is False, 1 is returned.
 """
 
 from __future__ import annotations
@@ -149,6 +148,7 @@ def plan(
     **options: Annotated[Any, _PlanOptions],
 ) -> Any:
     """Show what each scheduler's batches would waste, and what an epoch would take, before any training."""
+    from mmlab.data.readers import read_records
     from mmlab.schedule.preview import preview, read_lengths
     from mmlab.types import PATCH, Aspect
 
@@ -157,14 +157,16 @@ def plan(
     if model is None and (device_name, price_per_hour) != (None, None):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
     if processor is not None:
+        from mmlab.integrations.step_prices import named_conversations
+
         if data is None or (device_name, options["patch"]) != (None, None):
             raise OptionError("--processor takes --data with conversations, no --device-name and no --patch")
-        sizes, price = _conversation_sizes(data, images, processor)
+        sizes, price = named_conversations(data, images, processor)
+    elif lengths:
+        sizes = read_lengths(lengths)
     else:
-        sizes, price = (
-            read_lengths(lengths) if lengths else _measured_records(data, images=images).sizes(),
-            None,
-        )
+        sizes = read_records(data, images=images, tokenizer="builtin").sizes()
+    if processor is None:
         if model is not None:
             from mmlab.pricing.plan_prices import price_plans, side_of_patch
 
@@ -250,11 +252,12 @@ def inspect(
 ) -> Any:
     """Show sizes, aspects, lengths, and the padding each scheduler would cause."""
     from mmlab.comparison.overview import overview
+    from mmlab.data.readers import read_records
     from mmlab.runs.figures import save_figure
     from mmlab.types import parse_image_policy
 
     policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
-    found = overview(_measured_records(path, tokenizer, images=images, errors=errors), policy)
+    found = overview(read_records(path, images=images, tokenizer=tokenizer, errors=errors), policy)
     if plot:
         save_figure(found.figure(), plot)
     return found
@@ -386,31 +389,6 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
     "tour": copy_tour,
     "doctor": doctor,
 }
-
-
-def _measured_records(path: Any, tokenizer: str = "builtin", **reading: Any) -> Any:
-    """Records with text lengths counted by the tokenizer."""
-    from mmlab.data.readers import read_records
-    from mmlab.data.text import load_tokenizer, measure_tokens
-
-    records = read_records(path, **reading)
-    return measure_tokens(records, load_tokenizer(tokenizer, records=records))
-
-
-def _conversation_sizes(data: str, images: str | None, name: str) -> tuple[Any, Any]:
-    """Sizes of conversations under a named processor, and what prices a model on them."""
-    from transformers import AutoProcessor
-
-    from mmlab.data.conversations import read_conversations
-    from mmlab.integrations import conversation_sizes, price_conversations
-
-    try:
-        processor = AutoProcessor.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{name!r} is no processor that transformers finds: {error}") from error
-    conversations = read_conversations(data, images=images)
-    sizes = conversation_sizes(conversations, processor).sizes()
-    return sizes, partial(price_conversations, processor=processor, conversations=conversations)
 
 
 def _names(text: str) -> list[str]:

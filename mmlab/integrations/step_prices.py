@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mmlab.data.conversations import Conversations
+from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import OptionError
 from mmlab.integrations.conversation_batches import ConversationCollator
+from mmlab.integrations.processor_sizes import conversation_sizes
 from mmlab.machine import cpu_name, memory_limit, resolve_device
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
@@ -144,6 +146,26 @@ def price_model(
         optimizer.zero_grad()
 
     return price_steps(train_step, sizes, holds=(model, optimizer), **options)
+
+
+def named_conversations(
+    data: str, images: str | None, processor: str
+) -> tuple[SampleSizes, Callable[..., PlanPrices]]:
+    """Sizes of a file's conversations under a named processor, and `price_conversations` for them.
+
+    Raises:
+        DataError: conversations that cannot be used.
+        OptionError: no such processor.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        loaded = AutoProcessor.from_pretrained(processor)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{processor!r} is no processor that transformers finds: {error}") from error
+    conversations = read_conversations(data, images=images)
+    sizes = conversation_sizes(conversations, loaded).sizes()
+    return sizes, partial(price_conversations, processor=loaded, conversations=conversations)
 
 
 def price_conversations(

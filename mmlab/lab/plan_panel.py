@@ -57,7 +57,10 @@ class PlanExplorer(Panel):
         self._num_samples, self._sizes = len(sizes), sizes.take(rows)
         self._photo = dataset and (lambda sample: dataset[int(rows[sample])]["image"])
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
-        self.schedulers = _choose_schedulers(schedulers, without=("memory", "fastest"))
+        offered = [name for name in SCHEDULERS if name not in ("memory", "fastest")]
+        self.schedulers = widgets.SelectMultiple(
+            options=offered, value=tuple(schedulers), rows=len(offered), description="schedulers", style=WIDE
+        )
         self.samples = _slider("budget, samples", 32, 4, 256)
         self.window = widgets.SelectionSlider(
             options=[2**power for power in range(8, 15)],
@@ -120,13 +123,6 @@ class PlanExplorer(Panel):
         self.picture.value = (
             page_png(plan_figure, plans, found.budget, self._prices, self._photo) if plans else b""
         )
-
-
-def _choose_schedulers(names: Sequence[str], *, without: Sequence[str]) -> widgets.SelectMultiple:
-    offered = [name for name in SCHEDULERS if name not in without]
-    return widgets.SelectMultiple(
-        options=offered, value=tuple(names), rows=len(offered), description="schedulers", style=WIDE
-    )
 
 
 def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:

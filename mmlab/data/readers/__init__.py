@@ -20,7 +20,7 @@ from mmlab.data.readers.remote import download, is_url
 from mmlab.data.readers.rows import Row, Table, to_records
 from mmlab.data.readers.tar import is_tar, read_shards
 from mmlab.data.records import FileStore, Records
-from mmlab.data.text import measure_tokens
+from mmlab.data.text import load_tokenizer, measure_tokens
 from mmlab.errors import DataError, OptionError, check_numbers, unknown_name
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def read_records(
     texts: Iterable[str | None] | None = None,
     *,
     images: str | Path | None = None,
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    tokenizer: PreTrainedTokenizerFast | str | None = None,
     split: str | None = None,
     limit: int | None = None,
     seed: int = 0,
@@ -49,7 +49,8 @@ def read_records(
             list of dicts, or image paths.
         texts: the texts of a list of image paths, one each.
         images: the folder of the images, where they are not beside the data file.
-        tokenizer: measures text lengths; without it they are estimated (`mmlab.data.text.estimate_num_tokens`).
+        tokenizer: measures text lengths, itself or a name for `mmlab.data.text.load_tokenizer`, such as `"builtin"`;
+            without it they are estimated (`mmlab.data.text.estimate_num_tokens`).
         split: keep one split; rows of others are not checked.
         limit: keep so many records, drawn by `seed` from every split, see `Records.sample`.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
@@ -78,6 +79,8 @@ def read_records(
         allow_missing_modality=allow_missing_modality,
     )
     records = records.sample(limit, seed=seed)
+    if isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer, records=records)
     return records if tokenizer is None else measure_tokens(records, tokenizer)
 
 
