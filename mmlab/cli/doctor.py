@@ -155,10 +155,8 @@ def _devices() -> Iterator[Check]:
     if num_gpus:
         return
     driver = _driver_version()
-    detail, remedy = (
-        "no GPU that torch can use",
-        "mmlab runs on the CPU; to use a GPU, run where `nvidia-smi` lists one",
-    )
+    detail = "no GPU that torch can use"
+    remedy = "mmlab runs on the CPU; to use a GPU, run where `nvidia-smi` lists one"
     if caught:
         detail, remedy = f"{detail}: {_first_line(caught[0].message)}", "update the NVIDIA driver"
     elif driver is not None:

@@ -40,9 +40,7 @@ class ArmResult:
     planned_combined_waste: float  # the same, predicted from metadata before training
     peak_over_budget: float  # costliest batch / budget, or its predicted bytes / the memory limit
     batches_over_budget: int
-    shape_mismatches: (
-        int  # measured batch shapes that differ from the planned ones; 0 when the plan was right
-    )
+    shape_mismatches: int  # batches of another shape than planned; 0 when the plan was right
     peak_bytes: int
     peak_source: str
     num_unlearnt_samples: int  # in batches without negatives (captions of one image only), over all epochs

@@ -142,10 +142,7 @@ class ComparisonRun:
         self._num_steps = self._num_counted = 0  # so far, those of this epoch included
         self._trainer: FusionTrainer | None = None  # while it trains
         self.epochs: list[dict[str, float]] = []
-        self._costliest: tuple[float, list[int]] = (
-            -1.0,
-            [],
-        )  # cost and samples of the costliest batch so far
+        self._costliest: tuple[float, list[int]] = (-1.0, [])  # batch so far: its cost and samples
 
     def __enter__(self) -> ComparisonRun:
         self._run.start(

@@ -27,7 +27,7 @@ from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.plan_prices import PlanPrices
-from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
+from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import low_seconds
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
@@ -104,8 +104,8 @@ def price_steps(
                 bar.update()
     low_s, spread_ratio = low_seconds(times)
     fitted, held_out = [], []
-    for found in (low_s, peaks):
-        model = fit_seconds(shapes[:num_probes], found[:num_probes])
+    for fit, found in ((fit_seconds, low_s), (fit_polynomial, peaks)):
+        model = fit(shapes[:num_probes], found[:num_probes])
         fitted.append(model)
         held_out.append(held_out_errors(batch_costs(model, shapes[num_probes:]), found[num_probes:]))
     margin = max(1.0, float((peaks / batch_costs(fitted[1], shapes)).max()))
@@ -195,8 +195,7 @@ def price_conversations(
             network = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model))
     except (OSError, ValueError) as error:
         raise OptionError(f"{model!r} is no vision-language model that transformers has: {error}") from error
-    largest = sizes.alone.max(axis=0)
-    costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *largest[1:]]]))
+    costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
     found = price_model(
         network,
         conversations,

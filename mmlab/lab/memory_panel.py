@@ -91,13 +91,10 @@ class MemoryPanel(Panel):
             needed_gib = planned.sample_bytes.max() / GIB
             self.summary.value = f"<b>Does not fit:</b> one sample needs {needed_gib:.2f} GiB."
         else:
-            self.summary.value = "<br>".join(
-                [
-                    f"<b>{figures['mean_batch_size']:.0f} samples a batch</b> on average",
-                    f"{figures['num_batches']} batches",
-                    f"{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}",
-                    f"a fixed batch size would have to be {figures['fixed_batch_size']}",
-                ]
+            self.summary.value = (
+                f"<b>{figures['mean_batch_size']:.0f} samples a batch</b> on average<br>{figures['num_batches']} batches"
+                f"<br>{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}"
+                f"<br>a fixed batch size would have to be {figures['fixed_batch_size']}"
             )
         self.picture.value = page_png(memory_figure, planned)
 

@@ -30,7 +30,7 @@ _INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick
 _ON_ANY_PAGE: Any = {"figure.facecolor": "none", "axes.facecolor": "none", **dict.fromkeys(_INK, GREY)}
 _NUM_BATCHES = 5  # shown of a plan, one below the other
 _NUM_SAMPLES = 9  # and of each batch, side by side
-_PIXELS = 8  # of the picture along a patch
+_PIXELS, _STEP = 8, PATCH // 8  # of the picture along a patch; from one of an image to the next
 _KINDS = np.array([(0, 0, 0, 0), (128, 128, 128, 70), (0, 114, 178, 255), (217, 140, 0, 255)], np.uint8)
 EMPTY, PADDING, IMAGE, TEXT = range(len(_KINDS))
 
@@ -67,8 +67,9 @@ def plan_figure(
         area.imshow(_picture(plans[name], photo))
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
-    image = "" if photo else "blue: image, "
-    figure.text(0.01, 0.05, f"{image}orange: text, grey: padding; dashed: limit", fontsize="small")
+    figure.text(
+        0.01, 0.05, "blue: image, " * (not photo) + "orange: text, grey: padding; dashed: limit", fontsize=8
+    )
     colours = colours_of(plans)
     for area, (title, cost, unit, limit) in zip(axes[len(shown) :], costs, strict=True):
         found = {name: batch_costs(cost, plan.shape_columns) / unit for name, plan in plans.items()}
@@ -93,8 +94,7 @@ def _picture(plan: BatchPlan, photo: Callable[[int], Tensor | None] | None) -> N
     picture = _KINDS[cells].repeat(_PIXELS, 0).repeat(_PIXELS, 1)
     for (top, left), sample in places.items():
         if photo is not None and (pixels := photo(sample)) is not None:
-            step = PATCH // _PIXELS
-            small = pixels[:, ::step, ::step].permute(1, 2, 0).numpy()
+            small = pixels[:, ::_STEP, ::_STEP].permute(1, 2, 0).numpy()
             at = picture[top * _PIXELS :, left * _PIXELS :]
             at[: small.shape[0], : small.shape[1], :3] = small
     return picture

@@ -63,9 +63,8 @@ class FSDPStrategy(ReduceStrategy):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        scalars = [
-            weight for weight in model.parameters() if not weight.dim()
-        ]  # which torch does not share out
+        # torch does not share these out
+        scalars = [weight for weight in model.parameters() if not weight.dim()]
         for weight in scalars:
             weight.data = weight.data.to(self.device)
         self._scalars = [weight for weight in scalars if weight.requires_grad]

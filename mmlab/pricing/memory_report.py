@@ -151,7 +151,6 @@ class MemoryReport:
 
     def as_dict(self) -> dict[str, Any]:
         """What `mmlab memory --json` prints."""
-        edges = np.linspace(0, self.planned.limit_bytes, 21)
         return {
             "source": self.source,
             "model": self.model,
@@ -161,11 +160,6 @@ class MemoryReport:
             "limit": {**asdict(self.limit), "usable_bytes": self.limit.usable_bytes},
             "held_out": dict(self.memory.held_out),
             "plans": {name: plan.figures() for name, plan in self.plans.items()},
-            "histogram": {
-                "edges_bytes": edges.tolist(),
-                "samples": np.histogram(self.planned.sample_bytes, edges)[0].tolist(),
-                "batches": np.histogram(self.planned.batch_bytes, edges)[0].tolist(),
-            },
             "largest_shapes": self.largest_shapes.to_dict(orient="records"),
             "common_shapes": self.common_shapes.to_dict(orient="records"),
         }

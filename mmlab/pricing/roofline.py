@@ -17,7 +17,7 @@ from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.devices import Device, find_device
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import patch_of
-from mmlab.pricing.time_model import TimeModel, fit_seconds
+from mmlab.pricing.time_model import TimeModel, fit_polynomial
 from mmlab.pricing.timing import probe_shapes
 from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import PaddedTokens, batch_costs
@@ -64,7 +64,7 @@ def predict_time(
     tracer = StepTracer(model, device=device.kind, **setting)
     bar = tqdm(shapes.tolist(), desc=f"predicting {device.name}", unit="step", disable=not progress)
     seconds = np.array([device.seconds(tracer(BatchShape(*shape)), precision) for shape in bar])
-    rows = fit_seconds(shapes[:_NUM_PROBES], seconds[:_NUM_PROBES], patch=patch)
+    rows = fit_polynomial(shapes[:_NUM_PROBES], seconds[:_NUM_PROBES], patch=patch)
     return TimeModel(
         rows=rows,
         fingerprint=fingerprint(model),

@@ -8,6 +8,7 @@ predicts it for a device that is not there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -29,6 +30,7 @@ TIME_EXPONENTS = (
     *((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)),
     *((1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
 )
+_NUM_ALWAYS, _WORTH_A_TERM = 4, 0.8  # terms of every fit; what another one must leave of the error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +63,6 @@ class TimeModel(FittedModel):
     new_shape_s: float = 0.0
     data_s_per_sample: float = 0.0
     shared_s_per_sample: float = 0.0
-
-    @property
-    def polynomial(self) -> MaxPolynomial:
-        """Seconds of a step, data aside."""
-        return self.rows
 
     def batch_s(self, plan: BatchPlan) -> NDArray[np.float64]:
         """(M,) seconds of each batch of a plan: of its step, or of loading its samples where that takes longer.
@@ -105,20 +102,58 @@ class TimeModel(FittedModel):
 def fit_seconds(
     shapes: NDArray[np.integer], seconds: NDArray[np.floating], *, patch: int = PATCH
 ) -> MaxPolynomial:
-    """The polynomial with coefficients that are not negative that is nearest to measured steps, by relative error.
+    """The polynomial for measured steps: as `fit_polynomial`, with as few terms as explain them.
 
-    A dimension that does not vary in `shapes` has no part in the fit: the polynomial holds for that value of it only.
+    A constant and the terms in B, BT and BP are always there. The terms that grow faster join one at a time, each only if
+    the error on shapes left out of the fit falls by a fifth. Noise would give all of them a share, and they make large
+    batches look expensive, so that `fastest` plans too small ones.
 
     Args:
         shapes: (n, 4) batch size, tokens, height and width.
         seconds: (n,) of each shape's step.
         patch: side of a patch in pixels.
+    """
+
+    def error(exponents: tuple[tuple[int, int, int], ...]) -> float:
+        missed = []
+        for row in range(len(shapes)):
+            kept = np.arange(len(shapes)) != row
+            fit = fit_polynomial(shapes[kept], seconds[kept], patch=patch, exponents=exponents)
+            missed.append(abs(batch_costs(fit, shapes[[row]])[0] / seconds[row] - 1))
+        return float(np.mean(missed))
+
+    taken = TIME_EXPONENTS[:_NUM_ALWAYS]
+    least = error(taken)
+    while more := [(*taken, term) for term in TIME_EXPONENTS if term not in taken]:
+        errors = [error(exponents) for exponents in more]
+        if min(errors) > _WORTH_A_TERM * least:
+            break
+        least, taken = min(errors), more[int(np.argmin(errors))]
+    return fit_polynomial(shapes, seconds, patch=patch, exponents=taken)
+
+
+def fit_polynomial(
+    shapes: NDArray[np.integer],
+    values: NDArray[np.floating],
+    *,
+    patch: int = PATCH,
+    exponents: Sequence[tuple[int, int, int]] = TIME_EXPONENTS,
+) -> MaxPolynomial:
+    """The polynomial with coefficients that are not negative that is nearest to the values, by relative error.
+
+    A dimension that does not vary in `shapes` has no part in the fit: the polynomial holds for that value of it only.
+
+    Args:
+        shapes: (n, 4) batch size, tokens, height and width.
+        values: (n,) of each shape.
+        patch: side of a patch in pixels.
+        exponents: of B, T and P in each term.
 
     Returns:
         One row, in seconds.
     """
-    terms, exponents = step_terms(shapes, patch, TIME_EXPONENTS)
-    terms /= np.asarray(seconds)[:, None]
+    terms, kept = step_terms(shapes, patch, exponents)
+    terms /= np.asarray(values)[:, None]
     scale = terms.max(axis=0)
     coefficients = nonnegative_least_squares(terms / scale, np.ones(len(terms))) / scale
-    return MaxPolynomial(coefficients[None], exponents, "seconds", patch)
+    return MaxPolynomial(coefficients[None], kept, "seconds", patch)

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from mmlab.schedule.plan import BatchPlan
     from mmlab.types import Samples
 
-_OVER_EPOCHS: dict[
-    str, Callable[[list[float]], float]
-] = {  # figure -> what the preview says of its values in several epochs
+# figure -> what the preview says of its values in several epochs
+_OVER_EPOCHS: dict[str, Callable[[list[float]], float]] = {
     "num_batches": max,
     "text_waste": fmean,
     "image_waste": fmean,
