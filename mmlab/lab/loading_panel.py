@@ -107,6 +107,7 @@ class LoadingPanel(Panel):
     def _show(self) -> None:
         figures = figures_of(self.reports)
         style = figures.style.format("{:.0%}").format("{:,.0f}", ["samples/s"])
+        style = style.set_table_styles([{"selector": "th, td", "props": "padding: 2px 8px"}])
         sentence = list(self.reports.values())[-1].sentence
         self.table.value = f"{style.to_html(table_uuid=str(id(self)))}<p>{sentence}</p>"
         self.picture.value = page_png(loading_figure, figures.tail(_SHOWN))

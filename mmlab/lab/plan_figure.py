@@ -67,9 +67,8 @@ def plan_figure(
         area.imshow(_picture(plans[name], photo))
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
-    figure.text(
-        0.01, 0.05, "blue: image, " * (not photo) + "orange: text, grey: padding; dashed: limit", fontsize=8
-    )
+    image = "" if photo else "blue: image, "
+    figure.text(0.01, 0.05, f"{image}orange: text, grey: padding; dashed: limit", fontsize="small")
     colours = colours_of(plans)
     for area, (title, cost, unit, limit) in zip(axes[len(shown) :], costs, strict=True):
         found = {name: batch_costs(cost, plan.shape_columns) / unit for name, plan in plans.items()}

@@ -221,7 +221,7 @@ class PlannedLoader:
         self._place, self._goes_on = place, True
 
     def stage_report(self) -> StageReport:
-        """How busy each stage was in the current or last epoch, and which one is short."""
+        """How busy each stage was in the current or last epoch, and which one is the bottleneck."""
         return self._backend.meter.report()
 
     @property

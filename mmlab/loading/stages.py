@@ -1,4 +1,4 @@
-"""How busy each stage of the pipeline is, and which one is short.
+"""How busy each stage of the pipeline is, and which one is the bottleneck.
 
 A stage's threads either work or wait; work is timed per sample, waiting is the rest. Costs about a microsecond a
 sample and stage. Time that a thread is kept off the processor by other programs counts as work.
@@ -139,11 +139,11 @@ class StageReport:
 
     @property
     def sentence(self) -> str:
-        """Which stage is short, and what would help."""
-        stage, busiest, waited = self.short_stage, self._busiest, f"{self.wait_ratio:.1%} of the time"
-        busy = f"{busiest['busy_ratio']:.0%}"
+        """Which stage is the bottleneck, and what would help."""
+        stage, busiest = self.short_stage, self._busiest
+        waited, busy = f"{self.wait_ratio:.1%} of the time", f"{busiest['busy_ratio']:.0%}"
         if stage is None:
-            said = f"No stage is short: training waited for data {waited}"
+            said = f"No stage is the bottleneck: training waited for data {waited}"
             if self.wait_ratio <= NO_WAIT_RATIO:
                 return f"{said}."
             return (
@@ -152,7 +152,7 @@ class StageReport:
             )
         remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (
-            f"{stage} is short: training waited {waited}, while its threads ({busiest['num_threads']}) were busy "
+            f"{stage} is the bottleneck: training waited {waited}, while its threads ({busiest['num_threads']}) were busy "
             f"{busy} of theirs; {remedy} would help."
         )
 

@@ -1,4 +1,4 @@
-"""The report names the stage that is short; its figures are those of the run; events carry them."""
+"""The report names the bottleneck; its figures are those of the run; events carry them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path
         duration_s = time.perf_counter() - started
     report = loader.stage_report()
     assert report.short_stage == "decode"
-    assert "decode is short: training waited" in str(report)
+    assert "decode is the bottleneck: training waited" in str(report)
     assert "<td>decode</td>" in report._repr_html_()
     events = [event for event in read_events(log.path)[0] if event.kind == "stage"]
     assert [event.values["stage"] for event in events[-4:]] == ["read", "decode", "collate", "train"]
