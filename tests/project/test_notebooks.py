@@ -76,7 +76,8 @@ def test_notebooks_are_numbered_in_reading_order() -> None:
 def test_a_notebook_asks_lets_predict_and_concludes(path: Path) -> None:
     cells = json.loads(read(path))["cells"]
     prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    places = [prose.find(part) for part in ("**The question.**", "**Predict first.**", "What to take away")]
+    parts = ("**The question.**", "**Predict first.**", "What to take away", "**Exercises.**", "<details>")
+    places = [prose.find(part) for part in parts]
     assert -1 not in places
     assert places == sorted(places)
 
