@@ -237,10 +237,10 @@ def bench_io(
 def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
     """The files that hold the images, or where the store cannot name them, what was given."""
     records = dataset.records
-    file_of = getattr(records.store, "file_of", None)
-    if file_of is None:
+    part_of = getattr(records.store, "part_of", None)
+    if part_of is None:
         return Path(data)
-    names = dict.fromkeys(file_of(path) for path in records.image_paths if path is not None)
+    names = dict.fromkeys(part_of(path)[0] for path in records.image_paths if path is not None)
     return [Path(name) for name in names]
 
 

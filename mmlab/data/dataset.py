@@ -44,6 +44,10 @@ class SampleStore(Protocol):
         """Keep the pixels of a row's image."""
         ...
 
+    def announce(self, row: int) -> bool:
+        """Tell the system that they will be wanted; False where there are none."""
+        ...
+
 
 class MultimodalDataset(Dataset[Sample]):
     """Image-text pairs, decoded on access. Picklable; safe to read from many threads or processes.
@@ -133,6 +137,11 @@ class MultimodalDataset(Dataset[Sample]):
             return self.records.read_image(row)
         except (OSError, ValueError) as error:
             raise self._bad_image(row, error) from error
+
+    def announce(self, row: int) -> None:
+        """Tell the system that `read` will be called for a row, so that a disk can begin."""
+        if self.cache is None or not self.cache.announce(row):
+            self.records.announce(row)
 
     def decode(self, row: int, found: bytes | Pixels | None, *, region: Region | None = None) -> Sample:
         """The sample of a row, from what `read` gave; kept in the cache, if there is one.

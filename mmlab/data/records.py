@@ -6,7 +6,9 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,9 +40,9 @@ class FileStore:
         with open(image_path, "rb", buffering=0) as file:
             return file.read()
 
-    def file_of(self, image_path: str) -> str:
-        """The file that holds an image, by which a cache sees whether it has changed."""
-        return image_path
+    def part_of(self, image_path: str) -> tuple[str, int, int]:
+        """The file that holds an image, from which byte on, and how many (0: to the end)."""
+        return image_path, 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,17 @@ class Records(Sequence[Record]):
         if path is None:
             raise DataError(f"record {self.ids[row]!r} has no image")
         return self.store.read(path)
+
+    def announce(self, row: int) -> None:
+        """Tell the system that a row's image will be read soon, where its store names the file that holds it."""
+        path, part_of = self.image_paths[row], getattr(self.store, "part_of", None)
+        if path is not None and part_of is not None and hasattr(os, "posix_fadvise"):
+            name, start, num_bytes = part_of(path)
+            with (
+                suppress(OSError),
+                open(name, "rb", buffering=0) as file,
+            ):  # whoever reads it says what is wrong
+                os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a record, for looking at."""

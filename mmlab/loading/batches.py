@@ -7,6 +7,7 @@ backend and another number of workers see the same pixels, and work lost with a 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,8 @@ from mmlab.types import PATCH, Batch, Region, SampleSizes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_SLOW_READ_S = 2.5e-4  # copying a large image from memory takes less
+_NUM_ANNOUNCED = 32  # images that the disk is told of at once
 ON_BAD_SAMPLE = ("raise", "skip", "replace")
 
 
@@ -144,20 +147,45 @@ class SampleLoader:
 
     def load(self, request: BatchRequest, holding: Callable[[int], None] = lambda row: None) -> LoadedBatch:
         """Load a whole request here and now; `holding` is told each row before it is touched."""
-        busy_s = {"read": 0.0, "decode": 0.0, "collate": 0.0}
-        loaded, pixels = [], self.pixels(request)
-        for row, place in zip(request.rows, pixels, strict=True):
-            holding(row)
-            started = time.perf_counter()
-            found = self.read(row, place)
-            read = time.perf_counter()
-            loaded.append(self.sample(request, row, found, place))
-            busy_s["read"] += read - started
-            busy_s["decode"] += time.perf_counter() - read
+        pixels = self.pixels(request)
+        loaded, busy_s = self.load_part(
+            request, range(len(request.rows)), pixels, deque(request.rows), holding
+        )
         started = time.perf_counter()
         batch = self.collate(request, loaded, pixels, busy_s)
         busy_s["collate"] = time.perf_counter() - started
         return batch
+
+    def load_part(
+        self,
+        request: BatchRequest,
+        places: range,
+        pixels: NDArray[np.uint8],
+        upcoming: deque[int],
+        holding: Callable[[int], None] = lambda row: None,
+    ) -> tuple[list[LoadedSample], dict[str, float]]:
+        """The samples at some places of a batch, and the seconds that reading and decoding took.
+
+        Where an image takes so long to read that it was not in memory, the disk is told of the next ones.
+
+        Args:
+            upcoming: rows that nobody has begun, in order; as many as are loaded are taken from it.
+        """
+        loaded, busy_s = [], {"read": 0.0, "decode": 0.0}
+        for place in places:
+            row = request.rows[place]
+            holding(row)
+            upcoming.popleft()
+            started = time.perf_counter()
+            found = self.read(row, pixels[place])
+            read = time.perf_counter()
+            if read - started > _SLOW_READ_S:
+                for following in list(upcoming)[:_NUM_ANNOUNCED]:
+                    self.dataset.announce(following)
+            loaded.append(self.sample(request, row, found, pixels[place]))
+            busy_s["read"] += read - started
+            busy_s["decode"] += time.perf_counter() - read
+        return loaded, busy_s
 
     def _padded(self, rows: list[int]) -> tuple[int, int, int]:
         sizes = self.sizes

@@ -128,6 +128,27 @@ def test_a_file_cut_short_while_it_is_open_is_a_miss(sound: tuple[Path, CacheKey
         assert cache.get(0) is None
 
 
+def test_a_byte_that_flips_under_a_reader_is_found_by_a_later_read_and_by_verify(
+    sound: tuple[Path, CacheKey], tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(sound[0], folder)
+    cache = SampleCache(folder, key=sound[1])
+    assert is_right(0, cache.get(0))
+    start = int(cache._layout.starts[0])  # type: ignore[union-attr]
+    with cache.path.open("r+b") as file:
+        file.seek(start)
+        (first,) = file.read(1)
+        file.seek(start)
+        file.write(bytes([first ^ 1]))
+    assert not verify_cache(folder, progress=False).ok
+    with pytest.warns(UserWarning, match="the checksum of slot 0 does not fit"):
+        assert SampleCache(folder, key=sound[1]).get(0) is None  # it has not verified the image before
+    with pytest.warns(UserWarning, match="the checksum of slot 0 does not fit"):
+        found = [cache.get(0) is None for _ in range(64)]
+    assert found.index(True) == 63
+
+
 def start_builder(files: Path, folder: Path, num_rows: int, pause_s: float) -> subprocess.Popen[str]:
     command = [sys.executable, str(BUILDER), str(files), str(folder), str(num_rows), str(pause_s)]
     builder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

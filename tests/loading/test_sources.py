@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import load_tokenizer
+from mmlab.loading import batches
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.store import SampleCache
 from mmlab.model.presets import build_model
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
@@ -114,3 +118,37 @@ def test_every_backend_loads_every_source(make_source, records, tmp_path, monkey
     learns = make_source is not images_only  # images alone have nothing to be told from
     assert all(math.isfinite(step["loss"]) == learns for step in steps)
     assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("backend", ["here", "threads"])
+def test_the_disk_is_told_what_is_read_next_where_reading_is_slow(
+    records, tmp_path, monkeypatch, backend, cached
+) -> None:
+    dataset = MultimodalDataset(read_records(local_shard(records, tmp_path), progress=False))
+    if cached:
+        dataset.cache = SampleCache(tmp_path / "cache", key=cache_key(dataset))
+    told: list[int] = []
+    parts: list[tuple[int, int]] = []
+    advise = os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: (parts.append(args[1:3]), advise(*args)))
+    monkeypatch.setattr(
+        dataset, "announce", lambda row: (told.append(row), type(dataset).announce(dataset, row))
+    )
+    loader = make_loader(
+        dataset,
+        backend,
+        num_workers=0 if backend == "here" else 1,
+        scheduler=make_scheduler("random", batch_size=4),
+    )
+    quick = list(loader)
+    monkeypatch.setattr(batches, "_SLOW_READ_S", 0.0)
+    told.clear()
+    assert_same(list(loader), quick)
+    assert NUM_SAMPLES // 2 < len(set(told)) < NUM_SAMPLES  # not the first to be read
+    starts = {dataset.records.store.part_of(path)[1] for path in dataset.records.image_paths}
+    if cached:
+        starts |= set(dataset.cache._layout.starts.tolist())
+    assert {start for start, _ in parts} <= starts
+    (tmp_path / "0.tar").unlink()
+    dataset.records.announce(0)  # who reads it says that it is gone

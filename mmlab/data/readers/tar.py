@@ -52,9 +52,9 @@ class TarStore:
             raise OSError(f"{shard} ends before byte {offset + num_bytes}")
         return content
 
-    def file_of(self, image_path: str) -> str:
-        """The shard that holds an image."""
-        return _locate(image_path)[0]
+    def part_of(self, image_path: str) -> tuple[str, int, int]:
+        """The shard that holds an image, where it begins there, and its bytes."""
+        return _locate(image_path)
 
 
 def is_tar(path: Path) -> bool:

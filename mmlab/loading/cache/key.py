@@ -2,7 +2,7 @@
 
 The settings and the list of images name the cache's file, so that an image is found only where it would be made again
 exactly. A changed image is recognised by its file's size and times of change (2 µs); `verify_content` reads and hashes
-it at every access instead, as is always done where a store has no `file_of(image_path)`, which names the file that
+it at every access instead, as is always done where a store has no `part_of(image_path)`, which names the file that
 holds an image.
 """
 
@@ -57,10 +57,10 @@ class CacheKey:
         """
         path = self.records.image_paths[row]
         assert path is not None
-        file_of = None if self.verify_content else getattr(self.records.store, "file_of", None)
-        if file_of is None:
+        part_of = None if self.verify_content else getattr(self.records.store, "part_of", None)
+        if part_of is None:
             return _digest(self.records.read_image(row))
-        stat = os.stat(file_of(path))
+        stat = os.stat(part_of(path)[0])
         stamp = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
         return _digest(os.fsencode(stamp))
 

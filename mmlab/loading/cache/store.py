@@ -93,6 +93,11 @@ class SampleCache:
         self._count("num_misses" if pixels is None else "num_hits")
         return pixels
 
+    def announce(self, row: int) -> bool:
+        """Tell the system that a row's pixels will be read; False where there are none."""
+        file, slot = self._open(), int(self.key.slots[row])
+        return file is not None and 0 <= slot < file.num_kept and file.announce(slot)
+
     def put(self, row: int, pixels: NDArray[np.uint8]) -> None:
         """Keep a row's pixels (3, h, w); call it after `get` found nothing. What is there already stays.
 
