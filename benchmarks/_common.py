@@ -10,7 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
+from math import exp, log, sqrt
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from mmlab.machine import describe_host, total_memory_bytes
@@ -20,6 +22,25 @@ from mmlab.machine import versions as library_versions
 COCO_LENGTHS = Path(__file__).resolve().parents[1] / "data/coco_val2017_lengths.parquet"
 PACKAGE = Path(__file__).resolve().parents[1] / "mmlab"
 NOT_MEASURED = {"errors", "types", "cli"}  # rooms in which nothing is computed that a figure depends on
+# Student's t, two-sided 95 %, by the number of pairs
+_T_95 = (
+    12.71,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.16,
+    2.145,
+    2.131,
+)
+T_95 = dict(enumerate(_T_95, start=2))
 Row = Mapping[str, Any]
 Goal = Mapping[str, Any]  # name, goal (text), measured, met
 
@@ -86,6 +107,14 @@ def add_common_options(
 def goal(name: str, bound: str, measured: float | str, met: bool) -> dict[str, Any]:
     """One goal: what was aimed at, in words, beside what was measured."""
     return {"name": name, "goal": bound, "measured": measured, "met": bool(met)}
+
+
+def paired(of_one: Sequence[float], of_other: Sequence[float]) -> tuple[float, float]:
+    """How many times larger the second is, turn by turn: the geometric mean, and the lower end of its 95 % interval
+    (Student's t)."""
+    logs = [log(other / one) for one, other in zip(of_one, of_other, strict=True)]
+    middle = mean(logs)
+    return exp(middle), exp(middle - T_95[len(logs)] * stdev(logs) / sqrt(len(logs)))
 
 
 def write_results(path: str | Path, rows: Sequence[Row], goals: Sequence[Goal]) -> Path:

@@ -132,12 +132,9 @@ def _stacked_columns(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, list[
     return stacked([(sample["image"], sample["ids"]) for sample in samples])
 
 
-@contextmanager
-def webdataset(corpus: Corpus, num_workers: int) -> Generator[Epoch]:
-    """webdataset over tar shards, decoded with PIL."""
-    import webdataset as wds
-
-    folder = corpus.folder / "webdataset"
+def write_shards(corpus: Corpus) -> list[Path]:
+    """The corpus as tar files, written the first time."""
+    folder = corpus.folder / "shards"
     if not folder.exists():
         folder.mkdir()
         for shard in range(NUM_SHARDS):
@@ -148,11 +145,18 @@ def webdataset(corpus: Corpus, num_workers: int) -> Generator[Epoch]:
                     content = corpus.texts[row].encode()
                     text.size = len(content)
                     tar.addfile(text, io.BytesIO(content))
+    return sorted(folder.glob("*.tar"))
+
+
+@contextmanager
+def webdataset(corpus: Corpus, num_workers: int) -> Generator[Epoch]:
+    """webdataset over tar shards, decoded with PIL."""
+    import webdataset as wds
 
     def prepare(image: Image.Image, text: str) -> tuple[torch.Tensor, list[int]]:
         return RESIZE(image), corpus.tokenizer(text)["input_ids"]
 
-    shards = [str(path) for path in sorted(folder.glob("*.tar"))]
+    shards = list(map(str, write_shards(corpus)))
     samples = (
         wds.WebDataset(shards, shardshuffle=False, empty_check=False).decode("pilrgb").to_tuple("jpg", "txt")
     )
@@ -270,15 +274,16 @@ def _encoded(corpus: Corpus, row: int) -> dict[str, Any]:
 
 
 @contextmanager
-def ours(corpus: Corpus, num_workers: Any, **options: Any) -> Generator[Epoch]:
-    """mmlab's loader. It tokenises texts once for all epochs; here they are tokenised again in every one."""
+def ours(corpus: Corpus, num_workers: Any, *, tokenise: bool = True, **options: Any) -> Generator[Epoch]:
+    """mmlab's loader. It tokenises texts once for all epochs; here they are tokenised again in every one, if asked."""
     with planned_loader(corpus, num_workers=num_workers, **options) as loader:
 
         def epoch(batches: Rows) -> Iterator[Any]:
-            if loader.dataset.cache is None:  # in cached epochs nothing is prepared again
-                corpus.tokenizer([corpus.texts[row] for batch in batches for row in batch])
             loader.plan = batches
-            return ((batch.pixel_values, batch.input_ids) for batch in loader)
+            for batch, rows in zip(loader, batches, strict=True):
+                if tokenise and loader.dataset.cache is None:  # in cached epochs nothing is prepared again
+                    corpus.tokenizer([corpus.texts[row] for row in rows])
+                yield batch.pixel_values, batch.input_ids
 
         yield epoch
 
@@ -311,8 +316,26 @@ def raw_decoding(corpus: Corpus, num_workers: int) -> Generator[Epoch]:
         yield epoch
 
 
+@contextmanager
+def bare_threads(corpus: Corpus, num_workers: int) -> Generator[Epoch]:
+    """Read, decode and resize, and nothing else: no batches, no captions, no order."""
+
+    def work(rows: list[int]) -> None:
+        for row in rows:
+            decode_with_simplejpeg(corpus.paths[row])
+
+    def epoch(batches: Rows) -> Iterator[Any]:
+        rows = [row for batch in batches for row in batch]
+        with ThreadPoolExecutor(num_workers) as pool:
+            list(pool.map(work, (rows[number::num_workers] for number in range(num_workers))))
+        return iter([(rows, [])])
+
+    yield epoch
+
+
 ARTICLE = Peer("DataLoader, PIL, v1 transforms, 2 workers", "torchvision", torch_loader)
 LIMIT = Peer("raw libjpeg-turbo decode, 2 threads", "simplejpeg", raw_decoding)
+BARE = Peer("raw decode and resize, 2 threads", "simplejpeg", bare_threads)
 OURS = Peer("mmlab, threads, 2 workers", "mmlab", partial(ours, backend="threads"))
 OURS_TORCH = Peer("mmlab, torch, 2 workers", "mmlab", partial(ours, backend="torch"))
 PEERS = (

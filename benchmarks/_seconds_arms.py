@@ -13,16 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import islice
-from math import exp, sqrt
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from _common import COCO_LENGTHS, goal
-from learning import T_95
+from _common import COCO_LENGTHS, goal, paired
 from schedulers import in_own_process, wide_sizes
 from torch import nn
 
@@ -193,14 +191,6 @@ def planning(quick: bool) -> Iterator[dict[str, Any]]:
     """CPU seconds of planning ten million samples with `fastest`, and wall milliseconds to its first batch."""
     row = in_own_process("fastest", 200_000 if quick else TEN_MILLION, repeats=1 if quick else 2)
     yield {**row, "kind": "planning"}
-
-
-def paired(of_one: list[float], of_other: list[float]) -> tuple[float, float]:
-    """How many times faster one arm was than another, paired by round: the geometric mean, and the lower end of its
-    95 % interval (Student's t)."""
-    logs = np.log(np.divide(of_other, of_one)).tolist()
-    middle = mean(logs)
-    return exp(middle), exp(middle - T_95[len(logs)] * stdev(logs) / sqrt(len(logs)))
 
 
 def judge_arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import add_common_options, goal, print_goals, write_if_asked
+from _common import T_95, add_common_options, goal, print_goals, write_if_asked
 from tqdm.auto import tqdm
 
 from mmlab.comparison.preparation import COST, make_datasets, make_model
@@ -41,25 +41,6 @@ SIDE = 48  # of the images, pixels
 NUM_EPOCHS = 6
 LR = 1e-3
 POINT = 0.01  # of R@1 that the interval of the recommended scheduler may reach below `random`
-# Student's t, two-sided 95 %, by the number of pairs
-_T_95 = (
-    12.71,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.16,
-    2.145,
-    2.131,
-)
-T_95 = dict(enumerate(_T_95, start=2))
 POOL = 200  # held-out images among which R@1 is measured; the mean over several pools is less noisy than one
 # seconds of a step of `tiny` on two cores: as much for the step itself as for 600 padded tokens
 SECONDS = MaxPolynomial([[600.0, 1.0, 1.0]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], unit="seconds")

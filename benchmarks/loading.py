@@ -1,12 +1,14 @@
-"""Loading images and captions beside other loaders: speed, tuning, waiting, faults and resuming.
+"""Loading images and captions beside other loaders: speed, start, tuning, waiting, the disk, faults and resuming.
 
-    python benchmarks/loading.py [--quick] [--kind KIND | --photos FOLDER] [--json FILE | --out DIR]
+    python benchmarks/loading.py [--quick] [--kind KIND] [--photos FOLDER] [--json FILE | --out DIR]
 
-The same work for all: read, decode, resize to 224 x 224, tokenise, batches of 32. Images: generated scenes of 100 kB,
-photograph-like ones with the sizes and qualities of a `--kind` of collection (imagenet, coco, camera), or the JPEG files
-of `--photos`; read into the system's cache before anything is timed. Arms take turns; every repetition is kept, ratios
-are medians over the turns. About six minutes; `--quick` takes fewer images and turns, and no peers but torch's
-DataLoader. `--out`, without `--quick`, also writes the table and the figure of docs/internals/loading.md.
+The same work for all: read, decode, resize to 224 x 224, tokenise, batches of 32. Four kinds of images, in turn:
+photograph-like ones with the sizes and qualities of ImageNet, of COCO and of a camera, made on the spot, and generated
+scenes of 100 kB; and the JPEG files of `--photos`, repeated, where given. They are read into the system's cache before
+anything is timed. Arms take turns; every repetition is kept, ratios are geometric means over the turns. Tuning, waiting,
+the disk and faults are measured with images like ImageNet's. About 20 minutes; `--quick` takes these alone, fewer
+images and turns, and no peers but torch's DataLoader. `--out`, without `--quick`, also writes the table and the figure
+of docs/internals/loading.md.
 Exit code: 0 done, whether or not every goal is met.
 """
 
@@ -33,6 +35,7 @@ import psutil
 from _common import add_common_options, print_goals, write_if_asked
 from _loading_arms import (
     ARTICLE,
+    BARE,
     BATCH_SIZE,
     CACHED,
     CROPS,
@@ -46,46 +49,58 @@ from _loading_arms import (
     planned_loader,
     torch_loader,
 )  # fmt: skip
-from _loading_corpus import KINDS, Corpus, make_corpus
+from _loading_corpus import Corpus, make_corpus
+from _loading_disk import from_the_disk
 from _loading_faults import FAULTS, resume, run_fault
 from _loading_report import TUNED, document, judge, table
+
+from mmlab.loading.loader import BACKENDS
 
 FIXED_WORKERS, FIXED_PREFETCH = (1, 2, 4, 8), (2, 4, 16)  # what tuning is compared with
 STEP_RATIO = 1.5  # of a training step, to the time in which a batch is loaded
 NUM_FAULT_IMAGES = 96
+NUM_IMAGES = {"imagenet": 800, "coco": 400, "camera": 40, "scenes": 400}
 
 
 def main() -> None:
     """Run everything, print a table and the goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_common_options(parser, "loading", out=", and draw the documentation's figure")
-    images = parser.add_mutually_exclusive_group()
-    images.add_argument(
-        "--kind", choices=("scenes", *KINDS), default="scenes", help="what the images are like"
-    )
-    images.add_argument("--photos", type=Path, metavar="FOLDER", help="JPEG files, repeated")
+    parser.add_argument("--kind", choices=NUM_IMAGES, help="images of this kind alone")
+    parser.add_argument("--photos", type=Path, metavar="FOLDER", help="JPEG files, too, repeated")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers fork after the tokenizer was used
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    num_images, num_turns, num_peer_turns = (150, 2, 2) if options.quick else (600, 5, 3)
-    peers = PEERS[:5] if options.quick else PEERS
+    num_turns = 2 if options.quick else 5
+    peers = PEERS[3:5] if options.quick else PEERS
     for peer in peers:
         if not peer.installed:
             print(f"{peer.name}: {peer.package} is not installed, left out")
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = make_corpus(Path(folder), num_images, options.kind, options.photos)
-        batches = batches_of(corpus)
-        core = (OURS, ARTICLE, LIMIT, OURS_TORCH)
-        rows = compare(
-            "cold", (*core, *(peer for peer in peers if peer.installed)), corpus, batches, num_peer_turns
-        )
-        rows = extended(rows, compare("cold", core, corpus, batches, num_turns - num_peer_turns))
-        rows += compare("crops", CROPS, corpus, batches, num_turns)
-        rows += compare("cached", CACHED, corpus, batches, num_turns, num_epochs=20)
-        rows += compare_tuning(corpus, batches, num_turns, quick=options.quick)
-        rows += measure_waits(corpus, batches, np.median(rows[0]["images_per_s"]))
-        rows += [run_fault(name, fault_folder(corpus, name)) for name in FAULTS]
-        rows += [resume(corpus, backend) for backend in ("threads", "torch") for _ in range(num_turns)]
+    peers = [peer for peer in peers if peer.installed]
+    kinds = [options.kind] if options.kind else list(NUM_IMAGES)[: 1 if options.quick else None]
+    rows = []
+    for kind in [*kinds, "photos"] if options.photos else kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            num_images = NUM_IMAGES.get(kind, 600) // (4 if options.quick else 1)
+            corpus = make_corpus(Path(folder), num_images, kind, options.photos if kind == "photos" else None)
+            batches = batches_of(corpus)
+            found = compare(
+                "cold", (OURS, ARTICLE, LIMIT, BARE, OURS_TORCH, *peers), corpus, batches, num_turns
+            )
+            found += compare("crops", CROPS, corpus, batches, num_turns)
+            found += compare("cached", CACHED, corpus, batches, num_turns, num_epochs=10)
+            if kind == kinds[0]:
+                found += compare_tuning(corpus, batches, num_turns, quick=options.quick)
+                found += compare_first_epochs(corpus, batches, 2 * num_turns)
+                found += measure_waits(corpus, batches, np.median(found[0]["images_per_s"]))
+                found += from_the_disk(corpus, num_turns)
+                found += [run_fault(name, fault_folder(corpus, name)) for name in FAULTS]
+                found += [
+                    resume(corpus, name)
+                    for name in BACKENDS
+                    for _ in range(1 if options.quick else num_turns)
+                ]
+            rows += [{"images": kind} | row for row in found]
     goals = judge(rows)
     print(f"\n{table(rows)}\n")
     print_goals(goals)
@@ -128,23 +143,22 @@ def compare(
     ]
 
 
-def extended(rows: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with the repetitions of others of the same loader behind their own."""
-    later = {row["loader"]: row for row in more}
-    keys = ("images_per_s", "cpu_ms_per_image")
-    return [row | {key: row[key] + later.get(row["loader"], {key: []})[key] for key in keys} for row in rows]
-
-
 def time_loader(peer: Peer, corpus: Corpus, batches: Rows, num_epochs: int) -> dict[str, float]:
-    """Speed over whole epochs, with workers that have loaded something before; waits for their end."""
+    """Speed over whole epochs, with workers that have loaded something before, and apart from it, when the first batch
+    came from a loader that had none yet; waits for the workers' end.
+    """
     with peer.open(corpus, peer.num_workers) as epoch:
-        for _ in epoch(batches[:2]):
+        started = time.perf_counter()
+        first = iter(epoch(batches[:2]))
+        next(first)
+        start_s = time.perf_counter() - started
+        for _ in first:
             pass
         cpu_s, started = processor_s(), time.perf_counter()
         num_images = sum(len(pixels) for _ in range(num_epochs) for pixels, _ in epoch(batches))
         elapsed_s, used_s = time.perf_counter() - started, processor_s()
     assert num_images == num_epochs * len(corpus), f"{peer.name} gave {num_images} images"
-    del epoch
+    del epoch, first
     gc.collect()  # torch's workers end with their iterator
     for process in multiprocessing.active_children():
         process.join(10)
@@ -152,6 +166,7 @@ def time_loader(peer: Peer, corpus: Corpus, batches: Rows, num_epochs: int) -> d
     return {
         "images_per_s": num_images / elapsed_s,
         "cpu_ms_per_image": 1e3 * sum(used_s.values()) / num_images,
+        "start_s": start_s,
     }
 
 
@@ -168,7 +183,7 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
     The best is chosen in two passes over all settings and then measured anew, so that luck does not count.
     """
     workers, prefetches = (
-        (FIXED_WORKERS[1:3], FIXED_PREFETCH[1:]) if quick else (FIXED_WORKERS, FIXED_PREFETCH)
+        (FIXED_WORKERS[1:2], FIXED_PREFETCH[1:]) if quick else (FIXED_WORKERS, FIXED_PREFETCH)
     )
     fixed = [
         Peer(
@@ -177,7 +192,7 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
             partial(ours, backend=backend, prefetch=ahead),
             n,
         )
-        for backend, n, ahead in product(("threads", "torch"), workers, prefetches)
+        for backend, n, ahead in product(BACKENDS[: 1 if quick else None], workers, prefetches)
         if backend == "threads" or ahead >= n
     ]
     rows = compare("search", fixed, corpus, batches, 1 if quick else 2)
@@ -204,6 +219,20 @@ def compare_tuning(corpus: Corpus, batches: Rows, num_turns: int, *, quick: bool
     return [*rows, {"kind": "trace", **setting, "trials": trace}]
 
 
+def compare_first_epochs(corpus: Corpus, batches: Rows, num_turns: int) -> list[dict[str, Any]]:
+    """Seconds of 25 batches by a fresh loader: with the number of workers given, and as it searches for that number."""
+    rows = [{"kind": "first epoch", "num_workers": number, "seconds": []} for number in (2, "auto")]
+    for turn in range(num_turns):
+        for row in rows[:: 1 if turn % 2 else -1]:
+            with planned_loader(corpus, num_workers=row["num_workers"]) as loader:
+                loader.plan = [batches[number % len(batches)] for number in range(25)]
+                started = time.perf_counter()
+                for _ in loader:
+                    pass
+                row["seconds"].append(time.perf_counter() - started)
+    return rows
+
+
 def settle(loader: Any, batches: Rows, limit_s: float) -> None:
     """Load until the search for settings is over."""
     started, num_trials = time.perf_counter(), -1
@@ -222,7 +251,7 @@ def measure_waits(corpus: Corpus, batches: Rows, images_per_s: float) -> list[di
     """
     step_s = STEP_RATIO * BATCH_SIZE / float(images_per_s)
     rows = []
-    for peer in (OURS, ARTICLE):
+    for peer in (replace(OURS, open=partial(ours, tokenise=False)), ARTICLE):
         with peer.open(corpus, peer.num_workers) as epoch:
             source = iter(epoch(batches * 3))
             next(source)
