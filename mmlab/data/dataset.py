@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,22 +31,6 @@ if TYPE_CHECKING:
     from mmlab.types import SampleSizes
 
 Pixels = NDArray[np.uint8]  # (3, h, w)
-
-
-class SampleStore(Protocol):
-    """What keeps decoded images for the next time, such as `mmlab.loading.cache.SampleCache`."""
-
-    def get(self, row: int, *, out: Pixels | None = None) -> Pixels | None:
-        """The pixels that were put for this row's image, in `out` where they fit; None where none were."""
-        ...
-
-    def put(self, row: int, pixels: Pixels) -> None:
-        """Keep the pixels of a row's image."""
-        ...
-
-    def announce(self, row: int) -> bool:
-        """Tell the system that they will be wanted; False where there are none."""
-        ...
 
 
 class MultimodalDataset(Dataset[Sample]):
@@ -101,7 +85,7 @@ class MultimodalDataset(Dataset[Sample]):
             tokenizer = load_tokenizer(tokenizer, records=records)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.max_tokens = max_tokens
-        self.cache: Any = None  # a `SampleStore`
+        self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
         self.image_policy = image_policy if image_policy is not None else Square(224)
         self._token_ids, lengths, self.num_truncated = _token_columns(tokenizer, records.texts, max_tokens)
         self.records = records.with_num_tokens(lengths)

@@ -203,10 +203,7 @@ class Records(Sequence[Record]):
         path, part_of = self.image_paths[row], getattr(self.store, "part_of", None)
         if path is not None and part_of is not None and hasattr(os, "posix_fadvise"):
             name, start, num_bytes = part_of(path)
-            with (
-                suppress(OSError),
-                open(name, "rb", buffering=0) as file,
-            ):  # whoever reads it says what is wrong
+            with suppress(OSError), open(name, "rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def to_frame(self) -> pd.DataFrame:

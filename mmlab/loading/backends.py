@@ -150,7 +150,7 @@ class Backend(ABC):
 
 
 class ThreadBackend(Backend):
-    """Loads with threads of this process, which live for an epoch; each takes slices of batches, one after the other.
+    """Loads with threads of this process, which live for an epoch; each takes its share of every batch.
 
     More threads than cores would read ahead of decoding, but they cost 8 % of the speed where the files are in memory.
     """
@@ -168,10 +168,10 @@ class ThreadBackend(Backend):
 
     def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
         num_samples, pixels, pool = len(request.rows), self.loader.pixels(request), self._pool()
-        # Small slices share a batch evenly, and few encoded images wait. A sample of the cache takes no longer than to be
-        # handed over, so there a thread takes whole batches.
-        size = max(1, min(8, num_samples // (4 * self.setting.num_workers)))
-        size = size if self.loader.dataset.cache is None else num_samples
+        # Each worker decodes its share of a batch, so that the batch is there soon. A sample of the cache takes no longer
+        # than to be handed over, so there a thread takes whole batches.
+        share = -(-num_samples // self.setting.num_workers)
+        size = share if self.loader.dataset.cache is None else num_samples
         slices = [range(num_samples)[start : start + size] for start in range(0, num_samples, size)]
         self._upcoming.extend(request.rows)
         parts = [pool.submit(self._load, request, places, pixels) for places in slices]

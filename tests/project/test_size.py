@@ -8,7 +8,7 @@ from tests.project.checkout import read, tracked
 from tests.project.count_code import code_per_file
 
 MOST_CODE = (
-    21_400  # lines without docstrings, comments and blank lines; it goes down towards 14,000, never up
+    21_390  # lines without docstrings, comments and blank lines; it goes down towards 14,000, never up
 )
 MOST_LINES = 400  # of one file, prose included
 
