@@ -18,7 +18,7 @@ TITLES = {"cold": "", "crops": "crops: ", "cached": ""}
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every goal beside what was measured; ratios are medians over the turns of one run."""
+    """Every goal beside what was measured; ratios are geometric means over the turns of one run."""
     speeds = {
         (row["images"], row["data"], row["loader"]): row["images_per_s"]
         for row in rows

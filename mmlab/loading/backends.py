@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mmlab.errors import RunError
-from mmlab.loading.batches import BatchRequest, LoadedBatch, LoadedSample, SampleLoader
+from mmlab.loading.batches import BatchRequest, LoadedBatch, LoadedSample, SampleLoader, Upcoming
 from mmlab.loading.copying import Copier
 from mmlab.loading.stages import StageMeter
 
@@ -163,7 +163,7 @@ class ThreadBackend(Backend):
 
     def _new_pool(self) -> Executor:
         if not self._pools:  # else the number of workers changes in mid-epoch
-            self._upcoming = deque[int]()  # rows that no thread has begun
+            self._upcoming = Upcoming()
         return ThreadPoolExecutor(self.setting.num_workers, "mmlab-load", initializer=_let_others_go_on)
 
     def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:

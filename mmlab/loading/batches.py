@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +57,12 @@ class BadSample:
     message: str
     policy: str  # raise, skip or replace
     replaced_by: str | None = None  # id of the record that came in its place
+
+
+class Upcoming(deque[int]):
+    """Rows that nobody has begun to load, in order."""
+
+    num_told = 0  # of the next ones: the disk was told of them
 
 
 class LoadedSample(NamedTuple):
@@ -149,7 +156,7 @@ class SampleLoader:
         """Load a whole request here and now; `holding` is told each row before it is touched."""
         pixels = self.pixels(request)
         loaded, busy_s = self.load_part(
-            request, range(len(request.rows)), pixels, deque(request.rows), holding
+            request, range(len(request.rows)), pixels, Upcoming(request.rows), holding
         )
         started = time.perf_counter()
         batch = self.collate(request, loaded, pixels, busy_s)
@@ -161,12 +168,12 @@ class SampleLoader:
         request: BatchRequest,
         places: range,
         pixels: NDArray[np.uint8],
-        upcoming: deque[int],
+        upcoming: Upcoming,
         holding: Callable[[int], None] = lambda row: None,
     ) -> tuple[list[LoadedSample], dict[str, float]]:
         """The samples at some places of a batch, and the seconds that reading and decoding took.
 
-        Where an image takes so long to read that it was not in memory, the disk is told of the next ones.
+        Where an image takes so long to read that it was not in memory, the disk is told of the next ones, of each once.
 
         Args:
             upcoming: rows that nobody has begun, in order; as many as are loaded are taken from it.
@@ -176,11 +183,14 @@ class SampleLoader:
             row = request.rows[place]
             holding(row)
             upcoming.popleft()
+            upcoming.num_told = max(0, upcoming.num_told - 1)
             started = time.perf_counter()
             found = self.read(row, pixels[place])
             read = time.perf_counter()
             if read - started > _SLOW_READ_S:
-                for following in list(upcoming)[:_NUM_ANNOUNCED]:
+                untold = list(islice(upcoming, upcoming.num_told, _NUM_ANNOUNCED))
+                upcoming.num_told += len(untold)
+                for following in untold:
                     self.dataset.announce(following)
             loaded.append(self.sample(request, row, found, pixels[place]))
             busy_s["read"] += read - started

@@ -99,9 +99,8 @@ class SlotFile:
         self, path: Path, layout: Layout, *, writable: bool = True, room_bytes: int | None = None
     ) -> None:
         self.path, self.layout, self.num_kept = path, layout, len(layout.shapes)
-        self._num_reads = np.zeros(
-            len(layout.shapes), np.uint8
-        )  # of each slot, since its checksum was compared
+        # of each slot, since its checksum was compared
+        self._num_reads = np.zeros(len(layout.shapes), np.uint8)
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         self._number = os.open(path, flags | os.O_CLOEXEC, 0o666)
         weakref.finalize(self, os.close, self._number)  # once nobody reads any more
@@ -145,7 +144,7 @@ class SlotFile:
         shape = (3, *self.layout.shapes[slot].tolist())
         pixels = np.empty(shape, np.uint8) if out is None or out.shape != shape else out
         num_read = os.preadv(self._number, [pixels.reshape(-1)], int(self.layout.starts[slot]))
-        verify = self._num_reads[slot] % _VERIFIED_EVERY == 0
+        verify = self._num_reads[slot] == 0
         is_sound = num_read == pixels.nbytes and (not verify or _checksum(slot, found, pixels) == checksum)
         if self._entry(slot) != entry:  # it is being written again
             return None
@@ -167,7 +166,8 @@ class SlotFile:
         Raises:
             OSError: the disk is full, or the like; the slot is then empty.
         """
-        place, self._num_reads[slot] = self.layout.entry(slot), 0
+        self._num_reads[slot] = 0
+        place = self.layout.entry(slot)
         if any(self._entry(slot)):
             self._write(bytes(_ENTRY.size), place)
         content = pixels.tobytes()
