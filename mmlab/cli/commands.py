@@ -157,11 +157,12 @@ def plan(
     if model is None and (device_name, price_per_hour) != (None, None):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
     if processor is not None:
-        from mmlab.integrations.step_prices import named_conversations
+        from mmlab.pricing.step_prices import named_dataset, price_conversations
 
         if data is None or (device_name, options["patch"]) != (None, None):
             raise OptionError("--processor takes --data with conversations, no --device-name and no --patch")
-        sizes, price = named_conversations(data, images, processor)
+        dataset = named_dataset(data, images, processor)
+        sizes, price = dataset.sizes, partial(price_conversations, dataset=dataset)
     elif lengths:
         sizes = read_lengths(lengths)
     else:

@@ -7,7 +7,9 @@ defaults. `examples/train.toml` shows them at work.
                   folder of a cache, which is filled before training, and cache_limit_gib (see docs/internals/cache.md)
     [augment]     name, and the options of `mmlab.Augment` that differ from it
     [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
-    [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`
+    [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`; or name, that of a
+                  vision-language model of transformers, and lora_rank: then `path` holds conversations, and data has
+                  processor (the model's own unless given) instead of image, tokenizer, max_tokens and augmentation
     [scheduler]   name, and the options of that scheduler; for `memory` and `fastest` also memory_gb, the GiB to plan
                   for (default: ask the device), and for `memory` follow, whether the plan is corrected by what steps
                   need (default: true)
@@ -64,6 +66,7 @@ class DataOptions(LoaderOptions):
     image: str = "aspect:128"
     images: str | None = None
     tokenizer: str = "builtin"
+    processor: str | None = None
     limit: int | None = None
     max_tokens: int = 512
     cache: str | None = None
@@ -118,6 +121,11 @@ class RunConfig:
     checkpoint: CheckpointOptions
     events: EventOptions
 
+    @property
+    def processor(self) -> str | None:
+        """Name of the processor that makes batches of conversations; None where the data are pairs."""
+        return self.data.processor or self.model.get("name")
+
     def as_dict(self) -> dict[str, Any]:
         """The sections by name, as in the file."""
         return dataclasses.asdict(self)
@@ -145,6 +153,7 @@ class RunConfig:
         ]
 
 
+_OF_PAIRS = ("image", "tokenizer", "max_tokens", "cache_limit_gib")
 _HARMLESS = (  # to change in a resume
     "checkpoint",
     "events",
@@ -187,7 +196,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
     def read(section: str, kind: Any) -> Any:
         return read_options(kind, sections.get(section, {}), f"[{section}] of {path}")
 
-    return RunConfig(
+    config = RunConfig(
         name=name,
         data=read("data", DataOptions),
         augment=_augment(sections.get("augment", {}), f"[augment] of {path}"),
@@ -199,10 +208,30 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
         checkpoint=read("checkpoint", CheckpointOptions),
         events=read("events", EventOptions),
     )
+    if config.processor is not None:
+        _check_conversations(config, sections, path)
+    return config
+
+
+def _check_conversations(config: RunConfig, sections: Mapping[str, Section], path: Path) -> None:
+    """Refuse what goes with pairs of images and texts only."""
+    if "name" not in config.model:
+        raise OptionError(f"{path}: processor is of a vision-language model; give its [model] name too")
+    given = [f"[data] {key}" for key in _OF_PAIRS if key in sections["data"]]
+    given += ["[augment]"] if config.augment is not None else []
+    given += ["[sampling] adaptive"] if config.sampling.adaptive != "off" else []
+    given += ["[trainer] objectives"] if "objectives" in sections["trainer"] else []
+    if given:
+        raise OptionError(
+            f"{path}: {', '.join(given)}: a vision-language model's own processor makes its batches, and its loss is of "
+            "its answers; leave that out"
+        )
 
 
 def _model_options(values: Mapping[str, Any]) -> type:
-    """A preset, encoders, and sizes; those that are not given stay as the preset has them."""
+    """A preset, encoders, and sizes; those that are not given stay as the preset has them. Or a model's name."""
+    if "name" in values:
+        return _reader(name=(str, ...), lora_rank=(int, None))
     preset = values.get("preset", "small")
     if preset not in PRESETS:
         raise unknown_name("[model] preset", preset, PRESETS)

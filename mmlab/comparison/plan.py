@@ -15,27 +15,29 @@ from numpy.typing import NDArray
 from mmlab.comparison.config import RunConfig
 from mmlab.comparison.preparation import sampled
 from mmlab.comparison.run import Run
+from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.dataset import MultimodalDataset
+from mmlab.machine import device_limit
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.pricing.planner import memory_scheduler, saved_or_fitted_time
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
+from mmlab.pricing.step_prices import saved_or_priced
 from mmlab.runs.folders import TIME_MODEL
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Fastest, Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.losses.base import Objective
-from mmlab.types import SampleSizes
 
 
 def named_scheduler(
     name: str,
-    options: Mapping[str, Any],
+    options: dict[str, Any],
     model: Callable[[], torch.nn.Module],
     *,
     device: str,
     world_size: int = 1,
-    sizes: SampleSizes | None = None,
+    dataset: MultimodalDataset | ConversationDataset | None = None,
     saved: Path | None = None,
     progress: bool = False,
     **setting: Any,
@@ -45,36 +47,50 @@ def named_scheduler(
     Args:
         options: of the scheduler; of these two also `memory_gb`.
         model: makes, or returns, what they are to price.
-        sizes: of the data, for `fastest`, which measures steps as well.
+        dataset: for `fastest`, which measures steps as well, and for conversations, whose price is measured too.
         saved: a file that keeps the prices; the seconds are kept beside it.
         setting: fields of `mmlab.pricing.trace.StepSetting`.
     """
     if name not in ("memory", "fastest"):
         return dataclasses.replace(make_scheduler(name, **options), world_size=world_size)
-    group = ProcessGroup(device)
-    scheduler: Any = memory_scheduler(
-        model(),
-        device=device,
-        saved=saved,
-        progress=progress,
-        once=partial(group.run_on_main, doing="price the model"),
-        world_size=world_size,
-        **setting,
-        **options,
-    )
+    group, seconds = ProcessGroup(device), None
+    once = partial(group.run_on_main, doing="price the model")
+    own = ("precision", "checkpointing", "objectives")
+    if isinstance(dataset, ConversationDataset):
+        network: Any = model()
+        precision = setting["precision"]
+        cost, seconds = once(lambda: saved_or_priced(saved, network.module, dataset, precision=precision))
+        limit = device_limit(device, memory_gb=options.pop("memory_gb", None))
+        scheduler: Any = make_scheduler("memory", cost=cost, budget=limit, world_size=world_size, **options)
+    else:
+        scheduler = memory_scheduler(
+            model(),
+            device=device,
+            saved=saved,
+            progress=progress,
+            once=once,
+            world_size=world_size,
+            **setting,
+            **options,
+        )
     # what is free differs between ranks and moments; plans must not: the least counts
     least = -group.largest(-scheduler.budget)
     memory: Memory = dataclasses.replace(scheduler, budget=int(least))
     if name == "memory":
         return memory
-    assert sizes is not None
+    assert dataset is not None
     limit_bytes = memory.target_ratio * int(least)
-    own = ("precision", "checkpointing", "objectives")
     trainer = {"device": device, **{key: value for key, value in setting.items() if key in own}}
     kept = None if saved is None else saved.with_name(TIME_MODEL)
-    time = group.run_on_main(
+    time = seconds or group.run_on_main(
         lambda: saved_or_fitted_time(
-            kept, model(), sizes, trainer=trainer, cost=memory.cost, budget=limit_bytes, progress=progress
+            kept,
+            model(),
+            dataset.sizes,
+            trainer=trainer,
+            cost=memory.cost,
+            budget=limit_bytes,
+            progress=progress,
         ),
         doing="measure the model's steps",
     )
@@ -85,7 +101,7 @@ def named_scheduler(
 def plan_run(
     config: RunConfig,
     run: Run,
-    dataset: MultimodalDataset,
+    dataset: Any,
     model: torch.nn.Module,
     objectives: Mapping[str, Objective],
     device: str,
@@ -112,7 +128,7 @@ def plan_run(
         lambda: model,
         device=device,
         world_size=num_shares,
-        sizes=dataset.sizes,
+        dataset=dataset,
         saved=prices,
         precision=training.precision,
         checkpointing=training.checkpointing,

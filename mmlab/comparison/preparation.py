@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import nn
 from mmlab.comparison.options import SamplingOptions
 from mmlab.data.augment import Augment
 from mmlab.data.complexity import image_complexity
+from mmlab.data.conversation_dataset import ConversationDataset
+from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
@@ -29,6 +31,7 @@ from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import GIB, describe_host
+from mmlab.model.conversation_model import ConversationModel, named_processor
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
 from mmlab.schedule.base import Scheduler
@@ -40,6 +43,10 @@ from mmlab.schedule.schedulers import make_scheduler
 from mmlab.schedule.weighted import Weighted
 from mmlab.types import parse_image_policy
 
+if TYPE_CHECKING:
+    from mmlab.comparison.config import DataOptions
+
+Rows = TypeVar("Rows", Records, Conversations)
 COST = PaddedTokens()
 EVAL_BATCH_SIZE = 32
 AUGMENTATIONS: dict[str, Augment | None] = {
@@ -102,13 +109,32 @@ def make_datasets(
     return train_set, held_out_set
 
 
-def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
+def make_conversation_sets(
+    data: DataOptions, processor: str, *, seed: int = 0, progress: bool = True, save_to: Path | None = None
+) -> tuple[ConversationDataset, ConversationDataset]:
+    """Training and held-out conversations, which share no image, under a named processor.
+
+    Args:
+        save_to: a folder for the processor.
+    """
+    loaded = named_processor(processor)
+    if save_to is not None:
+        loaded.save_pretrained(save_to)
+    read = read_conversations(data.path, images=data.images, progress=progress)
+    sides = hold_out(read.sample(data.limit, seed=seed), seed=seed)
+    train_set, held_out_set = (
+        ConversationDataset(side, loaded, cache=data.cache, progress=progress) for side in sides
+    )
+    return train_set, held_out_set
+
+
+def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
     """Training and held-out pairs: by the data's own split `val` or `test`, else a tenth of the images, at least two.
 
     Raises:
         DataError: fewer than two images on one side; a pair is judged against others.
     """
-    splits = np.array(records.splits if records.splits is not None else [None] * len(records), dtype=object)
+    splits = np.array(records.splits or [None] * len(records), dtype=object)
     held_out = np.isin(splits, ("val", "test"))
     if held_out.any():
         name = "val" if "val" in splits else "test"
@@ -127,7 +153,7 @@ def hold_out(records: Records, *, seed: int = 0) -> tuple[Records, Records]:
     return sides[0], sides[1]
 
 
-def held_out_loader(dataset: MultimodalDataset, scheduler: str = "sorted") -> PlannedLoader:
+def held_out_loader(dataset: Any, scheduler: str = "sorted") -> PlannedLoader:
     """Held-out batches, decoded in the caller's thread."""
     return PlannedLoader(dataset, make_scheduler(scheduler, batch_size=EVAL_BATCH_SIZE), num_workers=0)
 
@@ -186,13 +212,19 @@ def sampled(
     return scheduler, weights if options.adaptive == "loss" else None
 
 
-def suit(model: nn.Module, plan: BatchPlan | LivePlan) -> nn.Module:
+def suit(model: nn.Module, plan: BatchPlan | LivePlan, dataset: Any = None) -> nn.Module:
     """Turn packed execution on where the plan lays samples end to end; changes no weight.
+
+    Args:
+        dataset: whose batches are packed, where the model's processor makes them.
 
     Raises:
         OptionError: a model that cannot be packed.
     """
     packed = isinstance(plan, BatchPlan) and plan.limits.streams is not None
+    if packed and isinstance(model, ConversationModel):
+        dataset.collator, model.is_packed = dataset.collator.packing(model.module), True
+        return model
     return enable_packing(model) if packed else model
 
 

@@ -28,6 +28,7 @@ from mmlab.comparison.preparation import (
     describe_machine,
     fill_cache,
     held_out_loader,
+    make_conversation_sets,
     make_datasets,
     make_model,
     suit,
@@ -36,6 +37,7 @@ from mmlab.comparison.run import Run
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import resolve_device
+from mmlab.model.conversation_model import ConversationModel, named_vlm
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
@@ -178,21 +180,7 @@ class _Training:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
         options, data = config.trainer, config.data
-        train_set, held_out_set = make_datasets(
-            data.path,
-            image=data.image,
-            images=data.images,
-            tokenizer=data.tokenizer,
-            limit=data.limit,
-            max_tokens=data.max_tokens,
-            seed=options.seed,
-            progress=not bar.disable,
-            save_tokenizer_to=folder / _TOKENIZER if run.rank == 0 else None,
-        )
-        if data.cache is not None:
-            sets = (train_set, held_out_set)
-            fill_cache(sets, data.cache, limit_gib=data.cache_limit_gib, progress=not bar.disable)
-        model = make_model(config.model, vocab_size=len(train_set.tokenizer), seed=options.seed)
+        train_set, held_out_set, model = self._data_and_model(device)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(
             config, run, train_set, model, objectives, device, folder / _MEMORY, world_size=world_size
@@ -209,7 +197,7 @@ class _Training:
         # the first batches are measured by themselves in mid-epoch: a fair sample, where sorted ones are not
         self._held_out = held_out_loader(held_out_set, "random" if options.eval_batches else "sorted")
         self.trainer = FusionTrainer(
-            suit(model, self._loader.plan),
+            suit(model, self._loader.plan, train_set),
             options,
             objectives=objectives,
             strategy=make_strategy(config.parallel),
@@ -222,6 +210,31 @@ class _Training:
         )
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
+
+    def _data_and_model(self, device: str) -> tuple[Any, Any, torch.nn.Module]:
+        """Training and held-out samples, and the model before its first step."""
+        config, data, progress = self.config, self.config.data, not self._bar.disable
+        save_to = self.folder / _TOKENIZER if self._run.rank == 0 else None
+        if config.processor is not None:
+            sets = make_conversation_sets(
+                data, config.processor, seed=config.trainer.seed, progress=progress, save_to=save_to
+            )
+            return *sets, ConversationModel(named_vlm(**config.model).to(device))
+        pairs = make_datasets(
+            data.path,
+            image=data.image,
+            images=data.images,
+            tokenizer=data.tokenizer,
+            limit=data.limit,
+            max_tokens=data.max_tokens,
+            seed=config.trainer.seed,
+            progress=progress,
+            save_tokenizer_to=save_to,
+        )
+        if data.cache is not None:
+            fill_cache(pairs, data.cache, limit_gib=data.cache_limit_gib, progress=progress)
+        vocab_size = len(pairs[0].tokenizer)
+        return *pairs, make_model(config.model, vocab_size=vocab_size, seed=config.trainer.seed)
 
     def checkpoint_of(self, resume: str, *, restarted: bool) -> Path | None:
         """The checkpoint to go on from; None where the run starts anew.
@@ -285,7 +298,7 @@ class _Training:
         values = {
             "run_name": config.name,
             "scheduler": config.scheduler.get("name", "budget"),
-            "model": config.model.get("preset", "small"),
+            "model": config.model.get("name") or config.model.get("preset", "small"),
             **trainer.description(),
             "num_steps": self._num_steps(),
             "num_epochs": config.trainer.num_epochs,

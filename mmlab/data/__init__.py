@@ -15,6 +15,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "collate": ["collate"],
         "dataset": ["MultiModalDataset", "MultimodalDataset"],
         "decode": ["decode_image"],
+        "conversation_batches": ["ConversationCollator"],
+        "conversation_sizes": ["ConversationSizes", "conversation_sizes"],
         "conversations": ["Conversations", "read_conversations"],
         "readers": ["read_records"],
         "records": ["Records"],

@@ -15,13 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mmlab.data.readers.headers import Size, image_sizes
 from mmlab.data.readers.hub import is_dataset
 from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, read_json
 from mmlab.data.readers.paths import FileResolver
 from mmlab.data.readers.rows import open_file, report_bad_rows
 from mmlab.data.readers.sidecar import Stamp
-from mmlab.data.records import BadRow
+from mmlab.data.records import BadRow, Grouped
 from mmlab.errors import DataError, OptionError, unknown_name
 
 PLACEHOLDER = "<image>"  # in a text: here belongs the next image
@@ -45,7 +48,7 @@ class _Image:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Conversations(Sequence[dict[str, Any]]):
+class Conversations(Grouped, Sequence[dict[str, Any]]):
     """N checked conversations; `conversations[row]` decodes the row's images, for a DataLoader's workers.
 
     An item is `{"messages": [...], "images": [...]}`: messages in the form of Hugging Face's chat templates, with one part
@@ -68,12 +71,34 @@ class Conversations(Sequence[dict[str, Any]]):
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
             return self.select(range(*row.indices(len(self))))
-        return {"messages": self.messages[row], "images": [_decode(image) for image in self.images[row]]}
+        return {"messages": self.messages[row], "images": [decode(image) for image in self.read(row)]}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
 
-    def select(self, rows: Sequence[int]) -> Conversations:
+    @property
+    def splits(self) -> None:
+        """Conversations state none."""
+
+    @property
+    def image_paths(self) -> list[str | None]:
+        """The file of each row's first image, where it is one."""
+        return [own[0].path or None if own else None for own in self.images]
+
+    @property
+    def group(self) -> NDArray[np.int64]:
+        """(N,) rows whose first image is the same file share a number."""
+        names = [path or f"\0{row}" for row, path in enumerate(self.image_paths)]
+        return np.unique(names, return_inverse=True)[1]
+
+    def read(self, row: int) -> list[bytes]:
+        """The encoded images of a row."""
+        return [
+            Path(image.path).read_bytes() if image.content is None else image.content
+            for image in self.images[row]
+        ]
+
+    def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Conversations:
         """The rows asked for, in that order."""
         columns = {name: [getattr(self, name)[row] for row in rows] for name in _COLUMNS}
         return replace(self, **columns)  # type: ignore[arg-type]
@@ -342,10 +367,11 @@ def _measure(
     return rows
 
 
-def _decode(image: _Image) -> Any:
+def decode(image: bytes) -> Any:
+    """An encoded image as `PIL.Image`, in RGB and upright."""
     from PIL import Image, ImageOps
 
-    with Image.open(image.path if image.content is None else io.BytesIO(image.content)) as opened:
+    with Image.open(io.BytesIO(image)) as opened:
         return ImageOps.exif_transpose(opened).convert("RGB")
 
 

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from mmlab.data.collate import Sample
+from mmlab.data.collate import Sample, collate
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import encode_texts, load_tokenizer
 from mmlab.errors import DataError, check_numbers
-from mmlab.types import ImagePolicy, Region, Square, processor_policy
+from mmlab.types import Batch, ImagePolicy, Region, Square, processor_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +122,11 @@ class MultimodalDataset(Dataset[Sample]):
         except (OSError, ValueError) as error:
             raise self._bad_image(row, error) from error
 
+    @property
+    def most_pixels(self) -> int:
+        """Of an image, as it is stored."""
+        return int((self.records.height.astype(np.int64) * self.records.width).max(initial=0))
+
     def announce(self, row: int) -> None:
         """Tell the system that `read` will be called for a row, so that a disk can begin."""
         if self.cache is None or not self.cache.announce(row):
@@ -150,6 +155,10 @@ class MultimodalDataset(Dataset[Sample]):
             label=None if records.labels is None else int(records.labels[row]),
             group=int(records.group[row]),
         )
+
+    def collate(self, samples: Sequence[Sample], pixels: Pixels | None = None) -> Batch:
+        """`mmlab.data.collate` with the tokenizer's padding."""
+        return collate(samples, pad_token_id=self.tokenizer.pad_token_id, pixels=pixels)
 
     def _pixels(self, row: int, encoded: bytes, region: Region | None) -> Pixels:
         try:

@@ -7,10 +7,10 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -61,8 +61,60 @@ _SINGULAR = {"ids": "id", "image_paths": "image_path", "texts": "text", "labels"
 _COLUMNS = ("ids", "image_paths", "texts", "height", "width", "num_tokens", "group", "labels", "splits")
 
 
+class Grouped:
+    """Rows in groups, those of one image, which are drawn and held out together."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+        select: Callable[..., Self]
+        __len__: Callable[[], int]
+
+        @property
+        def group(self) -> NDArray[np.int64]: ...
+        @property
+        def splits(self) -> list[str | None] | None: ...
+
+    def sample(self, num: int | None, *, seed: int = 0) -> Self:
+        """So many records, drawn by `seed`, in the order that they had; all where None or where there are no more.
+
+        The records of an image (group) come together, and every split is drawn from in proportion, but with two
+        images at least, so that a small sample, too, has something to hold out.
+        """
+        if num is None or num >= len(self):
+            return self
+        split = np.unique([str(name) for name in self.splits or [None] * len(self)], return_inverse=True)[1]
+        groups, group = np.unique(np.stack([split, self.group]), axis=1, return_inverse=True)
+        place = np.empty(groups.shape[1])
+        rng = np.random.default_rng(seed)
+        for name in np.unique(split):
+            rows = np.flatnonzero(groups[0] == name)
+            turn = rng.permutation(len(rows))
+            place[rows] = np.where(turn < 2, -1, turn / len(rows))
+        drawn = np.argsort(place[group.ravel()], kind="stable")[:num]
+        return self.select(np.sort(drawn))
+
+    def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> tuple[Self, Self]:
+        """Split off a share of the *images* (groups), so that no image is on both sides.
+
+        Returns:
+            (kept, held_out)
+        """
+        if not 0 < fraction < 1:
+            raise OptionError(f"fraction must lie between 0 and 1, found {fraction}")
+        groups = np.unique(self.group)
+        if len(groups) < 2:
+            raise DataError(
+                f"cannot hold out images: all {len(self)} records are of one group (the captions of one image, or what "
+                "the column `group` joins), at least 2 groups are needed"
+            )
+        num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
+        chosen = np.random.default_rng(seed).choice(groups, size=num_held_out, replace=False)
+        held_out = np.isin(self.group, chosen)
+        return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Records(Sequence[Record]):
+class Records(Grouped, Sequence[Record]):
     """A sequence of `Record` kept as columns of N rows.
 
     `height` and `width` are the image's displayed size in pixels (zero without an image), `num_tokens` the text's
@@ -141,44 +193,6 @@ class Records(Sequence[Record]):
             )
         assert self.splits is not None
         return self.select([row for row, split in enumerate(self.splits) if split == name])
-
-    def sample(self, num: int | None, *, seed: int = 0) -> Records:
-        """So many records, drawn by `seed`, in the order that they had; all where None or where there are no more.
-
-        The records of an image (group) come together, and every split is drawn from in proportion, but with two
-        images at least, so that a small sample, too, has something to hold out.
-        """
-        if num is None or num >= len(self):
-            return self
-        split = np.unique([str(name) for name in self.splits or [None] * len(self)], return_inverse=True)[1]
-        groups, group = np.unique(np.stack([split, self.group]), axis=1, return_inverse=True)
-        place = np.empty(groups.shape[1])
-        rng = np.random.default_rng(seed)
-        for name in np.unique(split):
-            rows = np.flatnonzero(groups[0] == name)
-            turn = rng.permutation(len(rows))
-            place[rows] = np.where(turn < 2, -1, turn / len(rows))
-        drawn = np.argsort(place[group.ravel()], kind="stable")[:num]
-        return self.select(np.sort(drawn))
-
-    def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> tuple[Records, Records]:
-        """Split off a share of the *images* (groups), so that no image is on both sides.
-
-        Returns:
-            (kept, held_out)
-        """
-        if not 0 < fraction < 1:
-            raise OptionError(f"fraction must lie between 0 and 1, found {fraction}")
-        groups = np.unique(self.group)
-        if len(groups) < 2:
-            raise DataError(
-                f"cannot hold out images: all {len(self)} records are of one group (the captions of one image, or what "
-                "the column `group` joins), at least 2 groups are needed"
-            )
-        num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
-        chosen = np.random.default_rng(seed).choice(groups, size=num_held_out, replace=False)
-        held_out = np.isin(self.group, chosen)
-        return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
 
     def with_num_tokens(self, num_tokens: Sequence[int] | NDArray[np.integer]) -> Records:
         """The same records with text lengths measured by a tokenizer (see `mmlab.data.text.measure_tokens`)."""

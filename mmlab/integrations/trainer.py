@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from mmlab.data.conversation_sizes import conversation_sizes
 from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
-from mmlab.integrations.processor_sizes import conversation_sizes
 from mmlab.integrations.sampler import PlannedSampler, sample_sizes
 from mmlab.schedule.base import Scheduler
 from mmlab.types import Samples

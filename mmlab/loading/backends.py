@@ -157,9 +157,8 @@ class ThreadBackend(Backend):
 
     def ram_bytes(self, setting: Setting) -> int:
         """Memory that a setting may take: batches, and two images with room to decode for each thread."""
-        records = self.loader.dataset.records
-        num_pixels = int((records.height.astype(np.int64) * records.width).max(initial=0))
-        return setting.prefetch * self._largest_bytes + setting.num_workers * 2 * 3 * num_pixels
+        image_bytes = 3 * self.loader.dataset.most_pixels
+        return setting.prefetch * self._largest_bytes + setting.num_workers * 2 * image_bytes
 
     def _new_pool(self) -> Executor:
         if not self._pools:  # else the number of workers changes in mid-epoch

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from mmlab.data.collate import Sample, collate, put
-from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.collate import Sample, put
 from mmlab.errors import DataError
 from mmlab.types import PATCH, Batch, Region, SampleSizes
 
@@ -97,7 +96,7 @@ class SampleLoader:
             is nearest in size and fits into the planned batch (none fits: it is left out).
     """
 
-    dataset: MultimodalDataset
+    dataset: Any  # a `MultimodalDataset` or a `ConversationDataset`
     augment: Augmentation | None = None
     seed: int = 0
     on_bad_sample: str = "raise"
@@ -147,8 +146,7 @@ class SampleLoader:
         """Pad the request's samples together, in the memory that `pixels` gave."""
         rows = [item.row for item in loaded if item.sample is not None]
         samples = [item.sample for item in loaded if item.sample is not None]
-        pad_token_id = self.dataset.tokenizer.pad_token_id
-        batch = collate(samples, pad_token_id=pad_token_id, pixels=pixels) if samples else None
+        batch = self.dataset.collate(samples, pixels) if samples else None
         bad = [item.bad for item in loaded if item.bad is not None]
         return LoadedBatch(request, rows, batch, bad, sum(item.hit for item in loaded), busy_s or {})
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.errors import DataError, RunError, check_numbers, unknown_name
 from mmlab.loading.backends import Backend, Setting, ThreadBackend
 from mmlab.loading.batches import (
@@ -58,7 +58,7 @@ class PlannedLoader:
     """Iterates over the batches of one epoch's plan; `set_epoch` plans the next.
 
     Args:
-        dataset: what to load.
+        dataset: what to load: a `MultimodalDataset` or a `ConversationDataset`.
         scheduler: plans each epoch from `dataset.sizes`. The plan is read only as far ahead as `prefetch`, so a
             scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may plan the rest of the epoch anew.
         backend: `threads` in this process; `torch` for worker processes, faster where Python code (an augmentation of
@@ -87,7 +87,7 @@ class PlannedLoader:
 
     def __init__(
         self,
-        dataset: MultimodalDataset,
+        dataset: Any,
         scheduler: Scheduler,
         *,
         backend: str = "threads",
@@ -306,6 +306,8 @@ class PlannedLoader:
 
     def _complete(self, batch: Batch, rows: list[int]) -> Batch:
         self._copier.arrive(batch)
+        if isinstance(batch, ConversationBatch):
+            batch.dataset = self.dataset
         if self.weights is not None:
             batch.weights = torch.from_numpy(self.weights[rows]).float().to(batch.pixel_values.device)
         return batch

@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "memory_report": ["MemoryReport"],
         "resource_aware": ["ResourceAwareScheduler"],
         "roofline": ["predict_time"],
+        "step_prices": ["StepPrices", "price_model", "price_steps"],
         "time_model": ["TimeModel"],
         "timing": ["fit_time"],
         "virtual_device": ["VirtualDevice"],

@@ -53,7 +53,7 @@ def memory_scheduler(
     setting = asked | {"device": torch.device(device).type}
 
     def fitted() -> MemoryModel:
-        return _saved_or_fitted(
+        return saved_or_fitted(
             saved,
             MemoryModel,
             lambda: fit_memory(model, num_held_out=0, progress=progress, **setting),
@@ -77,7 +77,7 @@ def saved_or_fitted_time(
         trainer: options of its trainer.
         options: others of `fit_time`.
     """
-    return _saved_or_fitted(
+    return saved_or_fitted(
         saved,
         TimeModel,
         lambda: fit_time(model, sizes, **options, **trainer),
@@ -86,7 +86,7 @@ def saved_or_fitted_time(
     )
 
 
-def _saved_or_fitted(
+def saved_or_fitted(
     saved: Path | None,
     kind: type[Fitted],
     fit: Callable[[], Fitted],

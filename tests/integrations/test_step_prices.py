@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from mmlab.cli.main import main
+from mmlab.data import ConversationCollator, conversation_sizes
 from mmlab.errors import OptionError
-from mmlab.integrations import ConversationCollator, conversation_sizes, price_model, price_steps
+from mmlab.pricing import price_model, price_steps
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule import make_scheduler
 from tests.integrations.test_conversations import conversations, folder  # noqa: F401

@@ -6,17 +6,17 @@ text, and its template for every answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from mmlab.data.conversation_packs import IGNORED, Packer, check_packs
+from mmlab.data.conversation_sizes import check_processor, count_images, processor_inputs, templated
 from mmlab.data.conversations import Message
 from mmlab.errors import DataError
-from mmlab.integrations.packs import IGNORED, Packer, check_packs
-from mmlab.integrations.processor_sizes import check_processor, count_images, processor_inputs, templated
 
 _LEAD = 2  # tokens before an answer that must be found with it
 
@@ -41,17 +41,21 @@ class ConversationCollator:
     def __init__(self, processor: Any, *, packed_for: nn.Module | None = None) -> None:
         check_processor(processor)
         self.processor = processor
-        self._pack: Packer | None = None
+        self.pack: Callable[[dict[str, Tensor]], dict[str, Any]] = dict
         if packed_for is not None:
-            self._pack = Packer(packed_for)
-            batch = self._padded(_two_samples())
-            check_packs(packed_for, batch, self._pack(batch))
+            self.pack = Packer(packed_for)
+            batch = self.padded(_two_samples())
+            check_packs(packed_for, batch, self.pack(batch))
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        batch = self._padded(rows)
-        return batch if self._pack is None else self._pack(batch)
+        return self.pack(self.padded(rows))
 
-    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    def packing(self, model: nn.Module) -> ConversationCollator:
+        """The same, packed for a model."""
+        return ConversationCollator(self.processor, packed_for=model)
+
+    def padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """The batch before it is packed."""
         processor, messages = self.processor, [row["messages"] for row in rows]
         images = [list(row["images"]) for row in rows]
         inputs = processor_inputs(processor, messages)

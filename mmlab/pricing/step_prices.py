@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mmlab.data.conversations import Conversations, read_conversations
+from mmlab.data.conversation_dataset import ConversationDataset
+from mmlab.data.conversations import read_conversations
 from mmlab.errors import OptionError
-from mmlab.integrations.conversation_batches import ConversationCollator
-from mmlab.integrations.processor_sizes import conversation_sizes
 from mmlab.machine import cpu_name, memory_limit, resolve_device
+from mmlab.model.conversation_model import named_processor, named_vlm
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.plan_prices import PlanPrices
+from mmlab.pricing.planner import saved_or_fitted
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import low_seconds
+from mmlab.runs.folders import TIME_MODEL
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
@@ -148,73 +151,85 @@ def price_model(
     return price_steps(train_step, sizes, holds=(model, optimizer), **options)
 
 
-def named_conversations(
-    data: str, images: str | None, processor: str
-) -> tuple[SampleSizes, Callable[..., PlanPrices]]:
-    """Sizes of a file's conversations under a named processor, and `price_conversations` for them.
+def price_dataset(
+    network: nn.Module, dataset: ConversationDataset, *, precision: str = "fp32"
+) -> tuple[MemoryModel, TimeModel]:
+    """`price_model` for a model that takes these conversations, where it is, as models that can be saved.
+
+    Batches of up to 32 mean samples are measured, or of two of the largest.
+    """
+    sizes = dataset.sizes
+    costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
+    found = price_model(
+        network,
+        dataset,
+        lambda samples: dataset.collate(samples).inputs,
+        sizes,
+        precision=precision,
+        budget=max(costs[-1], DEFAULT_MEAN_SAMPLES * costs[:-1].mean()),
+    )
+    own: dict[str, Any] = {"fingerprint": fingerprint(network), "conditions": _conditions(network, precision)}
+    memory = MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own)
+    spread_ratio = found.spread_ratio
+    return memory, TimeModel(
+        rows=found.seconds, held_out=found.seconds_held_out, spread_ratio=spread_ratio, **own
+    )
+
+
+def saved_or_priced(
+    saved: Path | None, network: nn.Module, dataset: ConversationDataset, *, precision: str
+) -> tuple[MemoryModel, TimeModel]:
+    """The prices in a file and the one beside it, so that a run that goes on has the same plans; else `price_dataset`'s."""
+    priced = cache(lambda: price_dataset(network, dataset, precision=precision))
+    paths = (None, None) if saved is None else (saved, saved.with_name(TIME_MODEL))
+    about: dict[str, Any] = {"fingerprint": fingerprint(network)}
+    about["conditions"] = lambda: _conditions(network, precision)
+    memory = saved_or_fitted(paths[0], MemoryModel, lambda: priced()[0], **about)
+    return memory, saved_or_fitted(paths[1], TimeModel, lambda: priced()[1], **about)
+
+
+def _conditions(network: nn.Module, precision: str) -> dict[str, Any]:
+    device = next(network.parameters()).device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return {"method": "measured", "device": name, "precision": precision}
+
+
+def named_dataset(data: str, images: str | None, processor: str, **options: Any) -> ConversationDataset:
+    """The conversations of a file under a named processor.
+
+    Args:
+        options: of `ConversationDataset`.
 
     Raises:
         DataError: conversations that cannot be used.
         OptionError: no such processor.
     """
-    from transformers import AutoProcessor
-
-    try:
-        loaded = AutoProcessor.from_pretrained(processor)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{processor!r} is no processor that transformers finds: {error}") from error
-    conversations = read_conversations(data, images=images)
-    sizes = conversation_sizes(conversations, loaded).sizes()
-    return sizes, partial(price_conversations, processor=loaded, conversations=conversations)
+    return ConversationDataset(read_conversations(data, images=images), named_processor(processor), **options)
 
 
 def price_conversations(
     model: str,
     sizes: SampleSizes,
     *,
-    processor: Any,
-    conversations: Conversations,
+    dataset: ConversationDataset,
     precision: str = "fp32",
     price_per_hour: float | None = None,
 ) -> PlanPrices:
-    """`price_model` of a named vision-language model on the device at hand, for `preview`.
+    """`price_dataset` of a named vision-language model on the device at hand, for `preview`.
 
     Args:
         model: name or path of a transformers model, of which only the configuration is read.
-        sizes: of the conversations. Batches of up to 32 mean samples are measured, or of two of the largest.
         price_per_hour: of the device.
 
     Raises:
         OptionError: no such model, or one that reads no images as tokens.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     device = resolve_device("auto")
-    try:
-        with torch.device(device):
-            network = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{model!r} is no vision-language model that transformers has: {error}") from error
-    costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
-    found = price_model(
-        network,
-        conversations,
-        ConversationCollator(processor),
-        sizes,
-        precision=precision,
-        budget=max(costs[-1], DEFAULT_MEAN_SAMPLES * costs[:-1].mean()),
-    )
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
-    conditions = {"method": "measured", "device": name, "precision": precision}
-    own: dict[str, Any] = {"fingerprint": fingerprint(network), "conditions": conditions}
-    return PlanPrices(
-        memory=MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own),
-        time=TimeModel(
-            rows=found.seconds, held_out=found.seconds_held_out, spread_ratio=found.spread_ratio, **own
-        ),
-        limit_bytes=memory_limit(device).usable_bytes,
-        price_per_hour=price_per_hour,
-    )
+    with torch.device(device):
+        network = named_vlm(model, weights=False)
+    memory, time = price_dataset(network, dataset, precision=precision)
+    limit_bytes = memory_limit(device).usable_bytes
+    return PlanPrices(memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour)
 
 
 def _probes(sizes: SampleSizes, number: int, budget: float) -> tuple[list[list[int]], NDArray[np.int64]]:

@@ -1,0 +1,160 @@
+"""Conversations as mmlab's own loader and trainer take them, in batches that the model's processor makes.
+
+`PlannedLoader(ConversationDataset(conversations, processor), scheduler)` reads and decodes images ahead, and makes the
+batches in its workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from mmlab.data.collate import Sample
+from mmlab.data.conversation_batches import ConversationCollator
+from mmlab.data.conversation_sizes import conversation_sizes
+from mmlab.data.conversations import Conversations, decode
+from mmlab.errors import DataError
+from mmlab.types import Batch, HostColumns, SampleSizes
+
+
+@dataclass(kw_only=True)
+class ConversationBatch(Batch):
+    """A batch whose tensors are the arguments of a vision-language model.
+
+    It holds no pixels of its own: `pixel_values` (B, 0, H, W) has the planned shape, that of the most patches of a sample.
+    `columns` count the answers: their `labels` are (B, T).
+    """
+
+    inputs: dict[str, Any] = field(default_factory=dict)  # what the model is called with, by name
+    rows: list[int] = field(default_factory=list)  # of the data set
+    dataset: ConversationDataset | None = None  # that a part is made from; left behind by worker processes
+
+    def part(self, rows: slice) -> Batch:
+        """The samples of some rows, read and collated again: which patches are whose only the processor knows."""
+        assert self.dataset is not None
+        samples = [self.dataset[row] for row in self.rows[rows]]
+        return self.dataset.collate(samples).to(self.input_ids.device)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the batch."""
+        return [*super().tensors(), *(value for value in self.inputs.values() if isinstance(value, Tensor))]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        inputs = {
+            name: change(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()
+        }
+        return replace(super()._map(change), inputs=inputs)  # type: ignore[call-arg]
+
+    def __getstate__(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**fields, "dataset": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class ConversationDataset(Dataset[Sample]):
+    """Conversations under a model's processor, decoded on access. Picklable.
+
+    Args:
+        processor: of transformers, with a chat template and a fast tokenizer.
+        packed_for: the model, for batches without padding, see `ConversationCollator`.
+        cache: folder that remembers the sizes.
+
+    Raises:
+        OptionError: a processor, or a model to pack for, that cannot be used.
+    """
+
+    cache: Any = None  # of pixels: a processor's are not kept
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        processor: Any,
+        *,
+        packed_for: nn.Module | None = None,
+        cache: str | Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        self.records, self.tokenizer = conversations, processor.tokenizer
+        self.collator = ConversationCollator(processor, packed_for=packed_for)
+        found = conversation_sizes(conversations, processor, cache=cache, progress=progress)
+        self.sizes: SampleSizes = found.sizes()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, row: int) -> Sample:
+        return self.decode(row, self.read(row))
+
+    def read(self, row: int, out: NDArray | None = None) -> list[bytes]:
+        """The encoded images of a row.
+
+        Raises:
+            DataError: one cannot be read.
+        """
+        try:
+            return self.records.read(row)
+        except OSError as error:
+            raise self._bad_image(row, error) from error
+
+    @property
+    def most_pixels(self) -> int:
+        """Of a conversation's images, as they are stored."""
+        return max(sum(high * wide for high, wide in own) for own in self.records.image_sizes)
+
+    def announce(self, row: int) -> None:
+        """Nothing is read ahead: a processor takes longer than a disk."""
+
+    def decode(self, row: int, found: list[bytes]) -> Sample:
+        """The sample of a row, from what `read` gave.
+
+        Raises:
+            DataError: an image cannot be decoded.
+        """
+        try:
+            images = [decode(image) for image in found]
+        except (OSError, ValueError) as error:
+            raise self._bad_image(row, error) from error
+        messages = self.records.messages[row]
+        return Sample(id=self.records.ids[row], row=row, image=None, messages=messages, images=images)
+
+    def collate(self, samples: Sequence[Sample], pixels: NDArray | None = None) -> ConversationBatch:
+        """The processor's batch of these samples."""
+        padded = self.collator.padded(samples)
+        rows = [sample["row"] for sample in samples]
+        sizes, there = self.sizes.take(rows), padded["attention_mask"].bool()
+        columns = HostColumns(
+            input_ids=padded["input_ids"],
+            attention_mask=there,
+            height=sizes.height.astype("int64"),
+            width=sizes.width.astype("int64"),
+            groups=None,
+            labels=padded["labels"],
+        )
+        return ConversationBatch(
+            pixel_values=torch.empty(len(rows), 0, int(sizes.height.max()), int(sizes.width.max())),
+            pixel_mask=torch.empty(len(rows), 0),
+            input_ids=padded["input_ids"],
+            attention_mask=there,
+            labels=None,
+            record_ids=[sample["id"] for sample in samples],
+            columns=columns,
+            inputs=self.collator.pack(padded),
+            rows=rows,
+            dataset=self,
+        )
+
+    def _bad_image(self, row: int, error: Exception) -> DataError:
+        return DataError(
+            f"conversation {self.records.ids[row]!r}: cannot read its image {self.records.image_paths[row]}: {error}; "
+            "mend or remove the file, then read the conversations again"
+        )

@@ -1,0 +1,80 @@
+"""`ConversationModel`: a vision-language model on batches that its own processor made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmlab.errors import OptionError
+from mmlab.model.huggingface import LossModel
+from mmlab.types import Batch, HostColumns
+
+_IGNORED = -100  # the label that transformers leaves out of a loss
+
+
+class ConversationModel(LossModel):
+    """Calls a model with a `ConversationBatch`'s inputs and gives its output; its loss is a mean over the answers' tokens.
+
+    Args:
+        module: of transformers; its forward takes what its processor makes, and `labels`.
+    """
+
+    accepted, labels, shifts_labels, image_size = ("labels",), "batch", True, None
+    is_packed = False  # whether batches come without padding
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+    def num_terms(self, batch: Batch | HostColumns) -> Tensor | int:
+        """How many tokens of answers the mean is over; the first of a sequence is predicted by nothing."""
+        host = batch.host if isinstance(batch, Batch) else batch
+        assert host.labels is not None
+        return int((host.labels.ne(_IGNORED) & host.attention_mask)[:, 1:].sum())
+
+    def _arguments(self, batch: Any) -> dict[str, Any]:
+        return batch.inputs
+
+
+def named_processor(name: str) -> Any:
+    """The processor of a name or path.
+
+    Raises:
+        OptionError: transformers finds none.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{name!r} is no processor that transformers finds: {error}") from error
+
+
+def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) -> nn.Module:
+    """The vision-language model of a name or path.
+
+    Args:
+        weights: read them; else the configuration alone, and they are random.
+        lora_rank: train adapters of this rank around every linear layer, and nothing else (Hu et al. 2021,
+            arXiv:2106.09685; needs peft).
+
+    Raises:
+        OptionError: transformers finds none, or there is no peft.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    try:
+        if weights:
+            module = AutoModelForImageTextToText.from_pretrained(name)
+        else:
+            module = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(name))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{name!r} is no vision-language model that transformers has: {error}") from error
+    if lora_rank is None:
+        return module
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise OptionError("lora_rank needs peft: pip install 'mmlab[lora]'") from error
+    return get_peft_model(module, LoraConfig(r=lora_rank, target_modules="all-linear"))
