@@ -23,6 +23,7 @@ Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
 Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
 Tokenizer = Annotated[str, "builtin, or a Hugging Face name or path"]
 Images = Annotated[str | None, "folder of the images, where they are not beside the data"]
+Processor = Annotated[str | None, "of a vision-language model; the data are conversations"]
 Limit = Annotated[int | None, "use N pairs, drawn from every split"]
 Model = Annotated[str, "preset of the fusion model"]
 Device = Annotated[str, "auto, cpu, cuda, cuda:1, ..."]
@@ -59,8 +60,8 @@ def compare(
 
     from mmlab.comparison.experiment import compare
 
-    out = out or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}"
-    return compare(data, _names(schedulers), out=out, **options)
+    folder = out or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}"
+    return compare(data, _names(schedulers), out=folder, **options)
 
 
 def train(
@@ -140,7 +141,7 @@ def plan(
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
     schedulers: Names = "random,sorted,bucket,length_grouped,aspect_bucket,budget,packed",
     max_side: Annotated[int, "images keep their aspect within this side squared"] = 384,
-    processor: Annotated[str | None, "of a vision-language model; the data are conversations"] = None,
+    processor: Processor = None,
     model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,
     device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
     price_per_hour: Annotated[float | None, "of one device: adds epoch_price"] = None,
@@ -196,6 +197,7 @@ class _MemoryOptions:
     tokenizer: Tokenizer = "builtin"
     limit: Limit = None
     images: Images = None
+    processor: Processor = None
 
 
 def memory(

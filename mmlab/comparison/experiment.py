@@ -26,11 +26,19 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, scheduler_names
-from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
+from mmlab.comparison.preparation import (
+    COST,
+    augmentation,
+    describe_machine,
+    make_conversation_sets,
+    make_datasets,
+)  # fmt: skip
 from mmlab.comparison.result import Comparison
 from mmlab.comparison.sizing import Sized, as_configured, size_schedulers
 from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
+from mmlab.data.conversations import Conversations
 from mmlab.data.records import Records
+from mmlab.errors import OptionError
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
 from mmlab.runs.control import Control
@@ -40,7 +48,7 @@ from mmlab.schedule.base import Scheduler
 
 
 def compare(
-    data: str | Path | Records,
+    data: str | Path | Records | Conversations,
     schedulers: Sequence[str] | Mapping[str, Scheduler] = COMPARED,
     *,
     out: str | Path | None = None,
@@ -53,7 +61,7 @@ def compare(
     Pairs marked with a split `val` or `test` are held out; without one, a tenth of the images is.
 
     Args:
-        data: anything that `read_records` takes, or records.
+        data: anything that `read_records` takes, or records; with `processor`, what `read_conversations` takes.
         schedulers: names from `SCHEDULERS`, or configured schedulers by the name that they shall have. Those that are
             named get the largest batches within the same memory; for that the model is priced first in bytes and
             seconds, which takes half a minute for a small one. With `equal="batch_size"` they have one batch size, or
@@ -75,15 +83,7 @@ def compare(
     device = resolve_device(chosen.device)
     names = scheduler_names(schedulers)
     control.say("reading headers")
-    train_set, held_out_set = make_datasets(
-        data,
-        image=chosen.image,
-        images=chosen.images,
-        tokenizer=chosen.tokenizer,
-        limit=chosen.limit,
-        seed=chosen.seed,
-        progress=progress,
-    )
+    train_set, held_out_set = _data_sets(data, chosen, progress)
     if chosen.num_workers is None:
         chosen = dataclasses.replace(chosen, num_workers=default_num_workers())
     control.say("planning")
@@ -103,7 +103,7 @@ def compare(
         "time_model": None
         if sized.time is None
         else {**sized.time.held_out, "spread_ratio": sized.time.spread_ratio},
-        "image": str(train_set.image_policy),
+        "image": None if chosen.processor else str(train_set.image_policy),
         "num_negatives": NUM_NEGATIVES,
         "warmup_steps": WARMUP_STEPS,
         "device": device,
@@ -126,7 +126,7 @@ def compare(
         sized.time.save(folder / TIME_MODEL)
     runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
     control.say("reading every image once")
-    _warm_page_cache(train_set.records, progress)
+    _warm_page_cache(train_set, progress)
     interrupted = take_turns(runs, setup, progress)
     finished = min(len(run.epochs) for run in runs)
     if not finished:
@@ -145,13 +145,30 @@ def _held_equal(schedulers: Sequence[str] | Mapping[str, Scheduler], sized: Size
     return "memory" if sized.budget is None else "batch_size"
 
 
-def _warm_page_cache(records: Records, progress: bool) -> None:
+def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[Any, Any]:
+    """Training and held-out samples: conversations where there is a processor, else pairs."""
+    shared: dict[str, Any] = {"images": options.images, "limit": options.limit, "seed": options.seed}
+    if options.processor is None:
+        return make_datasets(
+            data, image=options.image, tokenizer=options.tokenizer, progress=progress, **shared
+        )
+    default = ComparisonOptions()
+    of_pairs = ("image", "tokenizer", "augment", "adaptive")
+    if given := [name for name in of_pairs if getattr(options, name) != getattr(default, name)]:
+        raise OptionError(
+            f"{', '.join(given)}: the processor makes the batches of conversations; leave that out"
+        )
+    return make_conversation_sets(data, options.processor, progress=progress, **shared)
+
+
+def _warm_page_cache(dataset: Any, progress: bool) -> None:
     """Read every image file once."""
+    records = dataset.records
     one_per_image = np.unique(records.group, return_index=True)[1]
     rows = [int(row) for row in one_per_image if records.image_paths[row] is not None]
     with ThreadPoolExecutor(8) as pool:
         for _ in tqdm(
-            pool.map(records.read_image, rows),
+            pool.map(dataset.read, rows),
             total=len(rows),
             desc="reading files",
             disable=None if progress else True,

@@ -70,7 +70,8 @@ class ComparisonOptions(SamplingOptions):
     images: Annotated[str | None, "folder of the images, where they are not beside the data"] = None
     image: Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"] = "aspect:128"
     augment: Annotated[str, "random changes of images: none, crop, colour or randaugment"] = "none"
-    model: Annotated[str, "preset of the fusion model"] = "tiny"
+    model: Annotated[str, "preset of the fusion model; with processor, a vision-language model"] = "tiny"
+    processor: Annotated[str | None, "of a vision-language model; the data are conversations"] = None
     tokenizer: Annotated[str, "builtin, or a Hugging Face name or path"] = "builtin"
     lr: Annotated[float, "highest learning rate"] = 1e-3
     device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto"

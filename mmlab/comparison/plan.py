@@ -57,9 +57,9 @@ def named_scheduler(
     once = partial(group.run_on_main, doing="price the model")
     own = ("precision", "checkpointing", "objectives")
     if isinstance(dataset, ConversationDataset):
-        network: Any = model()
+        network: Any = model().to(device)
         precision = setting["precision"]
-        cost, seconds = once(lambda: saved_or_priced(saved, network.module, dataset, precision=precision))
+        cost, seconds = once(lambda: saved_or_priced(saved, network, dataset, precision=precision))
         limit = device_limit(device, memory_gb=options.pop("memory_gb", None))
         scheduler: Any = make_scheduler("memory", cost=cost, budget=limit, world_size=world_size, **options)
     else:

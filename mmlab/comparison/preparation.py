@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from mmlab.comparison.options import SamplingOptions
+from mmlab.comparison.options import ComparisonOptions, SamplingOptions
 from mmlab.data.augment import Augment
 from mmlab.data.complexity import image_complexity
+from mmlab.data.conversation_batches import ConversationCollator
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.data.dataset import MultimodalDataset
@@ -31,7 +32,7 @@ from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import GIB, describe_host
-from mmlab.model.conversation_model import ConversationModel, named_processor
+from mmlab.model.conversation_model import ConversationModel, named_processor, named_vlm
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
 from mmlab.schedule.base import Scheduler
@@ -42,9 +43,6 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.schedule.weighted import Weighted
 from mmlab.types import parse_image_policy
-
-if TYPE_CHECKING:
-    from mmlab.comparison.config import DataOptions
 
 Rows = TypeVar("Rows", Records, Conversations)
 COST = PaddedTokens()
@@ -110,20 +108,28 @@ def make_datasets(
 
 
 def make_conversation_sets(
-    data: DataOptions, processor: str, *, seed: int = 0, progress: bool = True, save_to: Path | None = None
+    data: Any,
+    processor: str,
+    *,
+    images: str | None = None,
+    limit: int | None = None,
+    cache: str | None = None,
+    seed: int = 0,
+    progress: bool = True,
 ) -> tuple[ConversationDataset, ConversationDataset]:
     """Training and held-out conversations, which share no image, under a named processor.
 
     Args:
-        save_to: a folder for the processor.
+        data: anything that `read_conversations` takes, or conversations.
+        images, limit: as for `make_datasets`.
+        cache: folder that remembers their sizes.
     """
     loaded = named_processor(processor)
-    if save_to is not None:
-        loaded.save_pretrained(save_to)
-    read = read_conversations(data.path, images=data.images, progress=progress)
-    sides = hold_out(read.sample(data.limit, seed=seed), seed=seed)
+    if not isinstance(data, Conversations):
+        data = read_conversations(data, images=images, progress=progress)
+    sides = hold_out(data.sample(limit, seed=seed), seed=seed)
     train_set, held_out_set = (
-        ConversationDataset(side, loaded, cache=data.cache, progress=progress) for side in sides
+        ConversationDataset(side, loaded, cache=cache, progress=progress) for side in sides
     )
     return train_set, held_out_set
 
@@ -167,6 +173,13 @@ def make_model(options: Mapping[str, Any], *, vocab_size: int, seed: int) -> nn.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build_model(**options, vocab_size=vocab_size)
+
+
+def model_of(options: ComparisonOptions, dataset: Any) -> nn.Module:
+    """The model that a comparison trains, with its first weights."""
+    if options.processor is not None:
+        return ConversationModel(named_vlm(options.model))
+    return make_model({"preset": options.model}, vocab_size=len(dataset.tokenizer), seed=options.seed)
 
 
 def fill_cache(
@@ -216,14 +229,14 @@ def suit(model: nn.Module, plan: BatchPlan | LivePlan, dataset: Any = None) -> n
     """Turn packed execution on where the plan lays samples end to end; changes no weight.
 
     Args:
-        dataset: whose batches are packed, where the model's processor makes them.
+        dataset: of conversations, whose processor makes the batches that the model is tried on.
 
     Raises:
         OptionError: a model that cannot be packed.
     """
     packed = isinstance(plan, BatchPlan) and plan.limits.streams is not None
     if packed and isinstance(model, ConversationModel):
-        dataset.collator, model.is_packed = dataset.collator.packing(model.module), True
+        model.pack = ConversationCollator(dataset.collator.processor, packed_for=model.module).pack
         return model
     return enable_packing(model) if packed else model
 

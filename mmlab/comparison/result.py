@@ -45,9 +45,9 @@ class ArmResult:
     peak_source: str
     num_unlearnt_samples: int  # in batches without negatives (captions of one image only), over all epochs
     final_loss: float  # on the held-out pairs, a mean over samples in candidate sets of one fixed size
-    image_to_text_r1: float
-    text_to_image_r1: float
-    chance_r1: float
+    image_to_text_r1: float | None  # None where the model gives no embeddings
+    text_to_image_r1: float | None
+    chance_r1: float | None
     predicted_samples_per_s: float | None = None  # the same, by the time model; None without one
     epochs: list[dict[str, float]] = field(default_factory=list)  # every repetition
 
@@ -109,10 +109,10 @@ class Comparison:
                 "data wait %": (100 * table["data_wait_ratio"]).round(1),
                 "peak MiB": (table["peak_bytes"] / 2**20).round(1),
                 "held-out loss": table["final_loss"].round(3),
-                "R@1 image > text %": (100 * table["image_to_text_r1"]).round(1),
-                "R@1 text > image %": (100 * table["text_to_image_r1"]).round(1),
+                "R@1 image > text %": (100 * table["image_to_text_r1"].astype(float)).round(1),
+                "R@1 text > image %": (100 * table["text_to_image_r1"].astype(float)).round(1),
             }
-        )
+        ).dropna(axis="columns", how="all")
 
     @property
     def ok(self) -> bool:
@@ -135,9 +135,8 @@ class Comparison:
             *self._limit_notes(),
             *self._data_notes(),
             f"Peak memory is {' and '.join(sources)}.",
-            f"R@1 ranks all held-out pairs; chance is {100 * max(arm.chance_r1 for arm in self.arms):.1f} %.",
-            "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the "
-            "batch size does not move it; the number of optimizer steps differs between schedulers.",
+            *self._loss_notes(),
+            "The number of optimizer steps differs between schedulers.",
         ]
         if all(arm.options.get("allow_collisions") == "False" for arm in self.arms):
             notes.append("No batch of any scheduler holds two captions of one image.")
@@ -153,6 +152,16 @@ class Comparison:
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes
+
+    def _loss_notes(self) -> list[str]:
+        chances = [arm.chance_r1 for arm in self.arms if arm.chance_r1 is not None]
+        if not chances:
+            return ["Held-out loss is a mean over the tokens of the answers."]
+        return [
+            f"R@1 ranks all held-out pairs; chance is {100 * max(chances):.1f} %.",
+            "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the batch size "
+            "does not move it.",
+        ]
 
     def _data_notes(self) -> list[str]:
         limit, size, notes = self.config["limit"], self.config["batch_size"], []

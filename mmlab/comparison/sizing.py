@@ -17,11 +17,12 @@ from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.plan import named_scheduler
-from mmlab.comparison.preparation import COST, augmentation, costs_of, make_model, sampled
-from mmlab.data.dataset import MultimodalDataset
+from mmlab.comparison.preparation import COST, augmentation, costs_of, model_of, sampled
 from mmlab.machine import device_limit
+from mmlab.model.conversation_model import ConversationModel
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.step_prices import price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, loading_seconds
 from mmlab.schedule.base import Scheduler
@@ -50,7 +51,7 @@ class Sized:
 def size_schedulers(
     names: Sequence[str],
     options: ComparisonOptions,
-    dataset: MultimodalDataset,
+    dataset: Any,
     device: str,
     *,
     progress: bool = True,
@@ -60,9 +61,7 @@ def size_schedulers(
     Raises:
         OptionError: a sample that needs more than the limit, or a model that cannot be priced.
     """
-    model = partial(
-        make_model, {"preset": options.model}, vocab_size=len(dataset.tokenizer), seed=options.seed
-    )
+    model = partial(model_of, options, dataset)
     if options.equal == "memory" and options.budget is None:
         return _by_memory(names, options, dataset, device, model(), progress)
     budget = _token_budget(options, dataset)
@@ -77,19 +76,17 @@ def size_schedulers(
             continue
         own = {"seed": options.seed, "memory_gb": options.memory_gb}
         planners[name] = named_scheduler(
-            name, own, model, device=device, progress=progress, precision=options.precision
+            name, own, model, dataset=dataset, device=device, progress=progress, precision=options.precision
         )
     return _by_budget(planners, budget, time)
 
 
-def as_configured(
-    planners: Mapping[str, Scheduler], options: ComparisonOptions, dataset: MultimodalDataset
-) -> Sized:
+def as_configured(planners: Mapping[str, Scheduler], options: ComparisonOptions, dataset: Any) -> Sized:
     """Schedulers that the caller has configured, as they are."""
     return _by_budget(planners, _token_budget(options, dataset))
 
 
-def _token_budget(options: ComparisonOptions, dataset: MultimodalDataset) -> float:
+def _token_budget(options: ComparisonOptions, dataset: Any) -> float:
     """Padded tokens a batch: those given, or a mean batch of the size given."""
     return options.budget or options.batch_size * float(batch_costs(COST, dataset.sizes.alone).mean())
 
@@ -109,14 +106,20 @@ def _by_budget(planners: Mapping[str, Scheduler], budget: float, time: TimeModel
 def _by_memory(
     names: Sequence[str],
     options: ComparisonOptions,
-    dataset: MultimodalDataset,
+    dataset: Any,
     device: str,
     model: nn.Module,
     progress: bool,
 ) -> Sized:
-    memory = fit_memory(
-        model, num_held_out=0, progress=progress, device=device.partition(":")[0], precision=options.precision
-    )
+    memory: MemoryModel
+    if isinstance(model, ConversationModel):  # whose steps are measured: seconds come with the bytes
+        memory, time = price_dataset(model.to(device), dataset, precision=options.precision)
+    else:
+        kind = device.partition(":")[0]
+        memory = fit_memory(
+            model, num_held_out=0, progress=progress, device=kind, precision=options.precision
+        )
+        time = None
     sizing = _Sizing(options, dataset, memory)
     if options.memory_gb is None:
         baseline = sizing.make("random", options.batch_size)
@@ -127,7 +130,7 @@ def _by_memory(
             memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
         )
         baseline = sizing.largest("random", options.batch_size, limit_bytes)
-    time = _fit_time(model, dataset, options, device, progress, cost=memory, budget=limit_bytes)
+    time = time or _fit_time(model, dataset, options, device, progress, cost=memory, budget=limit_bytes)
     sizing.time = time
     planners = {}
     for name in names:
@@ -151,7 +154,7 @@ def _by_memory(
 class _Sizing:
     """Finds sizes by planning the whole comparison with them; nothing is decoded."""
 
-    def __init__(self, options: ComparisonOptions, dataset: MultimodalDataset, memory: MemoryModel) -> None:
+    def __init__(self, options: ComparisonOptions, dataset: Any, memory: MemoryModel) -> None:
         self.options, self.dataset, self.memory = options, dataset, memory
         self.time: TimeModel | None = None
 
@@ -214,7 +217,7 @@ def largest_that(fits: Callable[[int], bool], *, first: int, most: int) -> int:
 
 def _fit_time(
     model: nn.Module,
-    dataset: MultimodalDataset,
+    dataset: Any,
     options: ComparisonOptions,
     device: str,
     progress: bool,
@@ -223,6 +226,8 @@ def _fit_time(
     budget: float,
 ) -> TimeModel:
     """A time model fitted in short; how noisy the machine was, the comparison says."""
+    if isinstance(model, ConversationModel):
+        return price_dataset(model.to(device), dataset, precision=options.precision)[1]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="repeats of one step lie")
         return fit_time(

@@ -54,7 +54,8 @@ from mmlab.training.strategy import CollectiveFailed
 
 _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
-_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY, LAUNCH, EVENT_FILES)
+_MODEL = "model"  # a vision-language model and its processor
+_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, LAUNCH, EVENT_FILES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,7 @@ class _Training:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
         options, data = config.trainer, config.data
-        train_set, held_out_set, model = self._data_and_model(device)
+        train_set, held_out_set, model = self._data_and_model()
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(
             config, run, train_set, model, objectives, device, folder / _MEMORY, world_size=world_size
@@ -211,25 +212,21 @@ class _Training:
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
 
-    def _data_and_model(self, device: str) -> tuple[Any, Any, torch.nn.Module]:
+    def _data_and_model(self) -> tuple[Any, Any, torch.nn.Module]:
         """Training and held-out samples, and the model before its first step."""
         config, data, progress = self.config, self.config.data, not self._bar.disable
-        save_to = self.folder / _TOKENIZER if self._run.rank == 0 else None
+        shared: dict[str, Any] = {"images": data.images, "limit": data.limit, "seed": config.trainer.seed}
+        shared["progress"] = progress
         if config.processor is not None:
-            sets = make_conversation_sets(
-                data, config.processor, seed=config.trainer.seed, progress=progress, save_to=save_to
-            )
-            return *sets, ConversationModel(named_vlm(**config.model).to(device))
+            talks = make_conversation_sets(data.path, config.processor, cache=data.cache, **shared)
+            return *talks, ConversationModel(named_vlm(**config.model))
         pairs = make_datasets(
             data.path,
             image=data.image,
-            images=data.images,
             tokenizer=data.tokenizer,
-            limit=data.limit,
             max_tokens=data.max_tokens,
-            seed=config.trainer.seed,
-            progress=progress,
-            save_tokenizer_to=save_to,
+            save_tokenizer_to=self.folder / _TOKENIZER if self._run.rank == 0 else None,
+            **shared,
         )
         if data.cache is not None:
             fill_cache(pairs, data.cache, limit_gib=data.cache_limit_gib, progress=progress)
@@ -272,6 +269,7 @@ class _Training:
                 eval_loader=self._held_out,
                 checkpoints=self._checkpoints,
             )
+        self._save_model()
         best = self._checkpoints.best
         return TrainingResult(
             folder=str(self.folder),
@@ -308,6 +306,13 @@ class _Training:
         }
         self._run.start(trainer.step, **values)
         self._bar.initial = self._bar.n = self._epochs_done()
+
+    def _save_model(self) -> None:
+        """Write a vision-language model as `from_pretrained` reads it; under fsdp, checkpoints alone have the weights."""
+        model, strategy = self.trainer.model, self.trainer.strategy
+        if isinstance(model, ConversationModel) and strategy.rank == 0 and not strategy.saves_on_every_rank:
+            for part in (model.module, self._loader.dataset.collator.processor):
+                part.save_pretrained(self.folder / _MODEL)
 
     def _num_steps(self) -> int:
         """Of the whole run, as far as this epoch's plan tells."""

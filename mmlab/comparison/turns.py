@@ -25,12 +25,10 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.comparison.preparation import augmentation, costs_of, held_out_loader, make_model, sampled, suit
+from mmlab.comparison.preparation import augmentation, costs_of, held_out_loader, model_of, sampled, suit
 from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import Sized
-from mmlab.data.collate import collate
-from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.control import Control
@@ -59,8 +57,8 @@ class ComparisonSetup:
     options: ComparisonOptions
     config: dict[str, Any]  # what the comparison says of itself
     device: str
-    train_set: MultimodalDataset
-    held_out_set: MultimodalDataset
+    train_set: Any  # a `MultimodalDataset`, or a `ConversationDataset`
+    held_out_set: Any
     folder: Path | None
     control: Control
     sized: Sized  # what is predicted: it stands beside every run's steps
@@ -68,10 +66,9 @@ class ComparisonSetup:
     def make_trainer(self, plan: BatchPlan, *, total_steps: int, emit: Any = None) -> FusionTrainer:
         """A model with the comparison's initial weights, packed where the plan is, and its trainer."""
         gc.collect()  # frees the trainer before this one: trainers hold themselves by cycles
-        options, vocab_size = self.options, len(self.train_set.tokenizer)
-        model = make_model({"preset": options.model}, vocab_size=vocab_size, seed=options.seed)
+        options = self.options
         return FusionTrainer(
-            suit(model, plan),
+            suit(model_of(options, self.train_set), plan, self.train_set),
             precision=options.precision,
             device=self.device,
             lr=options.lr,
@@ -100,7 +97,7 @@ class ComparisonSetup:
 
         The step before it creates the optimizer's state, so that the figure is that of a steady step.
         """
-        batch = collate([self.train_set[row] for row in rows])
+        batch = self.train_set.collate([self.train_set[row] for row in rows])
         on_gpu = self.device.startswith("cuda")
         gc.collect()
         before_bytes = torch.cuda.memory_allocated(self.device) if on_gpu else 0  # of the caller's own
@@ -209,7 +206,7 @@ class ComparisonRun:
             final_loss=last["held_out_loss"],
             predicted_samples_per_s=predicted,
             epochs=epochs,
-            **{key: last[key] for key in _RETRIEVAL_KEYS},
+            **{key: last.get(key) for key in _RETRIEVAL_KEYS},  # type: ignore[arg-type]
             **medians,
         )
 
@@ -239,7 +236,7 @@ class ComparisonRun:
             "train_loss": float(np.average(losses[learnt], weights=samples[learnt])),
             "num_unlearnt_samples": int(samples[~learnt].sum()),
             "held_out_loss": held_out["loss"],
-            **{key: held_out[key] for key in _RETRIEVAL_KEYS},
+            **{key: held_out[key] for key in _RETRIEVAL_KEYS if key in held_out},
         }
 
     def _steps_to_count(self, costs: NDArray[np.float64]) -> set[int]:

@@ -50,10 +50,6 @@ class ConversationCollator:
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.pack(self.padded(rows))
 
-    def packing(self, model: nn.Module) -> ConversationCollator:
-        """The same, packed for a model."""
-        return ConversationCollator(self.processor, packed_for=model)
-
     def padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """The batch before it is packed."""
         processor, messages = self.processor, [row["messages"] for row in rows]

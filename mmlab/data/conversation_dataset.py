@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from mmlab.data.collate import Sample
@@ -32,7 +32,7 @@ class ConversationBatch(Batch):
     `columns` count the answers: their `labels` are (B, T).
     """
 
-    inputs: dict[str, Any] = field(default_factory=dict)  # what the model is called with, by name
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # what the model is called with, by name
     rows: list[int] = field(default_factory=list)  # of the data set
     dataset: ConversationDataset | None = None  # that a part is made from; left behind by worker processes
 
@@ -44,12 +44,10 @@ class ConversationBatch(Batch):
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
-        return [*super().tensors(), *(value for value in self.inputs.values() if isinstance(value, Tensor))]
+        return [*super().tensors(), *self.inputs.values()]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        inputs = {
-            name: change(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()
-        }
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         return replace(super()._map(change), inputs=inputs)  # type: ignore[call-arg]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,11 +64,10 @@ class ConversationDataset(Dataset[Sample]):
 
     Args:
         processor: of transformers, with a chat template and a fast tokenizer.
-        packed_for: the model, for batches without padding, see `ConversationCollator`.
         cache: folder that remembers the sizes.
 
     Raises:
-        OptionError: a processor, or a model to pack for, that cannot be used.
+        OptionError: a processor that cannot be used.
     """
 
     cache: Any = None  # of pixels: a processor's are not kept
@@ -80,12 +77,11 @@ class ConversationDataset(Dataset[Sample]):
         conversations: Conversations,
         processor: Any,
         *,
-        packed_for: nn.Module | None = None,
         cache: str | Path | None = None,
         progress: bool = True,
     ) -> None:
         self.records, self.tokenizer = conversations, processor.tokenizer
-        self.collator = ConversationCollator(processor, packed_for=packed_for)
+        self.collator = ConversationCollator(processor)
         found = conversation_sizes(conversations, processor, cache=cache, progress=progress)
         self.sizes: SampleSizes = found.sizes()
 
@@ -129,26 +125,26 @@ class ConversationDataset(Dataset[Sample]):
 
     def collate(self, samples: Sequence[Sample], pixels: NDArray | None = None) -> ConversationBatch:
         """The processor's batch of these samples."""
-        padded = self.collator.padded(samples)
+        inputs = self.collator.padded(samples)
         rows = [sample["row"] for sample in samples]
-        sizes, there = self.sizes.take(rows), padded["attention_mask"].bool()
+        sizes, there = self.sizes.take(rows), inputs["attention_mask"].bool()
         columns = HostColumns(
-            input_ids=padded["input_ids"],
+            input_ids=inputs["input_ids"],
             attention_mask=there,
             height=sizes.height.astype("int64"),
             width=sizes.width.astype("int64"),
             groups=None,
-            labels=padded["labels"],
+            labels=inputs["labels"],
         )
         return ConversationBatch(
             pixel_values=torch.empty(len(rows), 0, int(sizes.height.max()), int(sizes.width.max())),
             pixel_mask=torch.empty(len(rows), 0),
-            input_ids=padded["input_ids"],
+            input_ids=inputs["input_ids"],
             attention_mask=there,
             labels=None,
             record_ids=[sample["id"] for sample in samples],
             columns=columns,
-            inputs=self.collator.pack(padded),
+            inputs=inputs,
             rows=rows,
             dataset=self,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,12 +21,18 @@ class ConversationModel(LossModel):
         module: of transformers; its forward takes what its processor makes, and `labels`.
     """
 
+    module: Any
     accepted, labels, shifts_labels, image_size = ("labels",), "batch", True, None
-    is_packed = False  # whether batches come without padding
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         self.module = module
+        self.pack: Callable[[dict[str, Tensor]], dict[str, Any]] | None = None  # lays samples end to end
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it removes the padding before it computes."""
+        return self.pack is not None
 
     def num_terms(self, batch: Batch | HostColumns) -> Tensor | int:
         """How many tokens of answers the mean is over; the first of a sequence is predicted by nothing."""
@@ -34,7 +41,7 @@ class ConversationModel(LossModel):
         return int((host.labels.ne(_IGNORED) & host.attention_mask)[:, 1:].sum())
 
     def _arguments(self, batch: Any) -> dict[str, Any]:
-        return batch.inputs
+        return batch.inputs if self.pack is None else self.pack(batch.inputs)
 
 
 def named_processor(name: str) -> Any:

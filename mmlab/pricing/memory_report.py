@@ -15,25 +15,31 @@ import numpy as np
 
 from mmlab.data.readers import read_records
 from mmlab.data.text import load_tokenizer, measure_tokens
-from mmlab.errors import DataError
-from mmlab.machine import GIB, MemoryLimit, memory_limit
+from mmlab.errors import DataError, OptionError
+from mmlab.machine import GIB, MemoryLimit, memory_limit, resolve_device
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.named_model import named_model
+from mmlab.pricing.step_prices import named_dataset, price_conversations
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.figures import PALETTE
 from mmlab.schedule.cost import batch_costs, max_batch_size
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import parse_image_policy
+from mmlab.types import PATCH, parse_image_policy
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    from mmlab.data.conversation_dataset import ConversationDataset
     from mmlab.pricing.memory import MemoryModel
     from mmlab.types import SampleSizes
 
+_OF_PAIRS = {  # options that a step of conversations does not have, and their defaults
+    "device": "cuda", "image": "aspect:224", "tokenizer": "builtin", "limit": None, "checkpointing": False,
+    "accumulating": False, "optimizer": "adamw",
+}  # fmt: skip
 _SHOWN = 8  # rows of a table of shapes
 
 
@@ -97,6 +103,7 @@ class MemoryReport:
     model: str
     limit: MemoryLimit
     plans: dict[str, PlannedMemory]  # the training asked for, then its alternatives, by what they are
+    of_conversations: bool = False
 
     @property
     def planned(self) -> PlannedMemory:
@@ -141,6 +148,9 @@ class MemoryReport:
         import pandas as pd
 
         table = pd.DataFrame(shapes[:, 1:], columns=["num_tokens", "height", "width"])
+        if self.of_conversations:  # whose columns stand for patches
+            patches = table.pop("height") * table.pop("width") // PATCH**2
+            table["num_patches"] = patches
         table["num_samples"] = counts
         table["alone_bytes"] = batch_costs(self.memory, shapes).round().astype(np.int64)
         table["best_batch_size"] = [
@@ -185,10 +195,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         held_out = self.memory.held_out
+        against = "measurement on {} other" if self.of_conversations else "simulation on {} larger"
         head = [
             f"{self.model} on {self.source}, {len(self.planned.sizes)} samples",
             str(self.limit),
-            f"prediction against simulation on {held_out['num_shapes']} larger shapes: 95 % within "
+            f"prediction against {against.format(held_out['num_shapes'])} shapes: 95 % within "
             f"{held_out['p95_ratio']:.2%}, at most {held_out['worst_under_ratio']:.2%} too little",
         ]
         if self.planned.plan is None:
@@ -218,6 +229,7 @@ def memory_report(
     tokenizer: str = "builtin",
     limit: int | None = None,
     images: str | None = None,
+    processor: str | None = None,
     progress: bool = True,
     **setting: Any,
 ) -> MemoryReport:
@@ -233,12 +245,21 @@ def memory_report(
         tokenizer: see `load_tokenizer`.
         limit: use so many samples, drawn from every split.
         images: folder of the images, where they are not beside the data.
+        processor: name of a vision-language model's, where the data are conversations. Its steps are then measured, on
+            the device at hand; of the other options `precision`, `memory_gb` and `images` apply.
         setting: other fields of `mmlab.pricing.trace.StepSetting`: `precision`, `checkpointing`, ...
 
     Raises:
         DataError: no records.
         OptionError: no such model, a model that cannot be priced, or an impossible limit.
     """
+    if processor is not None:
+        asked_for = setting | {"device": device, "image": image, "tokenizer": tokenizer, "limit": limit}
+        given = [name for name, usual in _OF_PAIRS.items() if asked_for.get(name, usual) != usual]
+        if given:
+            raise OptionError(f"{', '.join(given)} cannot be chosen with --processor; leave that out")
+        dataset = named_dataset(str(data), images, processor, progress=progress)
+        return _measured(model, dataset, memory_gb, setting.get("precision", "fp32"))
     memory_bytes = memory_limit(device, memory_gb=memory_gb)
     records = read_records(data, images=images, limit=limit)
     if not len(records):
@@ -256,6 +277,18 @@ def memory_report(
         title += ", checkpointing" if memory.conditions["checkpointing"] else ""
         plans[title] = plan_memory(memory, sizes, memory_bytes.usable_bytes)
     return MemoryReport(source=records.source or str(data), model=model, limit=memory_bytes, plans=plans)
+
+
+def _measured(
+    model: str, dataset: ConversationDataset, memory_gb: float | None, precision: str
+) -> MemoryReport:
+    """The report of conversations."""
+    limit, plans = memory_limit(resolve_device("auto"), memory_gb=memory_gb), {}
+    for name in (precision, "bf16" if precision == "fp32" else "fp32"):
+        memory = price_conversations(model, dataset.sizes, dataset=dataset, precision=name).memory
+        plans[name] = plan_memory(memory, dataset.sizes, limit.usable_bytes)
+    source = dataset.records.source
+    return MemoryReport(source=source, model=model, limit=limit, plans=plans, of_conversations=True)
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:

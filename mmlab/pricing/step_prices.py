@@ -23,7 +23,7 @@ from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversations import read_conversations
 from mmlab.errors import OptionError
 from mmlab.machine import cpu_name, memory_limit, resolve_device
-from mmlab.model.conversation_model import named_processor, named_vlm
+from mmlab.model.conversation_model import ConversationModel, named_processor, named_vlm
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
@@ -152,23 +152,23 @@ def price_model(
 
 
 def price_dataset(
-    network: nn.Module, dataset: ConversationDataset, *, precision: str = "fp32"
+    model: ConversationModel, dataset: ConversationDataset, *, precision: str = "fp32"
 ) -> tuple[MemoryModel, TimeModel]:
-    """`price_model` for a model that takes these conversations, where it is, as models that can be saved.
+    """`price_model` for a model that takes these conversations, where it is, as cost models that can be saved.
 
     Batches of up to 32 mean samples are measured, or of two of the largest.
     """
     sizes = dataset.sizes
     costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
     found = price_model(
-        network,
+        model.module,
         dataset,
         lambda samples: dataset.collate(samples).inputs,
         sizes,
         precision=precision,
         budget=max(costs[-1], DEFAULT_MEAN_SAMPLES * costs[:-1].mean()),
     )
-    own: dict[str, Any] = {"fingerprint": fingerprint(network), "conditions": _conditions(network, precision)}
+    own: dict[str, Any] = {"fingerprint": fingerprint(model), "conditions": _conditions(model, precision)}
     memory = MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own)
     spread_ratio = found.spread_ratio
     return memory, TimeModel(
@@ -177,19 +177,19 @@ def price_dataset(
 
 
 def saved_or_priced(
-    saved: Path | None, network: nn.Module, dataset: ConversationDataset, *, precision: str
+    saved: Path | None, model: ConversationModel, dataset: ConversationDataset, *, precision: str
 ) -> tuple[MemoryModel, TimeModel]:
     """The prices in a file and the one beside it, so that a run that goes on has the same plans; else `price_dataset`'s."""
-    priced = cache(lambda: price_dataset(network, dataset, precision=precision))
+    priced = cache(lambda: price_dataset(model, dataset, precision=precision))
     paths = (None, None) if saved is None else (saved, saved.with_name(TIME_MODEL))
-    about: dict[str, Any] = {"fingerprint": fingerprint(network)}
-    about["conditions"] = lambda: _conditions(network, precision)
+    about: dict[str, Any] = {"fingerprint": fingerprint(model)}
+    about["conditions"] = lambda: _conditions(model, precision)
     memory = saved_or_fitted(paths[0], MemoryModel, lambda: priced()[0], **about)
     return memory, saved_or_fitted(paths[1], TimeModel, lambda: priced()[1], **about)
 
 
-def _conditions(network: nn.Module, precision: str) -> dict[str, Any]:
-    device = next(network.parameters()).device
+def _conditions(model: nn.Module, precision: str) -> dict[str, Any]:
+    device = next(model.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {"method": "measured", "device": name, "precision": precision}
 
@@ -227,7 +227,7 @@ def price_conversations(
     device = resolve_device("auto")
     with torch.device(device):
         network = named_vlm(model, weights=False)
-    memory, time = price_dataset(network, dataset, precision=precision)
+    memory, time = price_dataset(ConversationModel(network), dataset, precision=precision)
     limit_bytes = memory_limit(device).usable_bytes
     return PlanPrices(memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour)
 
