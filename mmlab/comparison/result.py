@@ -138,7 +138,8 @@ class Comparison:
             *self._loss_notes(),
             "The number of optimizer steps differs between schedulers.",
         ]
-        if all(arm.options.get("allow_collisions") == "False" for arm in self.arms):
+        apart = all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
+        if apart and self.config.get("processor") is None:
             notes.append("No batch of any scheduler holds two captions of one image.")
         unlearnt = [
             f"{arm.scheduler} {arm.num_unlearnt_samples}" for arm in self.arms if arm.num_unlearnt_samples

@@ -113,7 +113,7 @@ def _by_memory(
 ) -> Sized:
     memory: MemoryModel
     if isinstance(model, ConversationModel):  # whose steps are measured: seconds come with the bytes
-        memory, time = price_dataset(model.to(device), dataset, precision=options.precision)
+        memory, time = _price(model, dataset, options, device)
     else:
         kind = device.partition(":")[0]
         memory = fit_memory(
@@ -149,6 +149,13 @@ def _by_memory(
                 first = int(batch_costs(COST, dataset.sizes.alone).max())
             planners[name] = sizing.largest(name, first, limit_bytes)
     return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time)
+
+
+def _price(
+    model: ConversationModel, dataset: Any, options: ComparisonOptions, device: str
+) -> tuple[MemoryModel, TimeModel]:
+    workers = options.num_workers
+    return price_dataset(model.to(device), dataset, precision=options.precision, num_workers=workers)
 
 
 class _Sizing:
@@ -227,7 +234,7 @@ def _fit_time(
 ) -> TimeModel:
     """A time model fitted in short; how noisy the machine was, the comparison says."""
     if isinstance(model, ConversationModel):
-        return price_dataset(model.to(device), dataset, precision=options.precision)[1]
+        return _price(model, dataset, options, device)[1]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="repeats of one step lie")
         return fit_time(

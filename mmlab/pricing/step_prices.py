@@ -30,11 +30,12 @@ from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.plan_prices import PlanPrices
 from mmlab.pricing.planner import saved_or_fitted
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
-from mmlab.pricing.timing import low_seconds
+from mmlab.pricing.timing import loading_seconds, low_seconds
 from mmlab.runs.folders import TIME_MODEL
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.precision import Precision
 from mmlab.types import SampleSizes
 
@@ -52,9 +53,10 @@ class StepPrices(NamedTuple):
 
 
 def price_steps(
-    train_step: Callable[[list[int]], Any],
+    train_step: Callable[[Any], Any],
     sizes: SampleSizes,
     *,
+    prepare: Callable[[list[int]], Any] | None = None,
     holds: Sequence[nn.Module | torch.optim.Optimizer],
     budget: float,
     num_probes: int = 12,
@@ -74,8 +76,9 @@ def price_steps(
     on a CPU live tensors are counted, in a step of each batch that is not timed.
 
     Args:
-        train_step: trains the samples of these rows.
+        train_step: trains the samples of these rows, or what `prepare` makes of them.
         sizes: of all samples.
+        prepare: what a loader does ahead of a step, and is not timed.
         holds: the model and the optimizer, whose tensors are there before a step.
         budget: padded tokens and patches that no probed batch is above; beyond it prices are extrapolated.
         num_probes: batches that are fitted.
@@ -87,7 +90,9 @@ def price_steps(
     if num_probes < len(TIME_EXPONENTS):
         raise OptionError(f"num_probes must be at least {len(TIME_EXPONENTS)}, found {num_probes}")
     batches, shapes = _probes(sizes, num_probes + _NUM_HELD_OUT, budget)
-    train_step(batches[int(batch_costs(PaddedTokens(), shapes).argmax())])  # makes the optimizer's state
+    batch_of = prepare or (lambda rows: rows)
+    costliest = batches[int(batch_costs(PaddedTokens(), shapes).argmax())]
+    train_step(batch_of(costliest))  # makes the optimizer's state
     bar = tqdm(
         total=(1 + repeats) * len(batches), desc="pricing", unit="step", disable=None if progress else True
     )
@@ -95,12 +100,12 @@ def price_steps(
     rng = np.random.default_rng(0)
     with bar:
         for place, rows in enumerate(batches):
-            peaks[place] = _peak_bytes(train_step, rows, holds)
+            peaks[place] = _peak_bytes(lambda rows: train_step(batch_of(rows)), rows, holds)
             bar.update()
         for number in range(repeats):
             for place in rng.permutation(len(batches)).tolist():
-                started = time.perf_counter()
-                train_step(batches[place])
+                batch, started = batch_of(batches[place]), time.perf_counter()
+                train_step(batch)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 times[place, number] = time.perf_counter() - started
@@ -152,24 +157,32 @@ def price_model(
 
 
 def price_dataset(
-    model: ConversationModel, dataset: ConversationDataset, *, precision: str = "fp32"
+    model: ConversationModel,
+    dataset: ConversationDataset,
+    *,
+    precision: str = "fp32",
+    num_workers: int | None = None,
 ) -> tuple[MemoryModel, TimeModel]:
-    """`price_model` for a model that takes these conversations, where it is, as cost models that can be saved.
+    """Bytes and seconds of steps of mmlab's own trainer, on the device where the model is; its weights stay as they are.
 
-    Batches of up to 32 mean samples are measured, or of two of the largest.
+    Batches of up to 32 mean samples are measured, or of two of the largest; and what loading them takes.
+
+    Args:
+        num_workers: of the loader.
     """
-    sizes = dataset.sizes
+    sizes, device = dataset.sizes, next(model.parameters()).device
+    trainer = FusionTrainer(model, lr=0.0, precision=precision, device=str(device), on_out_of_memory="raise")
     costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
-    found = price_model(
-        model.module,
-        dataset,
-        lambda samples: dataset.collate(samples).inputs,
+    found = price_steps(
+        lambda batch: trainer.train_step([batch]),
         sizes,
-        precision=precision,
+        prepare=lambda rows: dataset.collate([dataset[row] for row in rows]),
+        holds=(trainer.model, trainer.optimizer),
         budget=max(costs[-1], DEFAULT_MEAN_SAMPLES * costs[:-1].mean()),
     )
     own: dict[str, Any] = {"fingerprint": fingerprint(model), "conditions": _conditions(model, precision)}
     memory = MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own)
+    own |= loading_seconds(dataset, device=device.type, num_workers=num_workers)
     spread_ratio = found.spread_ratio
     return memory, TimeModel(
         rows=found.seconds, held_out=found.seconds_held_out, spread_ratio=spread_ratio, **own
@@ -177,13 +190,13 @@ def price_dataset(
 
 
 def saved_or_priced(
-    saved: Path | None, model: ConversationModel, dataset: ConversationDataset, *, precision: str
+    saved: Path | None, model: ConversationModel, dataset: ConversationDataset, **options: Any
 ) -> tuple[MemoryModel, TimeModel]:
     """The prices in a file and the one beside it, so that a run that goes on has the same plans; else `price_dataset`'s."""
-    priced = cache(lambda: price_dataset(model, dataset, precision=precision))
+    priced = cache(lambda: price_dataset(model, dataset, **options))
     paths = (None, None) if saved is None else (saved, saved.with_name(TIME_MODEL))
     about: dict[str, Any] = {"fingerprint": fingerprint(model)}
-    about["conditions"] = lambda: _conditions(model, precision)
+    about["conditions"] = lambda: _conditions(model, options["precision"])
     memory = saved_or_fitted(paths[0], MemoryModel, lambda: priced()[0], **about)
     return memory, saved_or_fitted(paths[1], TimeModel, lambda: priced()[1], **about)
 

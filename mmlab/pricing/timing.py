@@ -28,7 +28,6 @@ from torch.quasirandom import SobolEngine
 from tqdm.auto import tqdm
 
 from mmlab.data.collate import Sample, collate
-from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import OptionError
 from mmlab.loading.loader import PlannedLoader, default_num_workers
 from mmlab.machine import cpu_name, num_usable_cores
@@ -115,7 +114,7 @@ def fit_time(
 
 
 def loading_seconds(
-    dataset: MultimodalDataset, *, device: str, num_workers: int | None = None, **options: Any
+    dataset: Any, *, device: str, num_workers: int | None = None, **options: Any
 ) -> dict[str, float]:
     """What loading adds to the seconds of an epoch: the fields of a `TimeModel` that end in `_s_per_sample`.
 
