@@ -27,14 +27,10 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import mmlab
+from mmlab import ConversationCollator, conversation_sizes, price_model
 from mmlab.data.conversations import Conversations, read_conversations
-from mmlab.integrations import (
-    ConversationCollator,
-    PlannedTrainer,
-    StepPrices,
-    conversation_sizes,
-    price_model,
-)
+from mmlab.integrations import PlannedTrainer
+from mmlab.pricing import StepPrices
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.types import SampleSizes

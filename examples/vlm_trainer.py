@@ -12,7 +12,8 @@ from small_vlm import mixed_talks, small_qwen
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainingArguments
 
 import mmlab
-from mmlab.integrations import ConversationCollator, PlannedTrainer, TrainerEvents  # 1
+from mmlab.data import ConversationCollator
+from mmlab.integrations import PlannedTrainer, TrainerEvents  # 1
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

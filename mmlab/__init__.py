@@ -18,8 +18,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "train", "train_on",
         ],
         "data": [
-            "Augment", "MultiModalDataset", "MultimodalDataset", "Records", "collate", "decode_image",
-            "load_tokenizer", "make_dataset", "measure_tokens", "read_conversations", "read_records",
+            "Augment", "ConversationCollator", "ConversationDataset", "MultiModalDataset", "MultimodalDataset",
+            "Records", "collate", "conversation_sizes", "decode_image", "load_tokenizer", "make_dataset",
+            "measure_tokens", "read_conversations", "read_records",
         ],
         "errors": ["DataError", "MmlabError", "OptionError", "RunError"],
         "lab": ["Lab", "LivePanel", "LoadingPanel", "MemoryPanel", "PlanExplorer"],
@@ -31,7 +32,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "parallel": ["run_on_ranks"],
         "pricing": [
             "MemoryBreakdown", "MemoryModel", "MemoryReport", "ResourceAwareScheduler", "TimeModel",
-            "VirtualDevice", "fit_memory", "fit_time", "predict_time", "price",
+            "VirtualDevice", "fit_memory", "fit_time", "predict_time", "price", "price_model",
         ],
         "runs": [
             "DeviceMeter", "DeviceMonitor", "LiveBytes", "RunEvent", "RunLog", "RunState", "read_device",

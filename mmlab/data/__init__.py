@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "dataset": ["MultiModalDataset", "MultimodalDataset"],
         "decode": ["decode_image"],
         "conversation_batches": ["ConversationCollator"],
+        "conversation_dataset": ["ConversationDataset"],
         "conversation_sizes": ["ConversationSizes", "conversation_sizes"],
         "conversations": ["Conversations", "read_conversations"],
         "readers": ["read_records"],

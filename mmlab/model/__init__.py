@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "checkpointing": ["enable_checkpointing"],
+        "conversation_model": ["ConversationModel"],
         "fusion": ["MultimodalFusion"],
         "fusion_model": ["FusionModel"],
         "fusions": ["FUSIONS"],

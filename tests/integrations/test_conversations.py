@@ -13,9 +13,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import AutoProcessor, Trainer, TrainingArguments
 
+from mmlab.data import ConversationCollator, conversation_sizes
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import OptionError
-from mmlab.integrations import ConversationCollator, PlannedBatches, PlannedSampler, conversation_sizes
+from mmlab.integrations import PlannedBatches, PlannedSampler
 from mmlab.model.huggingface import LossModel
 from mmlab.schedule import make_scheduler
 from tests.integrations.vlm_families import FAMILIES, build, tokenizer

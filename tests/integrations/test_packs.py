@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from mmlab.data import ConversationCollator, conversation_sizes
 from mmlab.data.conversation_packs import Packer
 from mmlab.errors import OptionError
-from mmlab.integrations import ConversationCollator, PlannedBatches, TrainerEvents, conversation_sizes
+from mmlab.integrations import PlannedBatches, TrainerEvents
 from mmlab.runs import read_events
 from mmlab.schedule import make_scheduler
 from tests.integrations.test_conversations import REFUSED, conversations, folder

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from mmlab.integrations import ConversationCollator, PlannedBatches, TrainerEvents, conversation_sizes
+from mmlab.data import ConversationCollator, conversation_sizes
+from mmlab.integrations import PlannedBatches, TrainerEvents
 from mmlab.runs import RunState
 from mmlab.schedule import make_scheduler
 from tests.integrations.test_conversations import conversations, folder  # noqa: F401

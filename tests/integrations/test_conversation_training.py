@@ -1,0 +1,305 @@
+"""Conversations in mmlab's own trainer: exact batches and gradients, whole runs, comparisons, prices, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mmlab import ConversationDataset, Lab, PlannedLoader, compare, make_scheduler, read_events, train
+from mmlab.cli.main import main
+from mmlab.comparison.preparation import suit
+from mmlab.data.conversations import Conversations
+from mmlab.errors import DataError, OptionError
+from mmlab.model import ConversationModel
+from mmlab.model.conversation_model import named_vlm
+from mmlab.pricing.step_prices import price_dataset
+from mmlab.runs.meters import LiveBytes
+from mmlab.training.loop import FusionTrainer
+from tests.integrations.test_conversations import conversations, folder, turns  # noqa: F401
+from tests.integrations.vlm_families import FAMILIES, build
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
+ONE_ANSWER = {"PaliGemma", "BLIP-2"}
+CONFIG = """
+[data]
+path = "{data}"
+images = "{images}"
+num_workers = 1
+[model]
+name = "{model}"
+[scheduler]
+name = "random"
+batch_size = 4
+[trainer]
+num_epochs = 2
+lr = 1e-3
+device = "cpu"
+[checkpoint]
+every_steps = 1
+keep_last = 50
+"""
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A model, conversations about six images, and a configuration."""
+    files = tmp_path_factory.mktemp("files")
+    for part in build("Qwen2-VL"):
+        part.save_pretrained(files / "model")
+    rows = [
+        {
+            "id": str(number),
+            "image": f"{number % 6}.png",
+            "conversations": turns(
+                "<image>\nWhat is left?", "A blue square" + " is left" * (number % 11) + "."
+            ),
+        }
+        for number in range(30)
+    ]
+    (files / "talks.json").write_text(json.dumps(rows))
+    (files / "vlm.toml").write_text(
+        CONFIG.format(data=files / "talks.json", images=folder, model=files / "model")
+    )
+    return files
+
+
+def gradient(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5 * largest, msg=name)
+
+
+def step_values(run: Path, rank: int = 0) -> list[dict[str, Any]]:
+    events, _ = read_events(run / f"events-rank{rank}.jsonl")
+    return [event.values for event in events if event.kind == "step"]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "SmolVLM"])
+def test_batches_are_as_planned_and_their_parts_have_their_gradient(name: str, folder: Path) -> None:  # noqa: F811
+    processor, network = build(name)
+    talks = conversations(folder, one_answer=name in ONE_ANSWER)
+    dataset = ConversationDataset(talks, processor, progress=False)
+    model = ConversationModel(network.eval())
+    with PlannedLoader(dataset, make_scheduler("random", batch_size=4), num_workers=1) as loader:
+        batches = list(loader)
+        assert [batch.shape for batch in batches] == list(loader.plan.shapes)
+    batch = max(batches, key=len)
+    (model(batch).loss * model.num_terms(batch)).backward()
+    whole = gradient(model)
+    model.zero_grad()
+    for rows in (slice(0, 1), slice(1, len(batch))):
+        part = batch.part(rows)
+        assert part.record_ids == batch.record_ids[rows]
+        (model(part).loss * model.num_terms(part)).backward()
+    assert_close(gradient(model), whole)
+
+
+def test_packed_execution_has_the_loss_and_gradient_of_padded_batches(folder: Path) -> None:  # noqa: F811
+    processor, network = build("Qwen2-VL")
+    dataset = ConversationDataset(conversations(folder, one_answer=False), processor, progress=False)
+    batch = dataset.collate([dataset[row] for row in range(len(dataset))])
+    padded = ConversationModel(network.eval())
+    padded(batch).loss.backward()
+    wanted = gradient(padded)
+    padded.zero_grad()
+    plan = make_scheduler("packed", budget=2000).plan(dataset.sizes)
+    packed = suit(padded, plan, dataset)
+    assert packed.is_packed
+    packed.eval()(batch).loss.backward()
+    assert_close(gradient(packed), wanted)
+
+
+def test_workers_processes_give_the_batches_of_threads(folder: Path) -> None:  # noqa: F811
+    processor, _ = build("LLaVA")
+    dataset = ConversationDataset(conversations(folder, one_answer=False), processor, progress=False)
+    found = []
+    for options in ({"num_workers": 0}, {"num_workers": 1, "backend": "torch"}):
+        with PlannedLoader(dataset, make_scheduler("sorted", batch_size=3), **options) as loader:
+            found.append(list(loader))
+    for one, other in zip(*found, strict=True):
+        assert one.record_ids == other.record_ids
+        assert one.inputs.keys() == other.inputs.keys()
+        assert all(torch.equal(one.inputs[name], other.inputs[name]) for name in one.inputs)
+        assert len(other.part(slice(0, 1))) == 1
+
+
+def test_a_run_resumed_in_mid_epoch_ends_the_same_and_saves_what_from_pretrained_reads(
+    files: Path, tmp_path: Path
+) -> None:
+    whole = train(files / "vlm.toml", runs=tmp_path / "whole", progress=False)
+    third = sorted(Path(whole.folder, "checkpoints").iterdir())[2]
+    resumed = train(files / "vlm.toml", runs=tmp_path / "resumed", resume=str(third), progress=False)
+    assert (resumed.resumed_from, resumed.num_steps) == (str(third), whole.num_steps)
+    assert (
+        sum(values["num_samples"] for values in step_values(Path(whole.folder))) == 2 * 20
+    )  # two of six images are held out
+    saved = [Path(run.folder, "model") for run in (whole, resumed)]
+    one, other = (AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in saved)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not all(
+        torch.equal(weight, one[name])
+        for name, weight in named_vlm(str(files / "model")).state_dict().items()
+    )
+    assert AutoProcessor.from_pretrained(saved[0]).chat_template
+    assert whole.evaluation["loss"] == resumed.evaluation["loss"]
+
+
+def test_every_token_of_a_window_counts_alike(folder: Path) -> None:  # noqa: F811
+    """Whether its samples come in one batch or in two of different lengths."""
+    processor, network = build("Idefics3")
+    dataset = ConversationDataset(conversations(folder, one_answer=False), processor, progress=False)
+    first, second = (dataset.collate([dataset[row] for row in rows]) for rows in ((0, 1, 2), (5,)))
+    together = dataset.collate([dataset[row] for row in (0, 1, 2, 5)])
+    trainer = FusionTrainer(ConversationModel(network), lr=0.0, device="cpu")
+    one, two = trainer.train_step([together]), trainer.train_step([first, second])
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    assert one["text_waste"] > two["text_waste"]
+
+
+def test_fastest_fills_the_memory_that_is_given_and_lora_trains_adapters_alone(
+    files: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    config = (files / "vlm.toml").read_text()
+    config = config.replace('name = "random"\nbatch_size = 4', 'name = "fastest"\nmemory_gb = 1.2')
+    config = config.replace("[scheduler]", "lora_rank = 2\n[scheduler]")
+    (tmp_path / "fast.toml").write_text(config)
+    run = train(tmp_path / "fast.toml", runs=tmp_path, progress=False)
+    assert all(values["predicted_bytes"] <= 0.2 * 2**30 for values in step_values(Path(run.folder)))
+    assert {path.name for path in Path(run.folder).iterdir()} >= {"memory.json", "time_model.json", "model"}
+    assert Path(run.folder, "model", "adapter_model.safetensors").exists()
+    adapted = named_vlm(str(files / "model"), lora_rank=2)
+    learns = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert learns
+    assert all("lora" in name for name in learns)
+
+
+def test_bytes_of_the_trainers_own_steps_are_foretold(folder: Path) -> None:  # noqa: F811
+    processor, network = build("LLaVA")
+    talks = conversations(folder, one_answer=True)
+    many = talks.select([row % len(talks) for row in range(30)])
+    dataset, model = ConversationDataset(many, processor, progress=False), ConversationModel(network)
+    before = [weight.clone() for weight in model.parameters()]
+    memory, time = price_dataset(model, dataset)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert time.data_s_per_sample > 0
+    batch = dataset.collate([dataset[row] for row in range(12)])
+    trainer = FusionTrainer(model, lr=0.0, device="cpu")
+    trainer.train_step([batch])
+    with LiveBytes().add(trainer.model, trainer.optimizer, *batch.tensors()) as live:
+        trainer.train_step([batch])
+    assert live.peak_bytes == pytest.approx(memory(batch.shape), rel=0.1)
+
+
+def test_a_comparison_trains_every_scheduler_on_the_batches_that_it_planned(
+    files: Path,
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    found = compare(
+        files / "talks.json",
+        ("random", "fastest", "packed"),
+        images=str(folder),
+        model=str(files / "model"),
+        processor=str(files / "model"),
+        batch_size=4,
+        epochs=1,
+        device="cpu",
+        out=tmp_path / "compared",
+        progress=False,
+    )
+    assert [arm.shape_mismatches for arm in found.arms] == [0, 0, 0]
+    assert [arm.image_to_text_r1 for arm in found.arms] == [None] * 3
+    assert [arm.combined_waste for arm in found.arms][2] == 0
+    notes = " ".join(found.notes())
+    assert "tokens of the answers" in notes
+    assert "captions" not in notes
+    assert "R@1 image > text %" not in found.summary()
+    assert json.loads((tmp_path / "compared" / "comparison.json").read_text())["processor"]
+
+
+def test_lab_takes_conversations(files: Path, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    options: dict[str, Any] = {"model": str(files / "model"), "processor": str(files / "model"), "epochs": 1}
+    lab = Lab(
+        str(files / "talks.json"), images=str(folder), schedulers=("bucket",), equal="batch_size", batch_size=4,
+        device="cpu", out=tmp_path / "lab", **options,
+    )  # fmt: skip
+    lab.start()
+    assert lab.wait().arms[0].num_batches > 0
+
+
+def test_memory_says_what_batches_of_conversations_need(
+    files: Path,
+    folder: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = str(files / "model")
+    command = ["memory", "--data", str(files / "talks.json"), "--images", str(folder), "--model", model]
+    command += ["--processor", model, "--memory-gb", "1.2"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["conditions"]["method"] == "measured"
+    assert set(found["plans"]) == {"fp32", "bf16"}
+    assert found["largest_shapes"][0]["num_patches"] > 0
+    assert 0 < found["plans"]["fp32"]["max_use_ratio"] <= 1
+    assert main([*command, "--checkpointing", "--image", "square:64"]) == 2
+    assert "image, checkpointing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ('data.image="square:64"', r"\[data\] image"),
+        ('augment.name="crop"', r"\[augment\]"),
+        ('sampling.adaptive="loss"', r"\[sampling\] adaptive"),
+        ('trainer.objectives=["contrastive"]', r"\[trainer\] objectives"),
+        ('model={preset="tiny"}', "give its \\[model\\] name"),
+        ('model.name="/nowhere/at/all"', "no processor that transformers finds"),
+    ],
+)
+def test_what_does_not_go_with_conversations_is_refused(
+    change: str, why: str, files: Path, tmp_path: Path
+) -> None:
+    from mmlab.comparison.config import load_config
+
+    with pytest.raises(OptionError, match=why):
+        train(
+            load_config(files / "vlm.toml", ['data.processor="/nowhere/at/all"', change]),
+            runs=tmp_path,
+            progress=False,
+        )
+
+
+def test_options_of_pairs_are_refused_in_a_comparison(files: Path) -> None:
+    with pytest.raises(OptionError, match="image, augment"):
+        compare(files / "talks.json", processor=str(files / "model"), image="square:64", augment="crop")
+
+
+def test_an_image_that_is_gone_is_named(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    processor, _ = build("LLaVA")
+    talks: Conversations = conversations(folder, one_answer=True)
+    lost = tmp_path / "lost.png"
+    lost.write_bytes(Path(str(talks.image_paths[2])).read_bytes())
+    from mmlab.data.conversations import read_conversations
+
+    rows = [
+        {"id": "gone", "image": str(lost), "conversations": turns("<image>\nWhat is left?", "It is.")}
+    ] * 2
+    dataset = ConversationDataset(read_conversations(rows), processor, progress=False)
+    lost.unlink()
+    with (
+        PlannedLoader(dataset, make_scheduler("random", batch_size=2), num_workers=0) as loader,
+        pytest.raises(DataError, match=r"conversation 'gone': cannot read its image .*lost.png"),
+    ):
+        list(loader)
