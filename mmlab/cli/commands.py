@@ -60,8 +60,8 @@ def compare(
 
     from mmlab.comparison.experiment import compare
 
-    folder = out or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}"
-    return compare(data, _names(schedulers), out=folder, **options)
+    out = out or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}"
+    return compare(data, _names(schedulers), out=out, **options)
 
 
 def train(
@@ -75,9 +75,8 @@ def train(
     from mmlab.comparison.config import load_config
     from mmlab.comparison.train import train
 
-    checked = load_config(config, set)
     _exit_on_sigterm()  # so that the run is told of it
-    return train(checked, runs=runs, resume=resume)
+    return train(load_config(config, set), runs=runs, resume=resume)
 
 
 def watch(
@@ -164,11 +163,9 @@ def plan(
             raise OptionError("--processor takes --data with conversations, no --device-name and no --patch")
         dataset = named_dataset(data, images, processor)
         sizes, price = dataset.sizes, partial(price_conversations, dataset=dataset)
-    elif lengths:
-        sizes = read_lengths(lengths)
     else:
-        sizes = read_records(data, images=images, tokenizer="builtin").sizes()
-    if processor is None:
+        read = partial(read_records, images=images, tokenizer="builtin")
+        sizes = read_lengths(lengths) if lengths else read(data).sizes()
         if model is not None:
             from mmlab.pricing.plan_prices import price_plans, side_of_patch
 

@@ -77,8 +77,8 @@ class LossModel(nn.Module):
         tokens = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
         if "pixel_values" in self.accepted and any(token is not None for token in tokens):
             raise OptionError(
-                f"{type(module).__name__} reads an image as tokens in the text, which these batches do not have; price "
-                "it by `mmlab plan --processor` or price_model, and train it in transformers' Trainer with PlannedTrainer "
+                f"{type(module).__name__} reads an image as tokens in the text, which these batches do not have; give its "
+                "processor and conversations: --processor, or a ConversationModel and a ConversationDataset "
                 "(docs/guide/models.md)"
             )
         if labels is not None and labels not in LABELS:

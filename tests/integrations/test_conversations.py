@@ -197,7 +197,7 @@ def test_what_cannot_be_used_is_said_in_a_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "SmolVLM"])  # which needs num2words
 def test_a_model_with_image_tokens_is_refused_where_batches_have_none(name: str) -> None:
-    with pytest.raises(OptionError, match=r"reads an image as tokens in the text.*PlannedTrainer"):
+    with pytest.raises(OptionError, match=r"reads an image as tokens in the text.*ConversationModel"):
         LossModel(build(name)[1])
 
 
