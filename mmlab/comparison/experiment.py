@@ -41,6 +41,7 @@ from mmlab.data.records import Records
 from mmlab.errors import OptionError
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
+from mmlab.model.presets import PRESETS
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, fresh_folder
 from mmlab.runs.summaries import WARMUP_STEPS
@@ -151,6 +152,10 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
     if options.processor is None:
         return make_datasets(
             data, image=options.image, tokenizer=options.tokenizer, progress=progress, **shared
+        )
+    if options.model in PRESETS:
+        raise OptionError(
+            f"model={options.model!r} takes pairs; name the vision-language model of the processor"
         )
     default = ComparisonOptions()
     of_pairs = ("image", "tokenizer", "augment", "adaptive")

@@ -128,8 +128,9 @@ class Comparison:
         """How to read the figures: what was held equal, and what was not."""
         config = self.config
         sources = sorted({arm.peak_source for arm in self.arms})
+        samples = "pairs" if config.get("processor") is None else "conversations"
         notes = [
-            f"{config['num_train']} training and {config['num_held_out']} held-out pairs, {config['epochs']} "
+            f"{config['num_train']} training and {config['num_held_out']} held-out {samples}, {config['epochs']} "
             "epochs; same initial weights and same samples for every scheduler. Epochs of the schedulers "
             f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
             *self._limit_notes(),

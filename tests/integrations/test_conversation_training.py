@@ -281,9 +281,14 @@ def test_what_does_not_go_with_conversations_is_refused(
         )
 
 
-def test_options_of_pairs_are_refused_in_a_comparison(files: Path) -> None:
+def test_pairs_and_conversations_are_not_mistaken_for_each_other_in_a_comparison(files: Path) -> None:
+    chosen = {"processor": str(files / "model")}
     with pytest.raises(OptionError, match="image, augment"):
-        compare(files / "talks.json", processor=str(files / "model"), image="square:64", augment="crop")
+        compare(files / "talks.json", **chosen, model=chosen["processor"], image="square:64", augment="crop")
+    with pytest.raises(OptionError, match="name the vision-language model"):
+        compare(files / "talks.json", **chosen)
+    with pytest.raises(DataError, match="conversations are read with the --processor"):
+        compare(files / "talks.json")
 
 
 def test_an_image_that_is_gone_is_named(folder: Path, tmp_path: Path) -> None:  # noqa: F811

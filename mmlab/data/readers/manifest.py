@@ -60,9 +60,12 @@ def require_columns(found: Iterable[object], what: str, allow_missing_modality: 
     missing = [column for column in ("image", "text") if column not in matched]
     if len(missing) > (1 if allow_missing_modality else 0):
         names = "; ".join(f"{column}: {', '.join(SYNONYMS[column].split())}" for column in missing)
+        talks = not {"conversations", "messages"}.isdisjoint(found_names)
         raise DataError(
             f"{what}: no {' and no '.join(missing)} column among {', '.join(found_names) or 'no columns'}. "
             f"Rename one to any of these ({names})"
+            + "; conversations are read with the --processor of a vision-language model"
+            * talks
         )
     return matched
 
