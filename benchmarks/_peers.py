@@ -1,4 +1,4 @@
-"""Batch samplers of other projects, run as they are shipped: sizes in, lists of sample rows out, one epoch a call.
+"""Batch samplers of other projects, run as they are shipped (one is written anew): sizes in, lists of sample rows out, one epoch a call.
 
 Each sees one number a sample, text tokens and image patches together, because that is all it can take. What is not
 installed is left out and named. To add a peer: a function below and one line in `PEERS`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -112,10 +113,30 @@ def best_fit_packing(sizes: SampleSizes, budget: float, epoch: int) -> list[list
     return [batches[place] for place in np.random.default_rng(epoch).permutation(len(batches))]
 
 
+def greedy_knapsack(sizes: SampleSizes, budget: float, epoch: int) -> list[list[int]]:
+    """Packs as NeMo Automodel's `neat_packing_vlm` fills them, written anew: each takes the longest sequence that still fits.
+
+    It looks at the language model's sequence alone, whose share of the budget is its room, and packs once for all epochs.
+    """
+    lengths = sizes.num_tokens.astype(np.int64)
+    left = int(budget * lengths.sum() / lengths_of(sizes).sum())
+    room, order = left, np.argsort(lengths, kind="stable").tolist()
+    sorted_lengths, packs = sorted(lengths.tolist()), [[]]
+    while order:
+        place = bisect_right(sorted_lengths, left) - 1
+        if place < 0:
+            packs, left = [*packs, []], room
+            continue
+        left -= sorted_lengths.pop(place)
+        packs[-1].append(order.pop(place))
+    return [packs[place] for place in np.random.default_rng(epoch).permutation(len(packs))]
+
+
 PEERS = (
     Peer("transformers LengthGroupedSampler", "transformers", length_grouped),
     Peer("transformers BatchRebalanceSampler", "transformers", batch_rebalance),
     Peer("lhotse DynamicBucketingSampler, 10 buckets", "lhotse", dynamic_buckets(10)),
     Peer("lhotse DynamicBucketingSampler, 30 buckets", "lhotse", dynamic_buckets(30)),
     Peer("trl best-fit packing", "trl", best_fit_packing, packed=True),
+    Peer("greedy knapsack of sequences, as in NeMo Automodel", "numpy", greedy_knapsack, packed=True),
 )

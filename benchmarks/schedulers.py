@@ -3,7 +3,7 @@
     python benchmarks/schedulers.py [--quick] [--lengths FILE] [--json FILE | --out DIR]
 
 Data: image sizes and text lengths of COCO captions (`--lengths`, a CSV or Parquet file), a generated distribution
-with long-tailed texts and images of every shape, and the bundled sample. Budget: 32 average samples. Times are CPU
+with long-tailed texts and images of every shape, conversations whose images are tiles in the text, and the bundled sample. Budget: 32 average samples. Times are CPU
 times of one process; every repetition is kept. `--quick` leaves out ten million samples and repeats less.
 Exit code: 0 done, whether or not every goal is met.
 """
@@ -33,7 +33,7 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.preview import read_lengths
 from mmlab.schedule.report import PlanReport
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
-from mmlab.types import Aspect, SampleSizes
+from mmlab.types import PATCH, Aspect, SampleSizes
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 8
@@ -91,6 +91,7 @@ def data_sets(lengths: Path, quick: bool) -> Iterator[tuple[str, SampleSizes]]:
     """Name and sizes of each data set that is there."""
     yield "coco", read_lengths(lengths).resized(Aspect(384 * 384))
     yield "wide", wide_sizes(20_000 if quick else 100_000).resized(Aspect(384 * 384))
+    yield "tiles", tiled_sizes(2_000 if quick else 6_000)
     sample = ROOT / "data/sample"
     if sample.exists():
         from mmlab.data.readers import read_records
@@ -110,6 +111,16 @@ def wide_sizes(num_samples: int, seed: int = 0) -> SampleSizes:
         width=np.clip(width, 32, 4000).astype(np.int32)[image],
         group=image,
     )
+
+
+def tiled_sizes(num_samples: int, seed: int = 0) -> SampleSizes:
+    """Conversations of decoder models: 1 to 13 tiles of 256 tokens in the sequence, questions and answers of 35 to 830."""
+    rng = np.random.default_rng(seed)
+    num_patches = 256 * rng.integers(1, 14, num_samples)
+    told = np.clip(rng.lognormal(4.0, 1.2, num_samples), 5, 800).astype(np.int64) + 30
+    width = np.full(num_samples, PATCH)
+    groups = np.arange(num_samples)
+    return SampleSizes(num_tokens=num_patches + told, height=PATCH * num_patches, width=width, group=groups)
 
 
 def measure_quality(data: str, sizes: SampleSizes, *, repeats: int) -> Iterator[dict[str, Any]]:
@@ -303,6 +314,13 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         at_most("straggler over 8 ranks, packed", packed["straggler"], 0.005)
         at_least("memory of the limit, as predicted: mean", memory["mean_of_limit"], 0.92)
         at_most("memory of the limit, as predicted: peak", memory["peak_of_limit"], 0.97)
+    tiles = {row["scheduler"]: row for row in rows if row["kind"] == "quality" and row["data"] == "tiles"}
+    if tiles:
+        packed = tiles["packed"]
+        worse = max(packed["text_waste"], packed["image_waste"])
+        at_most("packed, conversations of tiles: the worse stream", worse, 0.01)
+        at_least("packed, conversations of tiles: randomness R", packed["randomness"], 0.95)
+        at_most("packed, conversations of tiles: straggler over 8 ranks", packed["straggler"], 0.005)
     ours = [row for row in rows if row["kind"] == "quality" and row["package"] == "mmlab"]
     ruled = [row for row in ours if row["scheduler"] in BUDGETED or "no coll" in row["scheduler"]]
     budgeted = [row for row in ours if row["scheduler"] in BUDGETED]
