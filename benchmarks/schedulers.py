@@ -2,8 +2,9 @@
 
     python benchmarks/schedulers.py [--quick] [--lengths FILE] [--json FILE | --out DIR]
 
-Data: image sizes and text lengths of COCO captions (`--lengths`, a CSV or Parquet file), a generated distribution
-with long-tailed texts and images of every shape, conversations whose images are tiles in the text, and the bundled sample. Budget: 32 average samples. Times are CPU
+Data: image sizes and text lengths of COCO captions (`--lengths`, a CSV or Parquet file), a generated distribution with
+long-tailed texts and images of every shape, conversations whose images are tiles in the text, and the bundled sample.
+Budget: 32 average samples. Times are CPU
 times of one process; every repetition is kept. `--quick` leaves out ten million samples and repeats less.
 Exit code: 0 done, whether or not every goal is met.
 """
@@ -126,9 +127,10 @@ def tiled_sizes(num_samples: int, seed: int = 0) -> SampleSizes:
 def measure_quality(data: str, sizes: SampleSizes, *, repeats: int) -> Iterator[dict[str, Any]]:
     """One row a scheduler and a peer: the figures of its plans, and what planning cost."""
     budget = MEAN_SAMPLES * float(lengths_of(sizes).mean())
-    for name in SCHEDULERS:
+    tiles = data == "tiles"  # for packs; padded, such samples do not fit what the other data sets are given
+    for name in ("random", "budget", "packed") if tiles else SCHEDULERS:
         yield row_of(data, name, "mmlab", *plan_ours(configure(name, sizes, budget), sizes, repeats), budget)
-    for name in ("random", "bucket", "aspect_bucket"):
+    for name in () if tiles else ("random", "bucket", "aspect_bucket"):
         strict = replace(configure(name, sizes, budget), allow_collisions=False)  # type: ignore[call-arg]
         yield row_of(data, f"{name}, no collisions", "mmlab", *plan_ours(strict, sizes, repeats), budget)
     alone = replace(configure("packed", sizes, budget), world_size=1)
