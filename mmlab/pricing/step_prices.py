@@ -183,10 +183,8 @@ def price_dataset(
     own: dict[str, Any] = {"fingerprint": fingerprint(model), "conditions": _conditions(model, precision)}
     memory = MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own)
     own |= loading_seconds(dataset, device=device.type, num_workers=num_workers)
-    spread_ratio = found.spread_ratio
-    return memory, TimeModel(
-        rows=found.seconds, held_out=found.seconds_held_out, spread_ratio=spread_ratio, **own
-    )
+    own["spread_ratio"] = found.spread_ratio
+    return memory, TimeModel(rows=found.seconds, held_out=found.seconds_held_out, **own)
 
 
 def saved_or_priced(
