@@ -32,7 +32,7 @@ from mmlab.comparison.preparation import (
     describe_machine,
     make_conversation_sets,
     make_datasets,
-)  # fmt: skip
+)
 from mmlab.comparison.result import Comparison
 from mmlab.comparison.sizing import Sized, as_configured, size_schedulers
 from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
@@ -168,9 +168,9 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
 
 def _warm_page_cache(dataset: Any, progress: bool) -> None:
     """Read every image file once."""
-    records = dataset.records
+    records, paths = dataset.records, dataset.records.image_paths
     one_per_image = np.unique(records.group, return_index=True)[1]
-    rows = [int(row) for row in one_per_image if records.image_paths[row] is not None]
+    rows = [int(row) for row in one_per_image if paths[row] is not None]
     with ThreadPoolExecutor(8) as pool:
         for _ in tqdm(
             pool.map(dataset.read, rows),
