@@ -171,11 +171,7 @@ def _warm_page_cache(dataset: Any, progress: bool) -> None:
     records, paths = dataset.records, dataset.records.image_paths
     one_per_image = np.unique(records.group, return_index=True)[1]
     rows = [int(row) for row in one_per_image if paths[row] is not None]
+    hidden = None if progress else True
     with ThreadPoolExecutor(8) as pool:
-        for _ in tqdm(
-            pool.map(dataset.read, rows),
-            total=len(rows),
-            desc="reading files",
-            disable=None if progress else True,
-        ):
+        for _ in tqdm(pool.map(dataset.read, rows), "reading files", len(rows), disable=hidden):
             pass

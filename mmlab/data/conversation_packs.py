@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BatchFeature
 
 from mmlab.errors import OptionError
 
@@ -59,6 +58,8 @@ def check_packs(model: nn.Module, batch: dict[str, Tensor], packed: dict[str, An
 
     In half precision only gross differences stand out from rounding: half of the digits must agree.
     """
+    from transformers import BatchFeature
+
     refused = f"{type(model).__name__} cannot take packed batches: %s; leave out packed_for"
     if "token_type_ids" in batch:
         raise OptionError(refused % "its images attend in both directions (token_type_ids)")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import tarfile
-from dataclasses import replace
+import threading
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,31 @@ def test_what_the_data_set_gives_may_be_written_to(dataset: MultimodalDataset, t
         assert image is not None
         image.zero_()
     assert same(cached[0], dataset[0])
+
+
+@dataclass
+class Noted:
+    """Notes which threads come by, and may hold each for a while."""
+
+    pause_s: float = 0.0
+    names: set[str] = field(default_factory=set)
+
+    def __call__(self, image: torch.Tensor, **_: object) -> torch.Tensor:
+        self.names.add(threading.current_thread().name.rstrip("_0123456789"))
+        time.sleep(self.pause_s)
+        return image
+
+
+def test_quick_samples_are_left_to_one_thread(dataset: MultimodalDataset, tmp_path: Path) -> None:
+    cached = with_cache(dataset, tmp_path / "cache")
+    slow, quick = Noted(0.001), Noted()
+    for augment, num_epochs in ((slow, 2), (quick, 50)):  # a busy machine may make any sample slow, not all
+        loader = PlannedLoader(cached, make_scheduler("budget", budget=200), num_workers=2, augment=augment)
+        for epoch in range(num_epochs):
+            loader.set_epoch(epoch)
+            assert sum(len(batch) for batch in loader) == len(dataset)
+    assert slow.names == {"mmlab-load"}
+    assert quick.names == {"mmlab-load", "mmlab-collate"}
 
 
 def test_batches_are_bitwise_the_same_cold_warm_and_without(
