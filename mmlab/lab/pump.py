@@ -33,7 +33,7 @@ WINDOW = 20  # messages that may wait for the page's answer; it answers every te
 SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
 BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
 HEADLINE_S = 2.0  # between two looks at what the runs come to
-FACTS_S = 0.1  # between looks at what is not in the files, such as the controller's state
+FACTS_S = 0.2  # between looks at all but the rows, such as the controller's state; twice that where no rows come
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
 SCAN_S = 0.5  # between looks for new folders and files
@@ -229,23 +229,27 @@ class Pump:
         with self._wake:
             silent = self._acked < self._seq and now_s - max(self._sent_s, self._seen_s) > SILENCE_S
             may_send = silent or self._seq - self._acked < (WINDOW if self._heard else 1)
-        due = self._more or (self._fresh and now_s >= self._due_s) or now_s - self._looked_s >= FACTS_S
-        if urgent or (may_send and due):
-            self._update(now_s, urgent)
+        has_rows = self._more or (self._fresh and now_s >= self._due_s)
+        told = [(run["id"], run["status"]) for run in self._said.get("runs", ())]
+        looks = urgent or told != [(run.id, run.status) for run in self._shown_runs()]
+        looks |= now_s - self._looked_s >= (FACTS_S if has_rows else 2 * FACTS_S)
+        if urgent or (may_send and (has_rows or looks)):
+            self._update(now_s, urgent, looks)
         quiet_s = now_s - self._news_s
         poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
-        if self._more:
-            return 0.001 if may_send else poll_s  # an answer wakes
+        if not may_send:
+            return poll_s  # an answer wakes
         ended_s = time.monotonic()
+        if self._more or self._fresh:
+            return 0.001 if self._more else max(0.001, self._due_s - ended_s)
         early_s = self._stepped_at_s + REGULAR * min(self._gaps_s, default=0.0) - ended_s
-        return max(poll_s, min(early_s, FACTS_S), self._due_s - ended_s)
+        return max(poll_s, min(early_s, POLL_S[1]))
 
-    def _update(self, now_s: float, urgent: bool) -> None:
-        """Send what is new, if it is time to."""
-        self._looked_s = now_s
+    def _update(self, now_s: float, urgent: bool, looks: bool) -> None:
+        """Send what is new, if it is time to; `looks` also at what is not in rows."""
         if not self._heard and not self._more:
             self._said, self._sent = {}, {}
-        message = self._news()
+        message = self._news() if looks or not self._said else {}
         rows: dict[str, NDArray[np.float32]] = {}
         if urgent or self._more or now_s >= self._due_s:
             rows = self._new_rows()
@@ -263,7 +267,6 @@ class Pump:
             "seq": self._seq,
             "more": self._more,
             "rows": [[name, self._sent.get(name, 0), columns.shape[1]] for name, columns in rows.items()],
-            "progress": self._progress(),
             "last_s": max((run.last_s for run in self._shown_runs() if isfinite(run.last_s)), default=None),
         }
         self._send(message, [b"".join(columns.tobytes() for columns in rows.values())])
@@ -339,11 +342,12 @@ class Pump:
             "notes": [note_of(run, event) for run in runs for event in run.notes],
             "errors": errors,
             "state": state,
+            "progress": self._progress(),
             "phase": "" if any(run.count() for run in runs if run not in earlier) else self._phase(),
             **self._headlines(runs),
         }
         changed = {key: value for key, value in facts.items() if self._said.get(key) != value}
-        self._said = facts
+        self._said, self._looked_s = facts, time.monotonic()
         return changed
 
     def _headlines(self, runs: list[RunState]) -> dict[str, Any]:

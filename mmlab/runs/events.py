@@ -114,23 +114,28 @@ class RunLog:
         self.close()
 
 
-def read_events(path: str | Path, offset: int = 0) -> tuple[list[RunEvent], int]:
+class WrittenAnewError(DataError):
+    """A file is another one than before."""
+
+
+def read_events(path: str | Path, offset: int = 0, head: bytes = b"") -> tuple[list[RunEvent], int]:
     """Read the whole lines that stand in a file after `offset` bytes; call again with the new offset to follow a run.
 
     A last line without its newline is still being written (or torn): it is left for the next call.
+
+    Args:
+        head: what the file began with before; its first event has the time, so that no other file begins like it.
 
     Returns:
         The events, and the offset behind the last whole line.
 
     Raises:
-        DataError: a whole line is not an event, or the file is shorter than `offset`.
+        DataError: a whole line is not an event.
+        WrittenAnewError: the file begins otherwise, or is shorter than `offset`.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        if size < offset:
-            raise DataError(
-                f"{path}: {size} bytes where {offset} were read before: the run was written anew; read it from offset 0"
-            )
+    with open(path, "rb", buffering=0) as file:
+        if file.read(len(head)) != head or file.seek(0, 2) < offset:
+            raise WrittenAnewError(f"{path}: the run was written anew; read it from offset 0")
         file.seek(offset)
         data = file.read()
     events = []

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mmlab.errors import DataError, unknown_name
 from mmlab.machine import IDENTITY, process_runs
-from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
+from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, read_events
 from mmlab.runs.folders import ASIDE
 
 ACTIVE = ("waiting", "running", "paused")  # what a run's status is until it has ended
@@ -186,12 +186,11 @@ class RunState:
         for path, (inode, head, offset) in self._files.items():
             found = os.stat(path)
             if inode and (found.st_ino != inode or found.st_size < offset):
-                raise _WrittenAnewError(f"{path} was written anew")
+                raise WrittenAnewError(f"{path} was written anew")
             if found.st_size > offset:
-                if _head(path)[: len(head)] != head:
-                    raise _WrittenAnewError(f"{path} was written anew")
-                events, offset = read_events(path, offset)
-                head = _head(path)[: min(offset, HEAD_BYTES)]
+                events, offset = read_events(path, offset, head)
+                if len(head) < HEAD_BYTES:
+                    head = _head(path)[: min(offset, HEAD_BYTES)]
                 self.apply(events)
                 num_events += len(events)
             self._files[path] = (found.st_ino, head, offset)
@@ -288,7 +287,7 @@ class Runs:
                 changed |= state._read() > 0
                 if was_empty:
                     self._ordered = None
-            except _WrittenAnewError:
+            except WrittenAnewError:
                 self._take(folder, list(state._files))
                 changed = True
             except FileNotFoundError:  # moved aside: a new one may come in its place
@@ -344,10 +343,6 @@ class Runs:
 
 def _relative(folder: Path, root: Path) -> Path:
     return folder.relative_to(root) if folder.is_relative_to(root) else folder
-
-
-class _WrittenAnewError(DataError):
-    """A file is another one than before."""
 
 
 def _head(path: str) -> bytes:
