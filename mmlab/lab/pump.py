@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -25,7 +24,7 @@ from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, headlines_of, note_of
 from mmlab.runs.control import read_phase
 from mmlab.runs.figures import colours_of
-from mmlab.runs.follow import Runs, RunState, Source, overall_status
+from mmlab.runs.follow import Runs, RunState, Source, overall_status, shown_error
 from mmlab.runs.summaries import progress_of
 
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
@@ -33,7 +32,9 @@ WINDOW = 20  # messages that may wait for the page's answer; it answers every te
 SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
 BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
 HEADLINE_S = 2.0  # between two looks at what the runs come to
-FACTS_S = 0.2  # between looks at all but the rows, such as the controller's state; twice that where no rows come
+FACTS_S = (
+    0.2  # between looks at all but the rows, such as the controller's state; twice that where no rows come
+)
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
 SCAN_S = 0.5  # between looks for new folders and files
@@ -178,11 +179,7 @@ class Pump:
 
     def _report(self, where: str, error: Exception) -> None:
         with self._wake:
-            shown = {
-                "where": where,
-                "text": f"{type(error).__name__}: {error}"[:500],
-                "traceback": "".join(traceback.format_exception(error))[-8000:],
-            }
+            shown = shown_error(where, error)
             if shown not in self._errors:
                 self._errors = [*self._errors[-9:], shown]
                 self._urgent = True

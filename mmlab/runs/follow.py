@@ -237,9 +237,8 @@ class Runs:
     def __init__(self, source: Source, *, scan_s: float = 0.0) -> None:
         self.errors: list[dict[str, str]] = []  # what could not be read: where, text, traceback
         self._states: dict[Path, RunState] = {}
-        self._ordered: dict[str, RunState] | None = (
-            None  # the same, named and in order; None: to be worked out
-        )
+        # the same, named and in order; None: to be worked out
+        self._ordered: dict[str, RunState] | None = None
         self._broken: set[str] = set()  # ids of runs with a file that cannot be read; left alone
         self._scan_s = scan_s
         self._num_runs = 0
@@ -296,13 +295,7 @@ class Runs:
                 changed = True
             except (DataError, OSError) as error:
                 self._broken.add(state.id)
-                self.errors.append(
-                    {
-                        "where": "reading",
-                        "text": f"{type(error).__name__}: {error}",
-                        "traceback": traceback.format_exc(),
-                    }
-                )
+                self.errors.append(shown_error("reading", error))
                 changed = True
         return changed
 
@@ -343,6 +336,12 @@ class Runs:
 
 def _relative(folder: Path, root: Path) -> Path:
     return folder.relative_to(root) if folder.is_relative_to(root) else folder
+
+
+def shown_error(where: str, error: Exception) -> dict[str, str]:
+    """An error as views show it; `where` is what was done: reading, training, ..."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    return {"where": where, "text": text, "traceback": "".join(traceback.format_exception(error))[-8000:]}
 
 
 def _head(path: str) -> bytes:

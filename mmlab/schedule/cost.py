@@ -154,6 +154,16 @@ def costliest_sample(cost: CostModel, sizes: SampleSizes, *, enough: float) -> t
     return int(rows[costliest]), float(prices[costliest])
 
 
+def described(num_tokens: int, height: int, width: int) -> str:
+    """A sample's size in words. A conversation's patches stand in one column, as an image of one patch's width.
+
+    >>> described(12, 480, 640), described(900, 256 * 16, 16)
+    ('12 tokens, 480 x 640 pixels', '900 tokens, 256 patches')
+    """
+    image = f"{height // PATCH} patches" if width == PATCH else f"{height} x {width} pixels"
+    return f"{num_tokens} tokens, {image}"
+
+
 def require_room(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str) -> None:
     """Refuse a sample that costs more than a batch may.
 
@@ -163,9 +173,9 @@ def require_room(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str
     row, price = costliest_sample(cost, sizes, enough=budget)
     if price > budget:
         scale, unit = (2**20, "MiB") if cost.unit == "bytes" else (1, cost.unit)
+        size = described(sizes.num_tokens[row], sizes.height[row], sizes.width[row])
         raise OptionError(
-            f"sample {row} alone ({sizes.num_tokens[row]} tokens, {sizes.height[row]} x {sizes.width[row]} pixels) costs "
-            f"{price / scale:.6g} {unit}, above the budget of {budget / scale:.6g}; {remedy}"
+            f"sample {row} alone ({size}) costs {price / scale:.6g} {unit}, above the budget of {budget / scale:.6g}; {remedy}"
         )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from mmlab.errors import RunError
+from mmlab.schedule.cost import described
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import OWN
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
@@ -213,8 +214,8 @@ class Window:
         shape = batch.shape
         if tried == len(batch) and self._rows.stop - self._rows.start == 1:
             raise RunError(
-                f"sample {batch.record_ids[self._rows.start]!r} does not fit into memory by itself: {shape.num_tokens} "
-                f"tokens, {shape.height} x {shape.width} pixels ({failure}); cut its text or image, use "
+                f"sample {batch.record_ids[self._rows.start]!r} does not fit into memory by itself: "
+                f"{described(*shape[1:])} ({failure}); cut its text or image, use "
                 "checkpointing=True or 16-bit precision, or a device with more memory"
             )
         if tried == len(batch):

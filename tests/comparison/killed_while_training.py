@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -36,6 +37,9 @@ def begin(config: Path, name: str, runs: Path, *, rank: int = 0, port: int | Non
             train(load_config(config, [f"name={name}"]), runs=runs, resume="auto", progress=False)
         except SystemExit:
             os._exit(15)
+        except BaseException:  # nobody above may go on in this process
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
     return process
 

@@ -24,11 +24,11 @@ def wait_for(events: Path, text: bytes) -> None:
         time.sleep(0.005)
 
 
-def steer(config: Path, runs: Path, num_ranks: int) -> dict[str, object]:
+def steer(config: Path, runs: Path, num_ranks: int, ports: list[int]) -> dict[str, object]:
     """Exit codes of the undisturbed, the stopped and the resumed run, and the files' sizes during the pause."""
 
     def start(name: str) -> list[int]:
-        port = free_port() if num_ranks > 1 else None
+        port = ports.pop() if num_ranks > 1 else None
         return [begin(config, name, runs, rank=rank, port=port) for rank in range(num_ranks)]
 
     whole = ended(start("whole"))
@@ -57,9 +57,10 @@ def steer(config: Path, runs: Path, num_ranks: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     config, runs = map(Path, sys.argv[1:])
+    ports = [free_port() for _ in range(3)]  # now: a process forked while one is probed would keep it
     with ThreadPoolExecutor() as pool:
         found = {
-            str(num_ranks): pool.submit(steer, config, runs / str(num_ranks), num_ranks)
+            str(num_ranks): pool.submit(steer, config, runs / str(num_ranks), num_ranks, ports)
             for num_ranks in (1, 2)
         }
         print(json.dumps({num_ranks: seen.result() for num_ranks, seen in found.items()}))
