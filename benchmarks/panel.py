@@ -29,6 +29,7 @@ from _panel_kernel import NAMES
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import Page, sync_playwright
 
+import mmlab.lab.pump  # noqa: F401  # which the kernel runs: the code that is measured
 from mmlab.runs.events import read_events
 
 ROOT = Path(__file__).resolve().parents[1]

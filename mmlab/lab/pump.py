@@ -32,9 +32,7 @@ WINDOW = 20  # messages that may wait for the page's answer; it answers every te
 SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
 BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
 HEADLINE_S = 2.0  # between two looks at what the runs come to
-FACTS_S = (
-    0.2  # between looks at all but the rows, such as the controller's state; twice that where no rows come
-)
+FACTS_S = 0.2  # between looks at all but the rows, such as the controller's state
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
 SCAN_S = 0.5  # between looks for new folders and files
@@ -229,18 +227,17 @@ class Pump:
         has_rows = self._more or (self._fresh and now_s >= self._due_s)
         told = [(run["id"], run["status"]) for run in self._said.get("runs", ())]
         looks = urgent or told != [(run.id, run.status) for run in self._shown_runs()]
-        looks |= now_s - self._looked_s >= (FACTS_S if has_rows else 2 * FACTS_S)
+        rows_come = not has_rows and now_s - self._news_s < FACTS_S  # and take the facts along
+        looks |= now_s - self._looked_s >= FACTS_S * (1 + rows_come)
         if urgent or (may_send and (has_rows or looks)):
             self._update(now_s, urgent, looks)
         quiet_s = now_s - self._news_s
         poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
-        if not may_send:
-            return poll_s  # an answer wakes
+        if self._more:
+            return 0.001 if may_send else poll_s  # an answer wakes
         ended_s = time.monotonic()
-        if self._more or self._fresh:
-            return 0.001 if self._more else max(0.001, self._due_s - ended_s)
         early_s = self._stepped_at_s + REGULAR * min(self._gaps_s, default=0.0) - ended_s
-        return max(poll_s, min(early_s, POLL_S[1]))
+        return max(poll_s, min(early_s, POLL_S[1]), self._due_s - ended_s)
 
     def _update(self, now_s: float, urgent: bool, looks: bool) -> None:
         """Send what is new, if it is time to; `looks` also at what is not in rows."""
