@@ -2,9 +2,12 @@
 
 It calls the module with the arguments that its forward names, out of `input_ids`, `attention_mask`, `pixel_values`,
 `pixel_mask`, `labels`, `return_loss`, `interpolate_pos_encoding` and `batch`, and makes only those. Pixels become
-floats, normalised, padded to whole patches. The module computes its own mean, so gradient accumulation is exact only
-for a loss that is a mean over samples or over label tokens. CLIP's loss depends on the whole batch, and counts two
-captions of one image as a wrong pair.
+floats, normalised, padded to whole patches. Pre-training on hidden tokens and patches also has `input_ids_masked`,
+`mlm_labels`, `bool_masked_pos` and `codebook_pixel_values`, as FLAVA takes them (Singh et al. 2022, arXiv:2112.04482).
+
+The module computes its own mean, so gradient accumulation is exact only for a loss that is a mean over samples or over
+label tokens; FLAVA's is a sum of several means. CLIP's loss depends on the whole batch, and counts two captions of one
+image as a wrong pair.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 LABELS = ("batch", "text", "masked")
 OFFERED = ("input_ids", "attention_mask", "pixel_values", "pixel_mask", "labels", "batch")
 _ALSO = ("return_loss", "interpolate_pos_encoding")
+_PATCH_RATIO = 0.4  # of an image's patches are hidden, as in BEiT (Bao et al. 2022, arXiv:2106.08254)
 _IGNORED = -100  # the label that transformers leaves out of a loss
 
 
@@ -46,11 +50,12 @@ class LossModel(nn.Module):
         module: its forward returns a mean loss: as a tensor, as `.loss`, or under the key "loss".
         labels: "batch" for `Batch.labels`; "text" for the input ids with padding left out (captioning, language
             modelling); "masked" for predicting hidden tokens. None chooses "text" for a model that can generate, and
-            "masked" for a `transformers` model for masked language modelling.
+            "masked" for a `transformers` model for masked language modelling, or one that takes `mlm_labels`.
         processor: the model's own, as `AutoProcessor.from_pretrained` gives it, or a tokenizer: its mean and deviation
             of pixels and its mask token are used. `MultimodalDataset(processor=...)` takes the rest.
         mean, std: of the pixels in [0, 1], per channel; the processor's unless given, and CLIP's without one.
         mask_ratio: share of a text's tokens that "masked" hides. In evaluation the same ones are hidden every time.
+            Of an image, 40 % of the patches are hidden, one by one, for a model that takes `bool_masked_pos`.
 
     Raises:
         OptionError: forward takes none of a batch's tensors, or requires something else; hidden tokens without a mask
@@ -105,7 +110,7 @@ class LossModel(nn.Module):
     @property
     def compares_samples(self) -> bool:
         """Whether the loss compares the samples of a batch with each other, as CLIP's does."""
-        return hasattr(self.module, "logit_scale")
+        return hasattr(getattr(self.module, "base_model", self.module), "logit_scale")
 
     def num_terms(self, batch: Batch | HostColumns) -> Tensor | int:
         """How many samples or label tokens the module's mean is over."""
@@ -167,17 +172,21 @@ class LossModel(nn.Module):
                 f"{self.max_tokens}; use MultimodalDataset(max_tokens={self.max_tokens})"
             )
         input_ids, labels = batch.input_ids, batch.labels
-        if "labels" in self.accepted and self.labels != "batch":
-            input_ids, labels = (
-                self._hide(batch) if self.labels == "masked" else (input_ids, _text_labels(batch))
-            )
+        if self.labels == "masked" and {"labels", "mlm_labels"} & set(self.accepted):
+            input_ids, labels = self._hide(batch)
+        elif "labels" in self.accepted and self.labels == "text":
+            labels = _text_labels(batch)
         makers: dict[str, Callable[[], Any]] = {
             "batch": lambda: batch,
-            "input_ids": lambda: input_ids,
+            "input_ids": lambda: batch.input_ids if "input_ids_masked" in self.accepted else input_ids,
             "attention_mask": lambda: batch.attention_mask.long(),
             "pixel_values": lambda: self._pixels(batch),
             "pixel_mask": lambda: self._whole_patches(batch.pixel_mask).long(),
             "labels": lambda: labels,
+            "input_ids_masked": lambda: input_ids,
+            "mlm_labels": lambda: labels,
+            "bool_masked_pos": lambda: self._hidden_patches(batch),
+            "codebook_pixel_values": lambda: self._codebook_pixels(batch),
             **dict.fromkeys(_ALSO, lambda: True),
         }
         if "input_ids" not in self.accepted:  # an image model's own attention mask has no padding to hide
@@ -194,10 +203,26 @@ class LossModel(nn.Module):
         rows, columns = (-side % patch for side, patch in zip(pixels.shape[-2:], self.patch, strict=True))
         return F.pad(pixels, (0, columns, 0, rows)) if rows or columns else pixels
 
+    def _codebook_pixels(self, batch: Batch) -> Tensor:
+        """(B, 3, 8 h, 8 w) in [0.1, 0.9] for h x w patches, from which FLAVA's codebook makes one label a patch."""
+        pixels = self._whole_patches(batch.pixel_values.to(self.pixel_mean.dtype) / 255)
+        sides = [8 * side // patch for side, patch in zip(pixels.shape[-2:], self.patch, strict=True)]
+        pixels = F.interpolate(pixels, sides, mode="bicubic", antialias=True).clamp(0, 1)
+        return 0.8 * pixels + 0.1
+
+    def _hidden_patches(self, batch: Batch) -> Tensor:
+        """(B, P) bool."""
+        height, width = self.patch
+        there = self._whole_patches(batch.pixel_mask)[:, ::height, ::width].flatten(1)
+        return draw_hidden(there, _PATCH_RATIO, self._generator(batch))[2]
+
+    def _generator(self, batch: Batch) -> torch.Generator | None:
+        """None in training; else one that draws the same every time."""
+        return None if self.training else torch.Generator(batch.input_ids.device).manual_seed(0)
+
     def _hide(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Ids with the mask token at the hidden positions, and labels that ask for those alone."""
-        generator = None if self.training else torch.Generator(batch.input_ids.device).manual_seed(0)
-        _, _, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio, generator)
+        _, _, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio, self._generator(batch))
         assert self.mask_id is not None
         ids = batch.input_ids
         return ids.masked_fill(hidden, self.mask_id), ids.masked_fill(~hidden, _IGNORED)
@@ -233,7 +258,8 @@ def _check_signature(module: nn.Module) -> list[str]:
 def _usual_labels(module: nn.Module) -> str:
     if getattr(module, "can_generate", lambda: False)():
         return "text"
-    return "masked" if type(module).__name__.endswith("ForMaskedLM") else "batch"
+    is_masked = type(module).__name__.endswith("ForMaskedLM") or "mlm_labels" in _takes(module)
+    return "masked" if is_masked else "batch"
 
 
 def _text_labels(batch: Batch | HostColumns) -> Tensor:
