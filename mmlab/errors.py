@@ -14,7 +14,7 @@ command line turns those two into exit code 2 and every other failure into exit 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -64,7 +64,7 @@ class RunError(MmlabError, RuntimeError):
     """A run failed for a reason that is not the user's input."""
 
 
-def unknown_name(kind: str, name: object, known: object) -> OptionError:
+def unknown_name(kind: str, name: object, known: Iterable[object]) -> OptionError:
     """Build the error for a name that is not in a table of names.
 
     >>> str(unknown_name("scheduler", "rndom", ["random", "sorted"]))
@@ -72,10 +72,16 @@ def unknown_name(kind: str, name: object, known: object) -> OptionError:
     """
     import difflib
 
-    names = sorted(str(item) for item in known)  # type: ignore[attr-defined]
+    names = sorted(map(str, known))
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return OptionError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}")
+
+
+def check_name(kind: str, name: object, known: Collection[object]) -> None:
+    """Refuse a name that is not among the known ones."""
+    if name not in known:
+        raise unknown_name(kind, name, known)
 
 
 def check_numbers(options: Any, prefix: str = "") -> None:

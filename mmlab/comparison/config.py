@@ -36,7 +36,7 @@ from pydantic import create_model
 from mmlab.comparison.options import SamplingOptions, names_of, read_options
 from mmlab.comparison.preparation import augmentation
 from mmlab.data.augment import Augment
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_name
 from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.reduce import ParallelOptions
@@ -188,8 +188,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
         raise OptionError(f"{path}: name must be that of a folder inside the runs, found {name!r}")
     known = [section.name for section in dataclasses.fields(RunConfig)]
     for section, values in sections.items():
-        if section not in known:
-            raise unknown_name(f"section in {path}", section, known)
+        check_name(f"section in {path}", section, known)
         if not isinstance(values, dict):
             raise OptionError(f"{path}: {section} is a section: write [{section}] and its keys below")
 
@@ -233,8 +232,7 @@ def _model_options(values: Mapping[str, Any]) -> type:
     if "name" in values:
         return _reader(name=(str, ...), lora_rank=(int, None))
     preset = values.get("preset", "small")
-    if preset not in PRESETS:
-        raise unknown_name("[model] preset", preset, PRESETS)
+    check_name("[model] preset", preset, PRESETS)
     encoders = {"preset": (str, preset), "image_encoder": (str, None), "text_encoder": (str, None)}
     return _reader(**encoders, **_plain_options(ModelConfig))
 
@@ -242,8 +240,7 @@ def _model_options(values: Mapping[str, Any]) -> type:
 def _scheduler_options(values: Mapping[str, Any]) -> type:
     """Options of the scheduler that is named; `memory` and `fastest` ask the device for their budget."""
     name = values.get("name", "budget")
-    if name not in SCHEDULERS:
-        raise unknown_name("[scheduler] name", name, SCHEDULERS)
+    check_name("[scheduler] name", name, SCHEDULERS)
     options = _plain_options(SCHEDULERS[name])
     del options["world_size"]
     if name in ("memory", "fastest"):

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmlab.data.complexity import image_complexity
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.errors import OptionError, check_numbers, unknown_name
+from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import Random
@@ -77,8 +77,7 @@ class AdaptiveDataLoader(PlannedLoader):
         progress: bool = True,
         **options: Any,
     ) -> None:
-        if mode not in MODES:
-            raise unknown_name("mode", mode, MODES)
+        check_name("mode", mode, MODES)
         if not shuffle and scheduler is None:
             raise OptionError("batches come at random; for a fixed order give scheduler=BatchScheduler()")
         check_numbers({"batch_size": batch_size})

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mmlab.data.conversation_dataset import ConversationBatch
-from mmlab.errors import DataError, RunError, check_numbers, unknown_name
+from mmlab.errors import DataError, RunError, check_name, check_numbers
 from mmlab.loading.backends import Backend, Setting, ThreadBackend
 from mmlab.loading.batches import (
     ON_BAD_SAMPLE,
@@ -102,10 +102,8 @@ class PlannedLoader:
         max_ram_gb: float | None = None,
         emit: Callable[[RunEvent], object] | None = None,
     ) -> None:
-        if backend not in BACKENDS:
-            raise unknown_name("backend", backend, BACKENDS)
-        if on_bad_sample not in ON_BAD_SAMPLE:
-            raise unknown_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
+        check_name("backend", backend, BACKENDS)
+        check_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
         workers = num_workers if isinstance(num_workers, int) else default_num_workers()
         ahead = max(1, 2 * workers) if prefetch is None else prefetch
         check_numbers({"num_workers": num_workers, "prefetch": ahead, "max_ram_gb": max_ram_gb})

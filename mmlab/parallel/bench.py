@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 from tqdm.auto import tqdm
 
-from mmlab.errors import OptionError, check_numbers, unknown_name
+from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.machine import cpu_name, num_usable_cores, resolve_device
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import PRESETS, build_model
@@ -76,8 +76,7 @@ class BenchOptions:
             if (found := getattr(self, name)) < bound:
                 raise OptionError(f"{name} must be at least {bound}, found {found}")
         check_numbers(self)
-        if self.model not in PRESETS:
-            raise unknown_name("model preset", self.model, PRESETS)
+        check_name("model preset", self.model, PRESETS)
         if self.batch_size % (self.ranks * self.micro_batches):
             raise OptionError(
                 f"batch_size must divide by the {self.ranks} ranks' micro-batches, found {self.batch_size}"
@@ -197,8 +196,7 @@ def bench_parallel(
     elif not strategies:
         raise OptionError(f"strategies must name at least one of {', '.join(known)}")
     for name in strategies:
-        if name not in known:
-            raise unknown_name("strategy", name, known)
+        check_name("strategy", name, known)
     if "branch" in strategies and options.ranks != 2:
         raise OptionError(f"strategy 'branch' needs 2 ranks, found {options.ranks}")
     names = [name for name in dict.fromkeys(strategies) if name != "one core"]

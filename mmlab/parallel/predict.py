@@ -19,7 +19,7 @@ from math import ceil
 
 import numpy as np
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 
 STRATEGIES = ("single", "reduce", "ddp", "fsdp", "branch")
 PARTS = ("image", "text", "fusion")  # of a step; the fusion's has the heads and the losses
@@ -139,8 +139,7 @@ def predict(
     Raises:
         OptionError: an unknown strategy, or a number of devices that it cannot use.
     """
-    if strategy not in STRATEGIES:
-        raise unknown_name("strategy", strategy, STRATEGIES)
+    check_name("strategy", strategy, STRATEGIES)
     if num_devices < 1:
         raise OptionError(f"num_devices must be at least 1, found {num_devices}")
     if strategy == "branch" and num_devices > 1:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import distributed, nn
 
-from mmlab.errors import OptionError, check_numbers, unknown_name
+from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.strategy import CollectiveFailed, Strategy
@@ -49,8 +49,7 @@ class ParallelOptions:
     image_layers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise unknown_name("parallel strategy", self.strategy, STRATEGIES)
+        check_name("parallel strategy", self.strategy, STRATEGIES)
         check_numbers(self)
         if self.image_layers is not None and self.strategy != "branch":
             raise OptionError(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_name, unknown_name
 from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS, USER_PREFIX
 
 if TYPE_CHECKING:
@@ -177,8 +177,7 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
 
 
 def _encode(event: RunEvent) -> bytes:
-    if event.kind not in EVENT_KINDS:
-        raise unknown_name("kind of event", event.kind, EVENT_KINDS)
+    check_name("kind of event", event.kind, EVENT_KINDS)
     for key in event.values:
         if key in _FIELDS:
             raise OptionError(

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_name
 from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
 
 _CURVES = ("step", "epoch", "eval", "device")
@@ -34,8 +34,7 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
         DataError: no events in the folder.
         OptionError: an unknown tracker, or one that is not installed.
     """
-    if to not in TRACKERS:
-        raise unknown_name("tracker", to, TRACKERS)
+    check_name("tracker", to, TRACKERS)
     folder = Path(run)
     paths = sorted(folder.glob(EVENT_FILES))
     if not paths:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.drawing import Drawing, modality_of
 from mmlab.schedule.order import derive_key, permute
@@ -60,8 +60,7 @@ class Mixed(Drawing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.length not in LENGTHS:
-            raise unknown_name("length", self.length, LENGTHS)
+        check_name("length", self.length, LENGTHS)
         epochs = [epoch for epoch, _ in self._points]
         if epochs != sorted(set(epochs)):
             raise OptionError(f"the points of ratios must be at ascending epochs, found {epochs}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, check_numbers, unknown_name
+from mmlab.errors import DataError, check_name, check_numbers
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
@@ -122,8 +122,7 @@ def preview(
         budget = max(DEFAULT_MEAN_SAMPLES * mean, float(length.max(initial=0)))
     known = {name for kind in SCHEDULERS.values() for name in kind.__dataclass_fields__}
     for name in changes:
-        if name not in known:
-            raise unknown_name("scheduler option", name, known)
+        check_name("scheduler option", name, known)
     options = {"seed": seed, "world_size": ranks, "budget": budget, "cost": PaddedTokens(patch)}
     options |= {"patch": patch, "batch_size": max(1, round(budget / max(1.0, mean))), **changes}
     kinds = {name: scheduler_type(name) for name in schedulers}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import AspectBucket, BatchScheduler, Bucket, LengthGrouped, Random
 from mmlab.schedule.dense import Budget, Fastest, Memory
@@ -34,8 +34,7 @@ def scheduler_type(name: str) -> type[Scheduler]:
     Raises:
         OptionError: an unknown name.
     """
-    if name not in SCHEDULERS:
-        raise unknown_name("scheduler", name, SCHEDULERS)
+    check_name("scheduler", name, SCHEDULERS)
     return SCHEDULERS[name]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mmlab.errors import OptionError, check_numbers, unknown_name
+from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.model.parameters import PARTS
 from mmlab.training.weighting import Weighting
 
@@ -81,13 +81,9 @@ class TrainOptions:
         object.__setattr__(self, "objectives", tuple(self.objectives))
         object.__setattr__(self, "freeze", tuple(self.freeze))
         object.__setattr__(self, "device", None if self.device is None else str(self.device))
-        for what, name, known in (
-            ("policy for out-of-memory", self.on_out_of_memory, OUT_OF_MEMORY_POLICIES),
-            ("policy for losses that are not finite", self.on_nonfinite, NONFINITE_POLICIES),
-            ("losses for the weighting", self.weighting_on, WEIGHTING_ON),
-        ):
-            if name not in known:
-                raise unknown_name(what, name, known)
+        check_name("policy for out-of-memory", self.on_out_of_memory, OUT_OF_MEMORY_POLICIES)
+        check_name("policy for losses that are not finite", self.on_nonfinite, NONFINITE_POLICIES)
+        check_name("losses for the weighting", self.weighting_on, WEIGHTING_ON)
         check_numbers(self)
         self._check_limits()
 
@@ -95,8 +91,7 @@ class TrainOptions:
         limits = self.max_grad_norm
         by_part = limits if isinstance(limits, Mapping) else dict.fromkeys(PARTS, limits)
         for part, limit in by_part.items():
-            if part not in PARTS:
-                raise unknown_name("part of the model", part, PARTS)
+            check_name("part of the model", part, PARTS)
             if not limit > 0:
                 raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {limits}")
 
@@ -109,8 +104,7 @@ def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> 
     """
     known = [item.name for item in fields(TrainOptions)]
     for name in changes:
-        if name not in known:
-            raise unknown_name("option of the trainer", name, known)
+        check_name("option of the trainer", name, known)
     return replace(options or TrainOptions(), **changes)
 
 

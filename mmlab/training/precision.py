@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 
 PRECISIONS: dict[str, torch.dtype | None] = {
     "fp32": None,
@@ -66,8 +66,7 @@ class Precision:
     """
 
     def __init__(self, name: str, device: torch.device | str = "cpu") -> None:
-        if name not in PRECISIONS:
-            raise unknown_name("precision", name, PRECISIONS)
+        check_name("precision", name, PRECISIONS)
         self.name, self.device, self.dtype = name, torch.device(device), PRECISIONS[name]
         if name == "tf32" and self.device.type != "cuda":
             raise OptionError(f"tf32 is how CUDA's tensor cores round, found device {self.device}; use fp32")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 
 Numbers = Mapping[str, float]  # by objective
 _STATE = ("shares", "_last_step", "_sums", "_counts", "_first", "_before")
@@ -209,8 +209,7 @@ def make_weighting(name: str, start: Sequence[str] | Numbers, **options: Any) ->
     Raises:
         OptionError: an unknown name or a number out of range.
     """
-    if name not in WEIGHTINGS:
-        raise unknown_name("weighting", name, WEIGHTINGS)
+    check_name("weighting", name, WEIGHTINGS)
     return WEIGHTINGS[name](start, **options)
 
 

@@ -21,7 +21,7 @@ from mmlab.data.readers.rows import Row, Table, to_records
 from mmlab.data.readers.tar import is_tar, read_shards
 from mmlab.data.records import FileStore, Records
 from mmlab.data.text import load_tokenizer, measure_tokens
-from mmlab.errors import DataError, OptionError, check_numbers, unknown_name
+from mmlab.errors import DataError, OptionError, check_name, check_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,8 +61,7 @@ def read_records(
         DataError: an unknown format, bad rows (all of them in the error's `.bad_rows`), no such split.
         OptionError: an option out of range.
     """
-    if errors not in ("raise", "report"):
-        raise unknown_name("errors=", errors, ("raise", "report"))
+    check_name("errors=", errors, ("raise", "report"))
     check_numbers({"limit": limit, "seed": seed})
     folder = None if images is None else Path(images).expanduser()
     if folder is not None and not folder.is_dir():
