@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mmlab.errors import unknown_name
+from mmlab.errors import check_name
 
 CONTROL = "control.json"
 PHASE = "phase.txt"  # what a run does before its first step, for a person
@@ -44,8 +44,7 @@ def send(folder: str | Path, command: str) -> None:
         OptionError: another command.
         OSError: the folder is not there or cannot be written to.
     """
-    if command not in _LEVELS:
-        raise unknown_name("command to a run", command, _LEVELS)
+    check_name("command to a run", command, _LEVELS)
     path = Path(folder) / CONTROL
     replace_file(path, json.dumps({"command": command, "time_s": time.time()}))
 
@@ -91,13 +90,15 @@ class Control:
     def wanted(self) -> str:
         """The latest command: `resume` where there was none."""
         if self._path is not None:
-            try:
-                found = os.stat(self._path)
-            except OSError:  # no command yet
-                return self._wanted
-            if (found.st_ino, found.st_mtime_ns) != self._seen:
-                self._seen = (found.st_ino, found.st_mtime_ns)
-                self._wanted = self._read()
+            with suppress(
+                OSError, ValueError, KeyError, TypeError
+            ):  # no command yet, or none that `send` wrote
+                status = os.stat(self._path)
+                if (status.st_ino, status.st_mtime_ns) != self._seen:
+                    self._seen = (status.st_ino, status.st_mtime_ns)
+                    found = json.loads(self._path.read_text())
+                    if found["command"] in _LEVELS and found["time_s"] >= self._since_s:
+                        self._wanted = found["command"]
         return self._wanted
 
     def wait_if_paused_or_stop(
@@ -116,7 +117,7 @@ class Control:
             emit: takes `pause` and `resume`.
         """
         started: float | None = None
-        while (level := agree(self._level(stopping))) == _LEVELS["pause"]:
+        while (level := agree(_LEVELS["stop" if stopping() else self.wanted])) == _LEVELS["pause"]:
             if started is None:
                 started = time.perf_counter()
                 emit("pause", {})
@@ -127,15 +128,3 @@ class Control:
             emit("resume", {"paused_s": paused_s})
         self.stopped = level == _LEVELS["stop"]
         return self.stopped
-
-    def _level(self, stopping: Callable[[], object]) -> float:
-        return _LEVELS["stop"] if stopping() else _LEVELS[self.wanted]
-
-    def _read(self) -> str:
-        assert self._path is not None
-        try:
-            found = json.loads(self._path.read_text())
-            command, time_s = found["command"], found["time_s"]
-        except (OSError, ValueError, KeyError, TypeError):  # not written by `send`: ignored
-            return self._wanted
-        return command if command in _LEVELS and time_s >= self._since_s else self._wanted

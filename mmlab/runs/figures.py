@@ -67,17 +67,6 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     Raises:
         OptionError: a suffix that matplotlib cannot write.
     """
-    check_plot_name(path)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def check_plot_name(path: str | Path) -> None:
-    """Refuse a name early, where the figure takes long to make.
-
-    Raises:
-        OptionError: a suffix that matplotlib cannot write.
-    """
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
@@ -85,3 +74,5 @@ def check_plot_name(path: str | Path) -> None:
         raise OptionError(
             f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
         )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -109,7 +109,14 @@ class RunState:
             if event.kind == "step" and event.rank == 0:
                 cost = event.values.get("predicted_cost")
                 self.done_cost += cost if isinstance(cost, int | float) and cost < inf else 0.0
-            self._follow_status(event)
+            if event.kind == "end":
+                self._written_status = event.values["status"]
+            elif event.kind == "pause":
+                self._written_status = "paused"
+            elif event.kind in ("start", "resume") or self._written_status == "waiting":
+                self._written_status = "running"
+            if event.kind == "start":
+                self._process_runs = True
 
     def event(self, kind: str, rank: int = 0) -> RunEvent | None:
         """The latest event of a kind, or None."""
@@ -190,32 +197,18 @@ class RunState:
             if found.st_size > offset:
                 events, offset = read_events(path, offset, head)
                 if len(head) < HEAD_BYTES:
-                    head = _head(path)[: min(offset, HEAD_BYTES)]
+                    with open(path, "rb", buffering=0) as file:
+                        head = file.read(min(offset, HEAD_BYTES))  # its first event, with the time of writing
                 self.apply(events)
                 num_events += len(events)
             self._files[path] = (found.st_ino, head, offset)
         return num_events
 
-    def _follow_status(self, event: RunEvent) -> None:
-        if event.kind == "end":
-            self._written_status = event.values["status"]
-        elif event.kind == "pause":
-            self._written_status = "paused"
-        elif event.kind in ("start", "resume") or self._written_status == "waiting":
-            self._written_status = "running"
-        if event.kind == "start":
-            self._process_runs = True
-
     def _append(self, event: RunEvent) -> None:
         """One more row: every column of this kind has as many numbers as there are events of it."""
-        columns = self._columns.get((event.kind, event.rank))
-        if columns is None:
-            columns = {"step": array("d"), "time_s": array("d")}
-            self._columns[event.kind, event.rank] = columns
-        num_rows = len(columns["step"])
-        columns["step"].append(event.step)
-        columns["time_s"].append(event.time_s)
-        for key, value in event.values.items():
+        columns = self._columns.setdefault((event.kind, event.rank), {})
+        num_rows = len(columns.get("step", ()))
+        for key, value in {"step": event.step, "time_s": event.time_s, **event.values}.items():
             if isinstance(value, int | float):
                 if key not in columns:
                     columns[key] = array("d", [nan]) * num_rows
@@ -259,9 +252,10 @@ class Runs:
     def _in_order(self) -> dict[str, RunState]:
         root = Path(self.source) if isinstance(self.source, str | Path) else Path()
         found = sorted(self._states.items(), key=lambda item: item[1].first_s if item[1].ranks() else inf)
+        names = (folder.relative_to(root) if folder.is_relative_to(root) else folder for folder, _ in found)
         return {
-            state.name if folder == root else _relative(folder, root).as_posix(): state
-            for folder, state in found
+            state.name if folder == root else name.as_posix(): state
+            for name, (folder, state) in zip(names, found, strict=True)
         }
 
     def poll(self) -> bool:
@@ -334,20 +328,10 @@ class Runs:
             state.name = f"{above[folder]}/{name}" if is_one_of else name
 
 
-def _relative(folder: Path, root: Path) -> Path:
-    return folder.relative_to(root) if folder.is_relative_to(root) else folder
-
-
 def shown_error(where: str, error: Exception) -> dict[str, str]:
     """An error as views show it; `where` is what was done: reading, training, ..."""
     text = f"{type(error).__name__}: {error}"[:500]
     return {"where": where, "text": text, "traceback": "".join(traceback.format_exception(error))[-8000:]}
-
-
-def _head(path: str) -> bytes:
-    """The first bytes of a file: its first event, with the time it was written."""
-    with open(path, "rb", buffering=0) as file:
-        return file.read(HEAD_BYTES)
 
 
 def run_files(source: Source) -> dict[Path, list[str]]:

@@ -86,7 +86,9 @@ class DeviceMeter:
     def read(self) -> DeviceReading:
         """Read memory and use now, each from the first source that answers."""
         notes: list[str] = []
-        memory: dict[str, Callable[[], tuple[int, int]]] = {"process RSS": _process_memory}
+        memory: dict[str, Callable[[], tuple[int, int]]] = {
+            "process RSS": lambda: (process_rss_bytes(), total_memory_bytes())
+        }
         use: dict[str, Callable[[], float]] = {"process CPU": self._process_use}
         allocator: dict[str, Any] = {}
         if self.device.type == "cuda":
@@ -100,6 +102,10 @@ class DeviceMeter:
             use = {"torch": lambda: torch.cuda.utilization(self.device) / 100, **use}
         (memory_bytes, total_bytes), memory_source = _first(memory, "memory", notes)
         utilization_ratio, utilization_source = _first(use, "utilization", notes)
+        details: dict[str, Any] = {}
+        if memory_source == "NVML":
+            details, missing = self._gpu.details(os.getpid())
+            notes += missing
         return DeviceReading(
             device=str(self.device),
             memory_bytes=memory_bytes,
@@ -109,7 +115,7 @@ class DeviceMeter:
             utilization_source=utilization_source,
             allocated_bytes=allocator.get("allocated_bytes.all.current"),
             reserved_bytes=allocator.get("reserved_bytes.all.current"),
-            details=self._details(memory_source, notes),
+            details=details,
             notes=tuple(notes),
         )
 
@@ -138,13 +144,6 @@ class DeviceMeter:
         """Of AMD's, Apple's and Intel's devices, where this torch can tell."""
         free_bytes, total_bytes = torch.accelerator.get_memory_info(self.device)
         return total_bytes - free_bytes, total_bytes
-
-    def _details(self, memory_source: str, notes: list[str]) -> dict[str, Any]:
-        if self._gpu is None or memory_source != "NVML":
-            return {}
-        values, missing = self._gpu.details(os.getpid())
-        notes += missing
-        return values
 
     def _process_use(self) -> float:
         now = (time.perf_counter(), time.process_time())
@@ -251,10 +250,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
-
-
-def _process_memory() -> tuple[int, int]:
-    return process_rss_bytes(), total_memory_bytes()
 
 
 def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -> tuple[Any, str]:
