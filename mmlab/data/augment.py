@@ -12,9 +12,10 @@ saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,22 +29,23 @@ _NUM_ATTEMPTS = 10  # to find a crop that fits, as torchvision has it
 _LARGEST_MAGNITUDE = 30  # of RandAugment
 
 _COLOURS = ("brightness", "contrast", "saturation", "hue")
-# RandAugment's operations: the amount at full strength, whether its sign is drawn
-_OPERATIONS: dict[str, tuple[float, bool]] = {
-    "identity": (0.0, False),
-    "shear_x": (0.3, True),
-    "shear_y": (0.3, True),
-    "translate_x": (150 / 331, True),
-    "translate_y": (150 / 331, True),
-    "rotate": (30.0, True),
-    "brighter": (0.9, True),
-    "more_colour": (0.9, True),
-    "more_contrast": (0.9, True),
-    "sharper": (0.9, True),
-    "posterize": (4.0, False),
-    "solarize": (1.0, False),
-    "autocontrast": (0.0, False),
-    "equalize": (0.0, False),
+# RandAugment's operations: the amount at full strength, whether its sign is drawn, and the change, by torchvision's
+# functions, which take seconds to import
+_OPERATIONS: dict[str, tuple[float, bool, Callable[[Any, torch.Tensor, float], torch.Tensor]]] = {
+    "identity": (0.0, False, lambda F, image, amount: image),
+    "shear_x": (0.3, True, lambda F, image, amount: _shear(F, image, amount, 0.0)),
+    "shear_y": (0.3, True, lambda F, image, amount: _shear(F, image, 0.0, amount)),
+    "translate_x": (150 / 331, True, lambda F, image, amount: _shift(F, image, amount, 0.0)),
+    "translate_y": (150 / 331, True, lambda F, image, amount: _shift(F, image, 0.0, amount)),
+    "rotate": (30.0, True, lambda F, image, amount: F.rotate(image, amount)),
+    "brighter": (0.9, True, lambda F, image, amount: F.adjust_brightness(image, 1 + amount)),
+    "more_colour": (0.9, True, lambda F, image, amount: F.adjust_saturation(image, 1 + amount)),
+    "more_contrast": (0.9, True, lambda F, image, amount: F.adjust_contrast(image, 1 + amount)),
+    "sharper": (0.9, True, lambda F, image, amount: F.adjust_sharpness(image, 1 + amount)),
+    "posterize": (4.0, False, lambda F, image, amount: F.posterize(image, 8 - round(amount))),
+    "solarize": (1.0, False, lambda F, image, amount: F.solarize(image, 255 * (1 - amount))),
+    "autocontrast": (0.0, False, lambda F, image, amount: F.autocontrast(image)),
+    "equalize": (0.0, False, lambda F, image, amount: F.equalize(image)),
 }
 _NAMES = tuple(_OPERATIONS)
 
@@ -140,11 +142,15 @@ class Augment:
                 changes.append((name, float(amount) if name == "hue" else max(0.0, 1.0 + float(amount))))
         for _ in range(self.num_operations):
             name = _NAMES[uniform.integers(len(_NAMES))]
-            strongest, is_signed = _OPERATIONS[name]
+            strongest, is_signed, _ = _OPERATIONS[name]
             sign = -1.0 if uniform.random() < 0.5 and is_signed else 1.0
             changes.append((name, sign * strongest * self.magnitude / _LARGEST_MAGNITUDE))
+        if self.crop_scale is not None:  # uniform in the area, and in the logarithm of the proportions
+            low, high = np.array([self.crop_scale, np.log(self.crop_ratio)]).T
+            crops = low + crops * (high - low)
+            crops[:, 1] = np.exp(crops[:, 1])
         return Drawn(
-            crops=() if self.crop_scale is None else tuple(map(tuple, self._scaled(crops).tolist())),
+            crops=() if self.crop_scale is None else tuple(map(tuple, crops.tolist())),
             place=(float(down), float(across)),
             flip=bool(flip < self.flip_probability),
             changes=tuple(changes),
@@ -161,23 +167,33 @@ class Augment:
             cropped: the image was decoded from `drawn.region` already (`decode_image(..., region=...)`): sharper than
                 cropping it afterwards, but not what a cached image can give.
         """
-        from mmlab.data.image_changes import CHANGES, crop, flip  # torchvision takes seconds to import
+        from torchvision.transforms.v2 import functional as F
 
         height, width = image.shape[-2:]
         region = None if cropped else drawn.region(height, width, height, width)
         if region is not None:
-            image = crop(image, region)
+            image = F.resized_crop(image, *region, size=[height, width], antialias=True)
         if drawn.flip:
-            image = flip(image)
+            image = F.horizontal_flip(image)
         for name, amount in drawn.changes:
-            image = CHANGES[name](image, amount)
+            image = change(image, name, amount)
         return image.contiguous()
 
-    def _scaled(self, crops: np.ndarray) -> np.ndarray:
-        """Uniform numbers (n, 2) to areas, and to proportions that are uniform in their logarithm."""
-        assert self.crop_scale is not None
-        low = np.array([self.crop_scale[0], np.log(self.crop_ratio[0])])
-        high = np.array([self.crop_scale[1], np.log(self.crop_ratio[1])])
-        scaled = low + crops * (high - low)
-        scaled[:, 1] = np.exp(scaled[:, 1])
-        return scaled
+
+def change(image: torch.Tensor, name: str, amount: float) -> torch.Tensor:
+    """One change of the colours, or one of RandAugment's operations: uint8 in, the same size and type out."""
+    from torchvision.transforms.v2 import functional as F
+
+    if name in _COLOURS:
+        return getattr(F, f"adjust_{name}")(image, amount)
+    return _OPERATIONS[name][2](F, image, amount)
+
+
+def _shear(F: Any, image: torch.Tensor, *slopes: float) -> torch.Tensor:
+    degrees = np.degrees(np.arctan(slopes)).tolist()
+    return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=degrees, center=[0.0, 0.0])
+
+
+def _shift(F: Any, image: torch.Tensor, across: float, down: float) -> torch.Tensor:
+    pixels = [int(across * image.shape[-1]), int(down * image.shape[-2])]
+    return F.affine(image, angle=0.0, translate=pixels, scale=1.0, shear=[0.0, 0.0])

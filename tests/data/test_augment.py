@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import v2
 
-from mmlab.data.augment import Augment
+from mmlab.data.augment import Augment, change
 from mmlab.data.decode import decode_image
-from mmlab.data.image_changes import CHANGES
 from mmlab.errors import OptionError
 from mmlab.types import Square
 
@@ -174,7 +173,7 @@ def test_rand_augment_is_torchvisions() -> None:
             image, names[name], -strength if amount < 0 else strength, v2.InterpolationMode.NEAREST, {}
         )
         assert signed or amount >= 0
-        difference = (CHANGES[name](image, amount).int() - expected.int()).abs()
+        difference = (change(image, name, amount).int() - expected.int()).abs()
         assert (difference > 1).float().mean() < 0.01, name
         seen[name, amount < 0] = True
     assert len(seen) == 14 + 9  # nine have a sign
