@@ -25,7 +25,7 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import load_tokenizer
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_name
 from mmlab.loading.adaptive import difficulty
 from mmlab.loading.cache.build import build_cache
 from mmlab.loading.cache.key import cache_key
@@ -36,7 +36,7 @@ from mmlab.model.conversation_model import ConversationModel, named_processor, n
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.live import LivePlan
 from mmlab.schedule.mixing import Mixed
 from mmlab.schedule.plan import BatchPlan
@@ -62,8 +62,7 @@ def augmentation(name: str) -> Augment | None:
     Raises:
         OptionError: an unknown name.
     """
-    if name not in AUGMENTATIONS:
-        raise unknown_name("augmentation", name, AUGMENTATIONS)
+    check_name("augmentation", name, AUGMENTATIONS)
     return AUGMENTATIONS[name]
 
 
@@ -246,12 +245,7 @@ def costs_of(plan: BatchPlan | LivePlan) -> NDArray[np.float64]:
 
     Ones for a plan that is still to change.
     """
-    if not isinstance(plan, BatchPlan):
-        return np.ones(len(plan))
-    if plan.limits.streams is None:
-        return batch_costs(COST, plan.shape_columns)
-    alone = plan.sizes.take(plan.columns.order).alone
-    return np.add.reduceat(batch_costs(COST, alone), plan.columns.starts)
+    return plan.costs(COST) if isinstance(plan, BatchPlan) else np.ones(len(plan))
 
 
 def describe_machine(device: str) -> dict[str, Any]:

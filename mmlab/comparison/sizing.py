@@ -17,7 +17,7 @@ from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.plan import named_scheduler
-from mmlab.comparison.preparation import COST, augmentation, costs_of, model_of, sampled
+from mmlab.comparison.preparation import COST, augmentation, model_of, sampled
 from mmlab.machine import device_limit
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.pricing.fit import fit_memory
@@ -61,29 +61,24 @@ def size_schedulers(
     Raises:
         OptionError: a sample that needs more than the limit, or a model that cannot be priced.
     """
-    model = partial(model_of, options, dataset)
+    sizing = _Sizing(options, dataset, device, progress)
     if options.equal == "memory" and options.budget is None:
-        return _by_memory(names, options, dataset, device, model(), progress)
-    budget = _token_budget(options, dataset)
-    shared = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget, **_ALIKE}
-    time, planners = None, {}
-    if "fastest" in names:
-        time = _fit_time(model(), dataset, options, device, progress, cost=COST, budget=budget)
-    for name in names:
-        if name != "memory":
-            own = scheduler_type(name).options_among({**shared, "time": time if name == "fastest" else None})
-            planners[name] = make_scheduler(name, **own)
-            continue
-        own = {"seed": options.seed, "memory_gb": options.memory_gb}
-        planners[name] = named_scheduler(
-            name, own, model, dataset=dataset, device=device, progress=progress, precision=options.precision
-        )
-    return _by_budget(planners, budget, time)
+        return sizing.by_memory(names)
+    return sizing.by_budget(names)
 
 
-def as_configured(planners: Mapping[str, Scheduler], options: ComparisonOptions, dataset: Any) -> Sized:
-    """Schedulers that the caller has configured, as they are."""
-    return _by_budget(planners, _token_budget(options, dataset))
+def as_configured(
+    planners: Mapping[str, Scheduler], options: ComparisonOptions, dataset: Any, time: TimeModel | None = None
+) -> Sized:
+    """Schedulers as they are; `memory`, if among them, predicts the bytes of every run."""
+    memory = next((planner for planner in planners.values() if isinstance(planner, Memory)), None)
+    return Sized(
+        planners=dict(planners),
+        budget=_token_budget(options, dataset),
+        memory=None if memory is None else memory.cost,
+        limit_bytes=None if memory is None else memory.budget,
+        time=time,
+    )
 
 
 def _token_budget(options: ComparisonOptions, dataset: Any) -> float:
@@ -91,81 +86,75 @@ def _token_budget(options: ComparisonOptions, dataset: Any) -> float:
     return options.budget or options.batch_size * float(batch_costs(COST, dataset.sizes.alone).mean())
 
 
-def _by_budget(planners: Mapping[str, Scheduler], budget: float, time: TimeModel | None = None) -> Sized:
-    """A scheduler `memory` among them predicts the bytes of every run."""
-    memory = next((planner for planner in planners.values() if isinstance(planner, Memory)), None)
-    return Sized(
-        planners=dict(planners),
-        budget=budget,
-        memory=None if memory is None else memory.cost,
-        limit_bytes=None if memory is None else memory.budget,
-        time=time,
-    )
-
-
-def _by_memory(
-    names: Sequence[str],
-    options: ComparisonOptions,
-    dataset: Any,
-    device: str,
-    model: nn.Module,
-    progress: bool,
-) -> Sized:
-    memory: MemoryModel
-    if isinstance(model, ConversationModel):  # whose steps are measured: seconds come with the bytes
-        memory, time = _price(model, dataset, options, device)
-    else:
-        kind = device.partition(":")[0]
-        memory = fit_memory(
-            model, num_held_out=0, progress=progress, device=kind, precision=options.precision
-        )
-        time = None
-    sizing = _Sizing(options, dataset, memory)
-    if options.memory_gb is None:
-        baseline = sizing.make("random", options.batch_size)
-        limit_bytes = sizing.peak_bytes(baseline)
-    else:
-        limit_bytes = device_limit(device, memory_gb=options.memory_gb)
-        require_room(
-            memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
-        )
-        baseline = sizing.largest("random", options.batch_size, limit_bytes)
-    time = time or _fit_time(model, dataset, options, device, progress, cost=memory, budget=limit_bytes)
-    sizing.time = time
-    planners = {}
-    for name in names:
-        if name == "random":
-            planners[name] = baseline
-        elif name in ("memory", "fastest"):
-            planners[name] = make_scheduler(
-                name, cost=memory, budget=limit_bytes, time=time, seed=options.seed
-            )
-        elif name == "packed":  # cannot be priced: as many tokens, without padding
-            tokens = max(float(costs_of(plan).max()) for plan in sizing.plans(baseline))
-            planners[name] = sizing.make(name, int(tokens))
-        else:
-            first = options.batch_size
-            if "budget" in scheduler_type(name).__dataclass_fields__:
-                first = int(batch_costs(COST, dataset.sizes.alone).max())
-            planners[name] = sizing.largest(name, first, limit_bytes)
-    return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time)
-
-
-def _price(
-    model: ConversationModel, dataset: Any, options: ComparisonOptions, device: str
-) -> tuple[MemoryModel, TimeModel]:
-    workers = options.num_workers
-    return price_dataset(model.to(device), dataset, precision=options.precision, num_workers=workers)
-
-
 class _Sizing:
     """Finds sizes by planning the whole comparison with them; nothing is decoded."""
 
-    def __init__(self, options: ComparisonOptions, dataset: Any, memory: MemoryModel) -> None:
-        self.options, self.dataset, self.memory = options, dataset, memory
-        self.time: TimeModel | None = None
+    memory: MemoryModel
+    time: TimeModel | None = None
 
-    def make(self, name: str, size: int) -> Scheduler:
+    def __init__(self, options: ComparisonOptions, dataset: Any, device: str, progress: bool) -> None:
+        self.options, self.dataset, self.device, self.progress = options, dataset, device, progress
+
+    def by_budget(self, names: Sequence[str]) -> Sized:
+        """One budget, or one batch size, for all."""
+        options, dataset, planners = self.options, self.dataset, {}
+        budget, model = _token_budget(options, dataset), partial(model_of, options, dataset)
+        shared = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget, **_ALIKE}
+        time = self._fit_time(model(), COST, budget) if "fastest" in names else None
+        for name in names:
+            if name != "memory":
+                own = {**shared, "time": time if name == "fastest" else None}
+                planners[name] = make_scheduler(name, **scheduler_type(name).options_among(own))
+                continue
+            own = {"seed": options.seed, "memory_gb": options.memory_gb}
+            setting: dict[str, Any] = {"device": self.device, "precision": options.precision}
+            planners[name] = named_scheduler(
+                name, own, model, dataset=dataset, progress=self.progress, **setting
+            )
+        return as_configured(planners, options, dataset, time)
+
+    def by_memory(self, names: Sequence[str]) -> Sized:
+        """One limit of bytes for all."""
+        options, dataset, model = self.options, self.dataset, model_of(self.options, self.dataset)
+        time = None
+        if isinstance(model, ConversationModel):  # whose steps are measured: seconds come with the bytes
+            memory, time = self._price(model)
+        else:
+            setting: dict[str, Any] = {
+                "device": self.device.partition(":")[0],
+                "precision": options.precision,
+            }
+            memory = fit_memory(model, num_held_out=0, progress=self.progress, **setting)
+        self.memory = memory
+        if options.memory_gb is None:
+            baseline = self._make("random", options.batch_size)
+            limit_bytes = max(map(self._peak_bytes, self._plans(baseline)))
+        else:
+            limit_bytes = device_limit(self.device, memory_gb=options.memory_gb)
+            require_room(
+                memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
+            )
+            baseline = self._largest("random", options.batch_size, limit_bytes)
+        self.time = time = time or self._fit_time(model, memory, limit_bytes)
+        planners = {}
+        for name in names:
+            if name == "random":
+                planners[name] = baseline
+            elif name in ("memory", "fastest"):
+                planners[name] = make_scheduler(
+                    name, cost=memory, budget=limit_bytes, time=time, seed=options.seed
+                )
+            elif name == "packed":  # cannot be priced: as many tokens, without padding
+                tokens = max(float(plan.costs(COST).max()) for plan in self._plans(baseline))
+                planners[name] = self._make(name, int(tokens))
+            else:
+                first = options.batch_size
+                if "budget" in scheduler_type(name).__dataclass_fields__:
+                    first = int(batch_costs(COST, dataset.sizes.alone).max())
+                planners[name] = self._largest(name, first, limit_bytes)
+        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time)
+
+    def _make(self, name: str, size: int) -> Scheduler:
         """A scheduler with so many samples, or padded tokens, a batch."""
         values = {
             "batch_size": size,
@@ -178,16 +167,12 @@ class _Sizing:
         kind = scheduler_type(name)
         return kind(**kind.options_among(values))
 
-    def plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
+    def _plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
         """The plans of all epochs."""
         planner, _ = sampled(scheduler, self.dataset, self.options, progress=False)
         return (planner.plan(self.dataset.sizes, epoch=epoch) for epoch in range(self.options.epochs))
 
-    def peak_bytes(self, scheduler: Scheduler) -> float:
-        """The most bytes that a batch is predicted to need."""
-        return max(map(self._peak_of, self.plans(scheduler)))
-
-    def largest(self, name: str, first: int, limit_bytes: float) -> Scheduler:
+    def _largest(self, name: str, first: int, limit_bytes: float) -> Scheduler:
         """The scheduler with the largest size that fits.
 
         Args:
@@ -196,12 +181,33 @@ class _Sizing:
         most = int(batch_costs(COST, self.dataset.sizes.alone).sum())
 
         def fits(size: int) -> bool:
-            return all(self._peak_of(plan) <= limit_bytes for plan in self.plans(self.make(name, size)))
+            return all(self._peak_bytes(plan) <= limit_bytes for plan in self._plans(self._make(name, size)))
 
-        return self.make(name, largest_that(fits, first=first, most=most))
+        return self._make(name, largest_that(fits, first=first, most=most))
 
-    def _peak_of(self, plan: BatchPlan) -> float:
+    def _peak_bytes(self, plan: BatchPlan) -> float:
         return float(batch_costs(self.memory, plan.shape_columns).max())
+
+    def _price(self, model: ConversationModel) -> tuple[MemoryModel, TimeModel]:
+        options = self.options
+        return price_dataset(
+            model.to(self.device), self.dataset, precision=options.precision, num_workers=options.num_workers
+        )
+
+    def _fit_time(self, model: nn.Module, cost: CostModel, budget: float) -> TimeModel:
+        """A time model fitted in short; how noisy the machine was, the comparison says."""
+        if isinstance(model, ConversationModel):
+            return self._price(model)[1]
+        options, dataset, device = self.options, self.dataset, self.device
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="repeats of one step lie")
+            return fit_time(
+                model, dataset.sizes, cost=cost, budget=budget, device=device, precision=options.precision,
+                loading=loading_seconds(
+                    dataset, device=device, num_workers=options.num_workers, augment=augmentation(options.augment)
+                ),
+                progress=self.progress, **_SHORT,
+            )  # fmt: skip
 
 
 def largest_that(fits: Callable[[int], bool], *, first: int, most: int) -> int:
@@ -220,27 +226,3 @@ def largest_that(fits: Callable[[int], bool], *, first: int, most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _fit_time(
-    model: nn.Module,
-    dataset: Any,
-    options: ComparisonOptions,
-    device: str,
-    progress: bool,
-    *,
-    cost: CostModel,
-    budget: float,
-) -> TimeModel:
-    """A time model fitted in short; how noisy the machine was, the comparison says."""
-    if isinstance(model, ConversationModel):
-        return _price(model, dataset, options, device)[1]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="repeats of one step lie")
-        return fit_time(
-            model, dataset.sizes, cost=cost, budget=budget, device=device, precision=options.precision,
-            loading=loading_seconds(
-                dataset, device=device, num_workers=options.num_workers, augment=augmentation(options.augment)
-            ),
-            progress=progress, **_SHORT,
-        )  # fmt: skip

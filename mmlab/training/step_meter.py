@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mmlab.runs.meters import LiveBytes, step_memory
-from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.losses.names import OBJECTIVES, OWN
 from mmlab.training.precision import StepResult
@@ -140,7 +140,4 @@ def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float
 @lru_cache(maxsize=1)
 def _plan_costs(plan: BatchPlan) -> NDArray[np.float64]:
     """Of each batch: with padding, or without where samples lie end to end."""
-    if plan.limits.streams is None:
-        return batch_costs(PaddedTokens(), plan.shape_columns)
-    alone = plan.sizes.take(plan.columns.order).alone
-    return np.add.reduceat(batch_costs(PaddedTokens(), alone), plan.columns.starts)
+    return plan.costs(PaddedTokens())
