@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.comparison.charts import WASTES, draw_waste
 from mmlab.errors import DataError
 from mmlab.schedule.preview import Preview, preview
+from mmlab.types import ImagePolicy
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
     from mmlab.data.records import Records
-    from mmlab.types import ImagePolicy
 
 SHOWN_SCHEDULERS = ("random", "sorted", "bucket", "budget")
 _LABELS = (

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import io
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.data.decode import to_rgb
 from mmlab.data.readers.sidecar import Numbers, Stamp, measure_once
 from mmlab.data.records import FileStore, Records
 from mmlab.errors import DataError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _SIDE = 64  # pixels
 _STEP = 8  # grey levels that count as one

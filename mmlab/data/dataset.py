@@ -23,12 +23,11 @@ from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import encode_texts, load_tokenizer
 from mmlab.errors import DataError, check_numbers
-from mmlab.types import Batch, ImagePolicy, Region, Square, processor_policy
+from mmlab.types import Batch, ImagePolicy, Region, SampleSizes, Square, processor_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mmlab.types import SampleSizes
 
 Pixels = NDArray[np.uint8]  # (3, h, w)
 

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import DataError, OptionError
-from mmlab.types import Record, SampleSizes
+from mmlab.types import ImagePolicy, Record, SampleSizes
 
 if TYPE_CHECKING:
     import pandas as pd
-    from numpy.typing import NDArray
-
-    from mmlab.types import ImagePolicy
 
 
 class ImageStore(Protocol):

@@ -11,9 +11,10 @@ later ones read a sidecar file. Difficulty is a guess from the outside: it does 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.data.complexity import image_complexity
 from mmlab.data.dataset import MultimodalDataset
@@ -22,9 +23,6 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import Random
 from mmlab.schedule.weighted import Weighted
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MODES = ("sampling", "loss")
 

@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mmlab.data.collate import Sample, put
 from mmlab.errors import DataError
 from mmlab.types import PATCH, Batch, Region, SampleSizes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _SLOW_READ_S = 2.5e-4  # copying a large image from memory takes less
 _NUM_ANNOUNCED = 32  # images that the disk is told of at once

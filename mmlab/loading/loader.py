@@ -16,7 +16,9 @@ from operator import length_hint
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.errors import DataError, RunError, check_name, check_numbers
@@ -36,14 +38,11 @@ from mmlab.loading.workers import ProcessBackend
 from mmlab.machine import num_usable_cores, total_memory_bytes
 from mmlab.runs.events import RunEvent
 from mmlab.schedule.base import Scheduler
+from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Batch
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from mmlab.loading.cache.store import SampleCache
-    from mmlab.schedule.plan import BatchPlan
 
 BACKENDS = ("threads", "torch")
 _REPORT_S = 1.0  # between two reports of the stages

@@ -13,6 +13,7 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import RunState
@@ -21,7 +22,6 @@ from mmlab.types import PATCH
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-    from numpy.typing import ArrayLike
 
 WARMUP_STEPS = 2  # of a run, not representative
 _RECENT_STEPS = 200  # that a speed is taken from

@@ -6,7 +6,7 @@ All have a fixed batch size. Only `random` plans in blocks; the others look at t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,8 @@ from mmlab.schedule.collisions import images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.metrics import lengths, sides
-from mmlab.types import PATCH
-
-if TYPE_CHECKING:
-    from mmlab.schedule.plan import BatchPlan
-    from mmlab.types import SampleSizes
+from mmlab.schedule.plan import BatchPlan
+from mmlab.types import PATCH, SampleSizes
 
 
 @dataclass(frozen=True, kw_only=True)

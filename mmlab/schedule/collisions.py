@@ -6,16 +6,14 @@ returned, to be cut into batches of their own. Costs about a microsecond for eac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mmlab.schedule.columns import Block, Ints
 from mmlab.schedule.cost import FREE, MaxPolynomial
 from mmlab.schedule.metrics import sides
-
-if TYPE_CHECKING:
-    from mmlab.types import SampleSizes
+from mmlab.types import SampleSizes
 
 REACH = 256  # places on either side among which a partner is sought
 _MOST_OF_ONE = 32  # samples of one image in a block that are moved about; more are put out at once

@@ -8,17 +8,13 @@ shape. Nothing here measures: bytes and seconds are fitted elsewhere and come as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
-from mmlab.types import PATCH, BatchShape
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mmlab.types import CostModel, SampleSizes
+from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 
 @dataclass(frozen=True, slots=True)

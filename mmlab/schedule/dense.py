@@ -10,9 +10,9 @@ microsecond a sample. Any cost model that never falls will do; those that are po
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
@@ -30,12 +30,7 @@ from mmlab.schedule.cost import (
 )
 from mmlab.schedule.metrics import lengths, sides, work
 from mmlab.schedule.ranks import balance
-from mmlab.types import PATCH, BatchShape
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mmlab.types import CostModel, SampleSizes
+from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 DEFAULT_MEAN_SAMPLES = 32  # the budget where none is given
 _SURVEYED = 2**18  # samples from which means are taken

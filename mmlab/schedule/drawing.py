@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +17,7 @@ from mmlab.schedule.base import Scheduler
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.dense import Budget
 from mmlab.schedule.report import SourceShare
-
-if TYPE_CHECKING:
-    from mmlab.types import SampleSizes
+from mmlab.types import SampleSizes
 
 MODALITIES = ("image-text", "text-only", "image-only")
 

@@ -19,10 +19,10 @@ from mmlab.errors import DataError, OptionError
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.ranks import split_evenly
+from mmlab.types import SampleSizes
 
 if TYPE_CHECKING:
     from mmlab.schedule.base import Scheduler
-    from mmlab.types import SampleSizes
 
 _KEPT_SAMPLES = 2**20  # epochs up to this long keep their blocks in memory (8 MiB)
 Taken = tuple[tuple[int, int], ...]

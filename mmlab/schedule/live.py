@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from itertools import islice
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.schedule.columns import Block
 from mmlab.schedule.epoch import GivenBlock
 from mmlab.schedule.plan import BatchPlan
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mmlab.types import SampleSizes
+from mmlab.types import SampleSizes
 
 
 class _Part(NamedTuple):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.schedule.columns import Block, Ints
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mmlab.types import SampleSizes
+from mmlab.types import SampleSizes
 
 _LINEAR_WORK = 6 * 768
 

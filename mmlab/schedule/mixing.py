@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +22,7 @@ from mmlab.schedule.drawing import Drawing, modality_of
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.packed import Packed
 from mmlab.schedule.ranks import split_evenly
-
-if TYPE_CHECKING:
-    from mmlab.types import SampleSizes
+from mmlab.types import SampleSizes
 
 Ratios = Mapping[str, float]
 LENGTHS = ("keep", "undersample", "oversample")

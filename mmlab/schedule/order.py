@@ -6,12 +6,8 @@ consecutive positions, and each block can be rebuilt by itself on any rank. 64 K
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 _ROUNDS = 4
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,10 +21,7 @@ from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_lengths
 from mmlab.schedule.metrics import cells, lengths, work
 from mmlab.schedule.ranks import balance, shorten_last_step
-from mmlab.types import PATCH
-
-if TYPE_CHECKING:
-    from mmlab.types import SampleSizes
+from mmlab.types import PATCH, SampleSizes
 
 _POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
 

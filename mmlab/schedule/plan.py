@@ -12,19 +12,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.epoch import EpochBlocks, GivenBlock
-from mmlab.types import BatchShape
+from mmlab.types import BatchShape, CostModel, SampleSizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
     from mmlab.schedule.report import PlanReport
-    from mmlab.types import CostModel, SampleSizes
 
 _START = Position(0, 0)
 

@@ -18,15 +18,14 @@ from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.metrics import lengths
+from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.report import report_plan, shown
 from mmlab.schedule.schedulers import SCHEDULERS, scheduler_type
-from mmlab.types import PATCH, SampleSizes
+from mmlab.types import PATCH, Samples, SampleSizes
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mmlab.schedule.plan import BatchPlan
-    from mmlab.types import Samples
 
 # figure -> what the preview says of its values in several epochs
 _OVER_EPOCHS: dict[str, Callable[[list[float]], float]] = {

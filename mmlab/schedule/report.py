@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.machine import GIB
 from mmlab.schedule.columns import Ints
@@ -24,8 +25,6 @@ from mmlab.schedule.metrics import (
 from mmlab.types import PATCH
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.schedule.plan import BatchPlan
 
 _FEW_SAMPLES = 16  # below this mean batch size padded batches fit badly

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.schedule.columns import Ints
 from mmlab.schedule.drawing import Drawing
 from mmlab.schedule.order import derive_key, permute
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mmlab.types import SampleSizes
+from mmlab.types import SampleSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mmlab.errors import DataError, OptionError, check_numbers
+from mmlab.runs.control import Control
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import refuse_bare
 from mmlab.training.randomness import RandomStream
@@ -36,7 +37,6 @@ from mmlab.training.step_meter import StepValues, predicted_cost
 from mmlab.types import Batch
 
 if TYPE_CHECKING:
-    from mmlab.runs.control import Control
     from mmlab.training.checkpoint.keeping import Checkpoints
 
 KEPT_STEPS = 10_000  # whose values `fit` returns

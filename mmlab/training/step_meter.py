@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.schedule.cost import PaddedTokens
@@ -19,8 +20,6 @@ from mmlab.training.precision import StepResult
 from mmlab.types import PATCH, Batch, CostModel
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.training.split import Window
 
 StepValues = dict[str, Any]  # keys of mmlab.runs.event_keys.EVENT_KEYS

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Plane = NDArray[np.float32]  # (TILE, TILE), or (3, TILE, TILE) for a colour
 
-    Plane = NDArray[np.float32]  # (TILE, TILE), or (3, TILE, TILE) for a colour
 
 TILE = 512  # pixels; a power of two, so that wrapping an index is a bitwise and
 

@@ -7,21 +7,19 @@ imitates a photograph's statistics (texture, noise, file size, decoding cost), n
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from mmlab.data.synthetic.materials import TILE, material, noise
 from mmlab.data.synthetic.scenes import Group, Place, Scene, table
 from mmlab.data.synthetic.shapes import outline
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Picture = NDArray[np.float32]
+Plane = NDArray[np.floating]  # (h, w)
 
-    # (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
-    Picture = NDArray[np.float32]
-    Plane = NDArray[np.floating]  # (h, w)
+# (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
 
 _NOISE = 0.014  # deviation of the sensor noise, of full scale
 

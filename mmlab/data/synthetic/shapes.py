@@ -7,15 +7,12 @@ The object fills the square [-1, 1]: u grows to the right, v downward, its foot 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Plane = NDArray[np.floating]  # (h, w)
-    Solid = tuple[Plane, tuple[Plane, Plane, Plane]]
+Plane = NDArray[np.floating]  # (h, w)
+Solid = tuple[Plane, tuple[Plane, Plane, Plane]]
 
 
 def outline(shape: str, u: Plane, v: Plane) -> Solid:

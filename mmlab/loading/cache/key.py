@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.machine import versions
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mmlab.data.dataset import MultimodalDataset
     from mmlab.data.records import Records
 

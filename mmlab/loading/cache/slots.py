@@ -20,13 +20,11 @@ import struct
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 SUFFIX = ".slots"
 _MAGIC = b"mmlab slot file\n"

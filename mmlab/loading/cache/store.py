@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mmlab.errors import OptionError
 from mmlab.loading.cache.slots import SUFFIX, Damaged, Layout, SlotFile, disk_bytes, is_slot_file, slot_files
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from mmlab.loading.cache.key import CacheKey
 
 
