@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from mmlab.data.conversation_packs import IGNORED, Packer, check_packs
-from mmlab.data.conversation_sizes import check_processor, count_images, processor_inputs, templated
+from mmlab.data.conversation_packs import IGNORED, REFUSED, Packer, check_packs
+from mmlab.data.conversation_sizes import (
+    answer_tokens,
+    check_processor,
+    count_images,
+    processor_inputs,
+    reads_apart,
+    templated,
+)
 from mmlab.data.conversations import Message
-from mmlab.errors import DataError
+from mmlab.errors import DataError, OptionError
 
 _LEAD = 2  # tokens before an answer that must be found with it
 
@@ -25,7 +33,8 @@ class ConversationCollator:
     """`DataLoader(conversations, collate_fn=ConversationCollator(processor), ...)`, or a Trainer's `data_collator`.
 
     A batch is what `processor(text=..., images=..., padding=True)` gives, and `labels` (B, T): the tokens of every answer,
-    with what the chat template ends it by; -100 elsewhere. Sequences are as long as `conversation_sizes` says.
+    with what the chat template ends it by; -100 elsewhere. Sequences are as long as `conversation_sizes` says. For an
+    encoder-decoder the sequence is the question, and `labels` (B, L) the answer's tokens and the end of the sequence.
 
     Args:
         processor: of transformers, with a chat template and a fast tokenizer. Its padding side is respected.
@@ -40,9 +49,12 @@ class ConversationCollator:
 
     def __init__(self, processor: Any, *, packed_for: nn.Module | None = None) -> None:
         check_processor(processor)
-        self.processor = processor
+        self.processor, self.reads_apart = processor, reads_apart(processor)
+        self.num_asked: int | None = None  # tokens that an encoder-decoder's questions are padded to
         self.pack: Callable[[dict[str, Tensor]], dict[str, Any]] = dict
         if packed_for is not None:
+            if self.reads_apart:
+                raise OptionError(REFUSED % (type(packed_for).__name__, "it is an encoder-decoder"))
             self.pack = Packer(packed_for)
             batch = self.padded(_two_samples())
             check_packs(packed_for, batch, self.pack(batch))
@@ -55,7 +67,13 @@ class ConversationCollator:
         processor, messages = self.processor, [row["messages"] for row in rows]
         images = [list(row["images"]) for row in rows]
         inputs = processor_inputs(processor, messages)
-        batch = processor(images=images if any(images) else None, padding=True, return_tensors="pt", **inputs)
+        padding: dict[str, Any] = {"padding": True}
+        if self.num_asked is not None:
+            padding = {"padding": "max_length", "max_length": self.num_asked}
+        batch = processor(images=images if any(images) else None, return_tensors="pt", **padding, **inputs)
+        if self.reads_apart:
+            answers = [torch.tensor(answer) for answer in answer_tokens(processor, messages)]
+            return {**batch, "labels": pad_sequence(answers, batch_first=True, padding_value=IGNORED)}
         if "suffix" in inputs:  # such processors label answers themselves
             return dict(batch)
         labels = torch.full_like(batch["input_ids"], IGNORED)

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 
 from mmlab.data.collate import Sample
 from mmlab.data.conversation_batches import ConversationCollator
-from mmlab.data.conversation_sizes import conversation_sizes
+from mmlab.data.conversation_packs import IGNORED
+from mmlab.data.conversation_sizes import answer_tokens, conversation_sizes
 from mmlab.data.conversations import Conversations, decode
 from mmlab.errors import DataError
 from mmlab.types import Batch, HostColumns, SampleSizes
@@ -29,7 +30,8 @@ class ConversationBatch(Batch):
     """A batch whose tensors are the arguments of a vision-language model.
 
     It holds no pixels of its own: `pixel_values` (B, 0, H, W) has the planned shape, that of the most patches of a sample.
-    `columns` count the answers: their `labels` are (B, T).
+    `columns` count the answers: their `labels` are (B, T). For an encoder-decoder `input_ids` are the question, padded to
+    the longest of the data set, and the answer behind it.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)  # what the model is called with, by name
@@ -46,9 +48,13 @@ class ConversationBatch(Batch):
         """All tensors of the batch."""
         return [*super().tensors(), *self.inputs.values()]
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
-        return replace(super()._map(change), inputs=inputs)  # type: ignore[call-arg]
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        changed = super().map_tensors(change)
+        inputs = {
+            name: changed.input_ids if tensor is self.input_ids else change(tensor)
+            for name, tensor in self.inputs.items()
+        }
+        return replace(changed, inputs=inputs)  # type: ignore[call-arg]
 
     def __getstate__(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -84,6 +90,9 @@ class ConversationDataset(Dataset[Sample]):
         self.collator = ConversationCollator(processor)
         found = conversation_sizes(conversations, processor, cache=cache, progress=progress)
         self.sizes: SampleSizes = found.sizes()
+        if self.collator.reads_apart and len(conversations):
+            (answer,) = answer_tokens(processor, conversations.messages[:1])
+            self.collator.num_asked = int(found.num_tokens[0]) - len(answer)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -125,24 +134,31 @@ class ConversationDataset(Dataset[Sample]):
 
     def collate(self, samples: Sequence[Sample], pixels: NDArray | None = None) -> ConversationBatch:
         """The processor's batch of these samples."""
-        inputs = self.collator.padded(samples)
-        rows = [sample["row"] for sample in samples]
+        return self.batch(self.collator.padded(samples), [sample["row"] for sample in samples])
+
+    def batch(self, inputs: dict[str, Tensor], rows: list[int]) -> ConversationBatch:
+        """A batch of what the processor made of these rows."""
         sizes, there = self.sizes.take(rows), inputs["attention_mask"].bool()
+        input_ids, labels = inputs["input_ids"], inputs["labels"]
+        if self.collator.reads_apart:
+            there = torch.cat([there, labels != IGNORED], 1)
+            labels = torch.cat([torch.full_like(input_ids, IGNORED), labels], 1)
+            input_ids = torch.cat([input_ids, inputs["labels"].clamp(min=0)], 1)
         columns = HostColumns(
-            input_ids=inputs["input_ids"],
+            input_ids=input_ids,
             attention_mask=there,
             height=sizes.height.astype("int64"),
             width=sizes.width.astype("int64"),
             groups=None,
-            labels=inputs["labels"],
+            labels=labels,
         )
         return ConversationBatch(
             pixel_values=torch.empty(len(rows), 0, int(sizes.height.max()), int(sizes.width.max())),
             pixel_mask=torch.empty(len(rows), 0),
-            input_ids=inputs["input_ids"],
+            input_ids=input_ids,
             attention_mask=there,
             labels=None,
-            record_ids=[sample["id"] for sample in samples],
+            record_ids=[self.records.ids[row] for row in rows],
             columns=columns,
             inputs=inputs,
             rows=rows,

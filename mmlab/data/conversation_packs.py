@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmlab.errors import OptionError
 
 IGNORED = -100  # a label that no loss counts, as in transformers
+REFUSED = "%s cannot take packed batches: %s; leave out packed_for"
 _OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 
 
@@ -60,18 +61,18 @@ def check_packs(model: nn.Module, batch: dict[str, Tensor], packed: dict[str, An
     """
     from transformers import BatchFeature
 
-    refused = f"{type(model).__name__} cannot take packed batches: %s; leave out packed_for"
+    name = type(model).__name__
     if "token_type_ids" in batch:
-        raise OptionError(refused % "its images attend in both directions (token_type_ids)")
+        raise OptionError(REFUSED % (name, "its images attend in both directions (token_type_ids)"))
     device, modes = next(model.parameters()).device, {part: part.training for part in model.modules()}
     try:
         wanted, found = (model.eval()(**BatchFeature(inputs).to(device)).logits for inputs in (batch, packed))
     except Exception as error:  # models raise nearly anything
-        raise OptionError(refused % error) from error
+        raise OptionError(REFUSED % (name, error)) from error
     finally:
         for part, mode in modes.items():
             part.training = mode
     wanted = wanted[batch["attention_mask"].bool()]
     off = float((found[0] - wanted).abs().max() / wanted.abs().max())
     if not off <= torch.finfo(wanted.dtype).eps ** 0.5:
-        raise OptionError(refused % f"its logits are off by {off:.2%} from those of a padded batch")
+        raise OptionError(REFUSED % (name, f"its logits are off by {off:.2%} from those of a padded batch"))

@@ -4,6 +4,9 @@ A sample's sequence is its templated text with every image's placeholder replace
 processors say how many tokens and patches an image of a given height and width becomes (`_get_num_multimodal_tokens`).
 That rule is checked against real calls on blank images; where it does not hold, or where there is none, every
 sample is measured by a real call, which takes some milliseconds each, and a warning says so.
+
+An encoder-decoder reads the question and writes the answer apart, and a batch pads both. So a sample is as long as the
+longest question of all and its own answer: no batch is then longer than its longest sample.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _BATCH_SIZE = 1024  # texts per call into the tokenizer
 class ConversationSizes(NamedTuple):
     """What a step depends on, for each of N samples."""
 
-    num_tokens: NDArray[np.int32]  # (N,) the language model's sequence, image tokens among them
+    num_tokens: NDArray[np.int32]  # (N,) the language model's sequence, image tokens among them; see above
     num_image_tokens: NDArray[np.int32]  # (N,) of these those that images take
     num_patches: NDArray[np.int32]  # (N,) of the vision tower, or the tiles of processors that count these
 
@@ -70,6 +73,9 @@ def conversation_sizes(
             with np.load(path) as saved:
                 return ConversationSizes(**saved)
     found = _sizes(conversations, processor, progress)
+    if reads_apart(processor):
+        answers = [len(answer) for answer in answer_tokens(processor, conversations.messages)]
+        found = found._replace(num_tokens=found.num_tokens.max(initial=0) + np.array(answers, dtype=np.int32))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".draft.npz")
@@ -89,6 +95,28 @@ def check_processor(processor: Any) -> None:
         raise OptionError(
             f"{name} has a slow tokenizer, which does not say where its tokens stand; load a fast one"
         )
+
+
+def reads_apart(processor: Any) -> bool:
+    """Whether its models are encoder-decoders: its attribute `is_encoder_decoder`, or what transformers has for it."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = type(processor).__name__
+    models = [model for model, own in PROCESSOR_MAPPING_NAMES.items() if own == name]
+    usual = bool(models) and all(CONFIG_MAPPING[model].is_encoder_decoder for model in models)
+    return bool(getattr(processor, "is_encoder_decoder", usual))
+
+
+def answer_tokens(processor: Any, conversations: Sequence[list[Message]]) -> list[list[int]]:
+    """What an encoder-decoder writes: the tokens of each conversation's one answer, and the end of the sequence.
+
+    Raises:
+        OptionError: a conversation of several answers.
+    """
+    answers = [_question_and_answer(processor, messages)[1] for messages in conversations]
+    end, found = processor.tokenizer.eos_token_id, processor.tokenizer(text_target=answers)["input_ids"]
+    return [ids if ids[-1:] == [end] else [*ids, end] for ids in found]
 
 
 def templated(processor: Any, messages: list[Message], *, asks: bool = False) -> str:
@@ -112,15 +140,24 @@ def processor_inputs(processor: Any, conversations: Sequence[list[Message]]) -> 
     """What to call a processor with for these conversations, images aside.
 
     Without a chat template, a processor that takes questions and answers apart (`suffix`, as PaliGemma's) gets them so.
+    That of an encoder-decoder gets the questions alone.
 
     Raises:
         OptionError: as `templated`, or several answers for a processor that takes one.
     """
-    if processor.chat_template is None and "suffix" in signature(type(processor).__call__).parameters:
+    apart = reads_apart(processor)
+    if processor.chat_template is None and (
+        apart or "suffix" in signature(type(processor).__call__).parameters
+    ):
         pairs = [_question_and_answer(processor, messages) for messages in conversations]
-        questions, answers = zip(*pairs, strict=True)
-        return {"text": list(questions), "suffix": list(answers)}
-    texts = [templated(processor, messages) for messages in conversations]
+        if apart:  # such processors put images first by themselves
+            return {"text": [question for question, _ in pairs]}
+        places = [processor.image_token * count_images(messages) for messages in conversations]
+        questions = [place + question for place, (question, _) in zip(places, pairs, strict=True)]
+        return {"text": questions, "suffix": [answer for _, answer in pairs]}
+    texts = [
+        templated(processor, messages[: -1 if apart else None], asks=apart) for messages in conversations
+    ]
     # as transformers' own apply_chat_template: no second begin-of-sequence token
     begin = processor.tokenizer.bos_token
     has_begin = begin is not None and texts[0].startswith(begin)
@@ -131,11 +168,10 @@ def _question_and_answer(processor: Any, messages: list[Message]) -> tuple[str, 
     *asked, answer = messages
     if answer["role"] != "assistant" or any(message["role"] == "assistant" for message in asked):
         raise OptionError(
-            f"{type(processor).__name__} has no chat template and learns one answer at the end of a sample; give "
-            "conversations of one question and one answer, or set processor.chat_template"
+            f"{type(processor).__name__} learns one answer at the end of a sample; give conversations of one question and "
+            "one answer, or set processor.chat_template if its model is a decoder"
         )
-    question = "\n".join(_text(message) for message in asked)
-    return processor.image_token * count_images(asked) + question, _text(answer)
+    return "\n".join(_text(message) for message in asked), _text(answer)
 
 
 def _text(message: Message) -> str:
@@ -211,11 +247,14 @@ def _measured(conversations: Conversations, processor: Any, row: int) -> tuple[i
 def _count_tokens(processor: Any, messages: Sequence[list[Message]], progress: bool) -> NDArray[np.int64]:
     """(N,) tokens of the texts, less one for each image: for its placeholder."""
     counts: list[int] = []
+    # an encoder-decoder's processor may rewrite a question, as Florence-2's does its tasks
+    plain = reads_apart(processor) and processor.chat_template is None
+    tokenize = processor if plain else processor.tokenizer
     hidden = None if progress else True
     for start in tqdm(range(0, len(messages), _BATCH_SIZE), desc="counting tokens", disable=hidden):
         part = messages[start : start + _BATCH_SIZE]
         inputs = processor_inputs(processor, part)
-        encoded = processor.tokenizer(inputs.pop("text"), inputs.pop("suffix", None), verbose=False, **inputs)
+        encoded = tokenize(text_pair=inputs.pop("suffix", None), verbose=False, **inputs)
         counts += [len(ids) - count_images(own) for ids, own in zip(encoded["input_ids"], part, strict=True)]
     return np.array(counts, dtype=np.int64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ class ConversationModel(LossModel):
 
     Args:
         module: of transformers; its forward takes what its processor makes, and `labels`.
+
+    Raises:
+        OptionError: in its forward, batches of a decoder for an encoder-decoder, or the reverse.
     """
 
     module: Any
@@ -41,7 +45,18 @@ class ConversationModel(LossModel):
         return int((host.labels.ne(_IGNORED) & host.attention_mask)[:, 1:].sum())
 
     def _arguments(self, batch: Any) -> dict[str, Any]:
+        is_apart = _is_encoder_decoder(self.module.config)
+        if is_apart != (batch.input_ids.shape != batch.inputs["input_ids"].shape):
+            raise OptionError(
+                f"{type(self.module).__name__} is {'an' if is_apart else 'no'} encoder-decoder; set "
+                f"processor.is_encoder_decoder = {is_apart}, then read the conversations again"
+            )
         return batch.inputs if self.pack is None else self.pack(batch.inputs)
+
+
+def _is_encoder_decoder(config: Any) -> bool:
+    """Also of BLIP-2, whose language model may be a T5."""
+    return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
 
 
 def named_processor(name: str) -> Any:
@@ -50,12 +65,15 @@ def named_processor(name: str) -> Any:
     Raises:
         OptionError: transformers finds none.
     """
-    from transformers import AutoProcessor
+    from transformers import AutoConfig, AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(name)
+        processor = AutoProcessor.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise OptionError(f"{name!r} is no processor that transformers finds: {error}") from error
+    with suppress(OSError, ValueError):  # a model beside it says what it is
+        processor.is_encoder_decoder = _is_encoder_decoder(AutoConfig.from_pretrained(name))
+    return processor
 
 
 def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) -> nn.Module:

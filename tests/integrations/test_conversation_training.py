@@ -20,11 +20,10 @@ from mmlab.model.conversation_model import named_vlm
 from mmlab.pricing.step_prices import price_dataset
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
-from tests.integrations.test_conversations import conversations, folder, turns  # noqa: F401
+from tests.integrations.test_conversations import ONE_ANSWER, conversations, folder, turns  # noqa: F401
 from tests.integrations.vlm_families import FAMILIES, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
-ONE_ANSWER = {"PaliGemma", "BLIP-2"}
 CONFIG = """
 [data]
 path = "{data}"

@@ -13,10 +13,14 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import AutoProcessor, Trainer, TrainingArguments
 
+from mmlab import ConversationDataset, PlannedLoader
 from mmlab.data import ConversationCollator, conversation_sizes
+from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import OptionError
 from mmlab.integrations import PlannedBatches, PlannedSampler
+from mmlab.model import ConversationModel
+from mmlab.model.conversation_model import named_processor
 from mmlab.model.huggingface import LossModel
 from mmlab.schedule import make_scheduler
 from tests.integrations.vlm_families import FAMILIES, build, tokenizer
@@ -24,11 +28,13 @@ from tests.integrations.vlm_families import FAMILIES, build, tokenizer
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
 SIZES = ((40, 50), (100, 60), (64, 64), (30, 150), (200, 210), (90, 33))
 SAYS_NOT = {"SmolVLM", "LLaVA-OneVision", "BLIP-2"}  # exactly how many tokens each of several images becomes
-ONE_ANSWER = {"PaliGemma", "BLIP-2"}  # or one image a sample
+ONE_ANSWER = {"PaliGemma", "BLIP-2", "Florence-2"}  # or one image a sample
+ENCODER_DECODERS = {"Florence-2"}
 REFUSED = {
     "PaliGemma": "both directions",
     "Gemma 3": "both directions",
     "BLIP-2": "off by",
+    "Florence-2": "it is an encoder-decoder",
 }  # by packed batches
 PADS_LEFT = {"InternVL"}  # whatever its tokenizer says
 
@@ -84,8 +90,11 @@ def test_a_family_is_sized_collated_and_trained(name: str, folder: Path) -> None
     for side in ("left", "right"):
         processor.tokenizer.padding_side = side
         batch = collate(list(talks))
-        assert batch["attention_mask"].sum(1).tolist() == found.num_tokens.tolist()
-        assert batch["input_ids"].shape[1] == found.num_tokens.max()
+        lengths, longest = batch["attention_mask"].sum(1), batch["input_ids"].shape[1]
+        if name in ENCODER_DECODERS:
+            lengths, longest = longest + (batch["labels"] >= 0).sum(1), longest + batch["labels"].shape[1]
+        assert lengths.tolist() == found.num_tokens.tolist()
+        assert longest == found.num_tokens.max()
         assert batch["attention_mask"][0, -1 if side == "left" or name in PADS_LEFT else 0] == 1
         for messages, ids, labels in zip(talks.messages, batch["input_ids"], batch["labels"], strict=True):
             answers = [
@@ -99,7 +108,8 @@ def test_a_family_is_sized_collated_and_trained(name: str, folder: Path) -> None
             for mark in ("<|im_end|>\n", "<eos>", "<|im_end|>"):
                 learnt = learnt.replace(mark, "")
             assert learnt.strip() == "".join(answers)
-            assert (ids[labels >= 0] == labels[labels >= 0]).all()
+            if name not in ENCODER_DECODERS:
+                assert (ids[labels >= 0] == labels[labels >= 0]).all()
     assert (found.num_image_tokens[: len(SIZES)] > 0).all()
     loss = model.train()(**batch).loss
     loss.backward()
@@ -133,8 +143,9 @@ class PlannedTrainer(PlannedBatches, Trainer):
     """Keeps the shape of every batch, and how many labels each window's loss is divided by."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        asked = int(inputs["labels"][:, 1:].ne(-100).sum())
-        seen = (tuple(inputs["input_ids"].shape), asked, int(num_items_in_batch))
+        labels = inputs["labels"] if model.config.is_encoder_decoder else inputs["labels"][:, 1:]
+        asked = int(labels.ne(-100).sum())
+        seen = (tuple(inputs["input_ids"].shape), inputs["labels"].shape[1], asked, int(num_items_in_batch))
         self.__dict__.setdefault("seen", []).append(seen)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -157,10 +168,92 @@ def test_a_trainer_trains_planned_conversations_with_workers(folder: Path, tmp_p
     assert np.isfinite(result.training_loss)
     assert trainer.planned is not None
     planned = [(shape.batch_size, shape.num_tokens) for shape in trainer.planned.plan.shapes]
-    seen = [shape for shape, _, _ in trainer.seen]
+    seen = [shape for shape, *_ in trainer.seen]
     assert seen[-len(planned) :] == planned
     assert all(rows * (tokens + 1) <= 700 for rows, tokens in seen)
-    assert all(asked == divided for _, asked, divided in trainer.seen)
+    assert all(asked == divided for *_, asked, divided in trainer.seen)
+
+
+def asked(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"image": f"{number % 6}.png", "conversations": turns(f"<image>\n{question}", answer)}
+        for number, (question, answer) in enumerate(pairs)
+    ]
+
+
+PAIRS = [
+    ("What?", "A blue square is left of it."),
+    ("<OCR>", "Two."),  # a task, which Florence-2's processor turns into a question
+    ("What is left of the red circle?", "It."),
+    ("Count them.", "There are two, I think. A blue square is left of it, I think."),
+    ("<OPEN_VOCABULARY_DETECTION> blue square", "One."),
+] * 3
+
+
+def test_no_batch_of_an_encoder_decoder_is_longer_than_planned(folder: Path, tmp_path: Path) -> None:
+    processor, model = build("Florence-2")
+    talks = read_conversations(asked(*PAIRS), images=folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset = ConversationDataset(talks, processor, progress=False)
+    with PlannedLoader(dataset, make_scheduler("random", batch_size=4), num_workers=0) as loader:
+        batches = list(loader)
+        assert [batch.shape for batch in batches] == list(loader.plan.shapes)
+    own = ConversationModel(model)
+    for batch in batches:  # questions are padded alike, so that every batch has exactly the planned shape
+        assert isinstance(batch, ConversationBatch)
+        questions, answers = batch.inputs["input_ids"], batch.inputs["labels"]
+        assert questions.shape[1] + answers.shape[1] == batch.shape.num_tokens
+        assert own.num_terms(batch) == int((answers >= 0).sum()) == sum(
+            len(processor.tokenizer(talks.messages[row][1]["content"][0]["text"])["input_ids"]) + 1
+            for row in batch.rows
+        )  # fmt: skip
+        assert batch.columns is not None
+        assert batch.columns.num_tokens == batch.inputs["attention_mask"].sum() + (answers >= 0).sum()
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, num_train_epochs=1, save_strategy="no",
+        remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = PlannedTrainer(
+        model, args, train_dataset=talks, data_collator=ConversationCollator(processor), processing_class=processor,
+        scheduler=make_scheduler("budget", budget=300),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.planned is not None
+    planned = list(trainer.planned.plan.shapes)
+    assert [rows for (rows, _), *_ in trainer.seen] == [shape.batch_size for shape in planned]
+    for ((_, question), longest, asked_for, divided), shape in zip(trainer.seen, planned, strict=True):
+        assert question + longest <= shape.num_tokens
+        assert asked_for == divided
+
+
+def test_what_a_model_is_decides_how_its_processor_is_called(folder: Path, tmp_path: Path) -> None:
+    """T5Gemma 2 has the processor of Gemma 3, which is a decoder."""
+    processor, gemma = build("Gemma 3")
+    talks = conversations(folder, one_answer=True)
+    batches = []
+    for is_encoder_decoder in (False, True):
+        processor.is_encoder_decoder = is_encoder_decoder
+        dataset = ConversationDataset(talks, processor, progress=False)
+        batches.append(dataset.collate([dataset[0], dataset[5]]))
+    florence = build("Florence-2")[1]
+    assert ConversationModel(gemma)(batches[0]).loss > 0
+    with pytest.raises(
+        OptionError, match=r"^Gemma3.* no encoder-decoder; set processor.is_encoder_decoder = F"
+    ):
+        ConversationModel(gemma)(batches[1])
+    with pytest.raises(
+        OptionError, match=r"^Florence2.* an encoder-decoder; set .*is_encoder_decoder = True"
+    ):
+        ConversationModel(florence)(batches[0])
+    answers = batches[1].inputs["labels"]
+    assert processor.tokenizer.decode(answers[0][answers[0] >= 0]) == "A blue square.<eos>"
+    asked = processor.tokenizer.decode(batches[1].inputs["input_ids"][0])
+    assert asked.endswith("red circle?<|im_end|>\n<|im_start|>assistant\n")
+    for folder_of, model in (("gemma", gemma), ("florence", florence)):
+        processor.save_pretrained(tmp_path / folder_of)
+        model.config.save_pretrained(tmp_path / folder_of)
+        assert named_processor(str(tmp_path / folder_of)).is_encoder_decoder == (model is florence)
 
 
 def test_a_plain_loader_with_a_plan_gives_every_sample_once(folder: Path) -> None:
@@ -209,4 +302,4 @@ def test_the_table_of_families_names_those_that_are_tested() -> None:
         assert row.count("| yes ") == 4 - (name in REFUSED)
         assert ("| refused |" in row) == (name in REFUSED)
         assert ("by real calls" in row) == (name in SAYS_NOT)
-        assert ("one answer" in row) == (name == "PaliGemma")
+        assert ("one answer" in row) == (name in ("PaliGemma", "Florence-2"))

@@ -226,6 +226,26 @@ def blip_2() -> tuple[Any, Any]:
     return processor, hf.Blip2ForConditionalGeneration(config)
 
 
+def florence_2() -> tuple[Any, Any]:
+    """An encoder-decoder: the question is read with the image, the answer is written."""
+    words = tokenizer(bos="<bos>", image_token="<image>")
+    images = hf.CLIPImageProcessor(size={"height": SIDE, "width": SIDE}, do_center_crop=False)
+    images.image_seq_length = 5
+    processor = hf.Florence2Processor(images, words)
+    vision = {
+        "depths": (1, 1), "patch_size": (7, 3), "patch_stride": (4, 4), "patch_padding": (3, 1), "window_size": 2,
+        "patch_prenorm": (False, True), "embed_dim": (8, 16), "num_heads": (2, 2), "num_groups": (2, 2),
+        "projection_dim": 32, "drop_path_rate": 0.0,
+    }  # fmt: skip
+    text = hf.BartConfig(
+        vocab_size=len(words), d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=256, dropout=0.0, pad_token_id=0,
+        eos_token_id=1, decoder_start_token_id=1, bos_token_id=words.bos_token_id,
+    )  # fmt: skip
+    config = hf.Florence2Config(vision_config=vision, text_config=text, image_token_id=words.image_token_id)
+    return processor, hf.Florence2ForConditionalGeneration(config)
+
+
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "LLaVA": llava,
     "LLaVA-OneVision": llava_onevision,
@@ -237,6 +257,7 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "InternVL": internvl,
     "Gemma 3": gemma3,
     "BLIP-2": blip_2,
+    "Florence-2": florence_2,
 }
 
 
