@@ -62,7 +62,6 @@ class Ranks:
             process = _CONTEXT.Process(
                 target=_on_rank,
                 args=(function, arguments, theirs, variables, store, rank, num_ranks),
-                daemon=True,
             )
             process.start()
             theirs.close()

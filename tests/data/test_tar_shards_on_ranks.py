@@ -16,11 +16,11 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.readers.tar import TarStore
 from mmlab.loading.loader import PlannedLoader
-from mmlab.parallel.launch import run_on_ranks
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Square
+from tests.ranks import run_ranks
 
 NUM_SHARDS, NUM_KEYS = 3, 7  # of each shard; 21 samples, which neither ranks nor batches divide
 
@@ -50,7 +50,6 @@ class Share(Scheduler):
 
 def read_an_epoch(folder: str, epoch: int) -> list[str]:
     """The record ids that one rank gets from its two worker processes."""
-    distributed.init_process_group("gloo")
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     records = read_records(folder, progress=False)
     records = replace(records, store=NotedReads(Path(folder) / f"reads-{rank}.txt"))
@@ -60,7 +59,6 @@ def read_an_epoch(folder: str, epoch: int) -> list[str]:
     with PlannedLoader(dataset, share, backend="torch", num_workers=2) as loader:
         loader.set_epoch(epoch)
         found = [record_id for batch in loader for record_id in batch.record_ids]
-    distributed.destroy_process_group()
     return found
 
 
@@ -76,7 +74,7 @@ def test_two_ranks_of_two_workers_read_every_key_once(tmp_path: Path) -> None:
                     member = tarfile.TarInfo(name)
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
-    found = run_on_ranks(read_an_epoch, str(tmp_path), 1)
+    found = run_ranks(read_an_epoch, 2, str(tmp_path), 1)
     assert Counter(found[0] + found[1]) == Counter(keys)
     reads = [(tmp_path / f"reads-{rank}.txt").read_text().split("\n")[:-1] for rank in range(2)]
     readers = [{line.split()[0] for line in rank} for rank in reads]

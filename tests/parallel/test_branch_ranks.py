@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmlab.comparison.config import load_config
-from mmlab.comparison.train import train, train_on
+from mmlab.comparison.train import train
 from mmlab.errors import OptionError
 from mmlab.parallel.branch import BranchStrategy
 from mmlab.parallel.reduce import ParallelOptions
@@ -39,15 +39,21 @@ def test_one_process_is_refused():
         BranchStrategy(ParallelOptions(strategy="branch")).check(scales=False, splits=False, compiles=False)
 
 
+def begin(path: Path, name: str) -> None:
+    """The first epoch, in one process or as one of two ranks."""
+    config = load_config(path, [f"name={name}", "trainer.num_epochs=1"])
+    train(config, runs=path.parent, progress=False)
+
+
 def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_in_one(scenes: Path, tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(scenes=scenes))
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have: more add in another order
     try:
-        for name, begin in (("apart", train_on), ("together", train)):
-            options = {"num_processes": 2} if begin is train_on else {"progress": False}
-            begin(load_config(path, [f"name={name}", "trainer.num_epochs=1"]), runs=tmp_path, **options)
+        run_ranks(begin, 2, path, "apart", joins=False)
+        begin(path, "together")
+        for name in ("apart", "together"):
             config = load_config(path, [f"name={name}", "trainer.num_epochs=2"])
             result = train(config, runs=tmp_path, resume="auto", progress=False)
             assert result.num_epochs == 2
