@@ -137,6 +137,11 @@ def run_ranks(
         return ranks.results(timeout_s)
 
 
+def end_with_parent() -> None:
+    """Let this process be killed when the one that forked it ends."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def _on_rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -146,7 +151,7 @@ def _on_rank(
     rank: int,
     num_ranks: int,
 ) -> None:
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # the server ends with the tests' process
+    end_with_parent()  # the server ends with the tests' process
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # which may be ignored where the tests were started

@@ -1,11 +1,11 @@
-"""Run as a script: one run undisturbed, and one killed ten times (or stopped on two ranks) and resumed each time.
+"""One run undisturbed, and one killed ten times (or stopped on two ranks) and resumed each time.
 
-Each attempt is a process of its own, forked before torch has done anything, so that none pays for the imports again.
+Each attempt is a process of its own, forked from one in which torch has done nothing yet (`tests.ranks`), so that none
+pays for the imports again.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,11 +15,11 @@ import traceback
 from pathlib import Path
 
 import torch
-from transformers import BertModel, PreTrainedTokenizerFast  # noqa: F401 (imported late, where it is used)
 
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train
 from tests.processes import free_port
+from tests.ranks import end_with_parent
 
 NUM_KILLS = 10
 
@@ -28,6 +28,7 @@ def begin(config: Path, name: str, runs: Path, *, rank: int = 0, port: int | Non
     """Start an attempt, or one of two ranks of it; returns its process id."""
     process = os.fork()
     if process == 0:
+        end_with_parent()
         torch.set_num_threads(1)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         if port is not None:
@@ -87,8 +88,3 @@ def stop_one_of_two_ranks(config: Path, runs: Path) -> dict[str, object]:
 
 def ended(processes: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-
-
-if __name__ == "__main__":
-    what = {"kill": kill_ten_times, "two": stop_one_of_two_ranks}[sys.argv[1]]
-    print(json.dumps(what(Path(sys.argv[2]), Path(sys.argv[3]))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import json
 import os
 import signal
 import subprocess
@@ -29,7 +28,9 @@ from mmlab.runs.trackers import current_events, export_run
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
+from tests.comparison.killed_while_training import kill_ten_times, stop_one_of_two_ranks
 from tests.configs import TINY_MODEL
+from tests.ranks import run_ranks
 
 CONFIG = (
     """
@@ -128,24 +129,17 @@ def test_the_options_of_the_file_are_those_of_loader_and_checkpoints() -> None:
             assert known[option.name].default == option.default, option.name
 
 
-def disturbed(how: str, config: Path, runs: Path) -> dict:
-    script = Path(__file__).with_name("killed_while_training.py")
-    command = [sys.executable, str(script), how, str(config), str(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_a_run_killed_ten_times_ends_bitwise_like_one_that_was_not(config: Path, tmp_path: Path) -> None:
-    assert disturbed("kill", config, tmp_path) == {"num_killed": 10, "exit_code": 0}
+    found = run_ranks(kill_ten_times, 1, config, tmp_path, joins=False)
+    assert found == [{"num_killed": 10, "exit_code": 0}]
     assert len(steps_of(tmp_path / "whole")) == 54
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     assert_equal(final_state(tmp_path / "killed"), final_state(tmp_path / "whole"))
 
 
 def test_two_ranks_stop_together_and_go_on_bitwise(config: Path, tmp_path: Path) -> None:
-    found = disturbed("two", config, tmp_path)
-    assert found == {"whole": [0, 0], "stopped": [0, 15], "resumed": [0, 0]}
+    found = run_ranks(stop_one_of_two_ranks, 1, config, tmp_path, joins=False)
+    assert found == [{"whole": [0, 0], "stopped": [0, 15], "resumed": [0, 0]}]
     first, second = (read_events(tmp_path / "stopped" / f"events-rank{rank}.jsonl")[0] for rank in range(2))
     stops = [next(event for event in events if event.kind == "end") for events in (first, second)]
     assert stops[0].step == stops[1].step < 27

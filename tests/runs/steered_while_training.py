@@ -1,12 +1,7 @@
-"""Run as a script: runs of one and of two ranks that are paused, resumed and stopped by a file, then resumed.
-
-Prints what was seen from outside, as JSON.
-"""
+"""Runs of one and of two ranks that are paused, resumed and stopped by a file, then resumed; and what is seen of them."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,12 +50,12 @@ def steer(config: Path, runs: Path, num_ranks: int, ports: list[int]) -> dict[st
     }
 
 
-if __name__ == "__main__":
-    config, runs = map(Path, sys.argv[1:])
+def steer_both(config: Path, runs: Path) -> dict[int, dict[str, object]]:
+    """What was seen of the runs of one and of two ranks, which are trained at the same time."""
     ports = [free_port() for _ in range(3)]  # now: a process forked while one is probed would keep it
     with ThreadPoolExecutor() as pool:
         found = {
-            str(num_ranks): pool.submit(steer, config, runs / str(num_ranks), num_ranks, ports)
+            num_ranks: pool.submit(steer, config, runs / str(num_ranks), num_ranks, ports)
             for num_ranks in (1, 2)
         }
-        print(json.dumps({num_ranks: seen.result() for num_ranks, seen in found.items()}))
+        return {num_ranks: seen.result() for num_ranks, seen in found.items()}

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +13,8 @@ from mmlab.runs.control import CONTROL, Control, send
 from mmlab.runs.events import RunEvent, read_events
 from mmlab.runs.trackers import current_events
 from tests.comparison.test_training import CONFIG
+from tests.ranks import run_ranks
+from tests.runs.steered_while_training import steer_both
 
 
 def test_the_latest_command_holds(tmp_path: Path) -> None:
@@ -85,27 +81,14 @@ def all_steered(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     runs = tmp_path_factory.mktemp("steered")
     config = runs / "steered.toml"
     config.write_text(CONFIG.format(name="steered", scenes=scenes))
-    script = Path(__file__).parent / "steered_while_training.py"
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(config), str(runs)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        start_new_session=True,
-    )
-    try:
-        found, _ = process.communicate(timeout=240)
-    finally:  # its ranks as well, also when the test is broken off
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0
-    return runs, json.loads(found)
+    return runs, run_ranks(steer_both, 1, config, runs, joins=False)[0]
 
 
-@pytest.fixture(params=["1", "2"], ids=["one process", "two ranks"])
+@pytest.fixture(params=[1, 2], ids=["one process", "two ranks"])
 def steered(request: pytest.FixtureRequest, all_steered: tuple[Path, dict]) -> tuple[Path, dict]:
     """A run that was paused, resumed, stopped and resumed, beside one that was not; and what was seen of it."""
     runs, seen = all_steered
-    return runs / request.param, seen[request.param]
+    return runs / str(request.param), seen[request.param]
 
 
 def test_nothing_happens_during_a_pause_and_every_rank_ends_cleanly(steered: tuple[Path, dict]) -> None:
