@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +25,18 @@ from mmlab.runs.figures import colours_of
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape
+from tests.prices import priced_once, speck
 
 SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
-SMALL["equal"] = "batch_size"
+SMALL |= {"equal": "batch_size", "model": "speck"}
 SHORT = {**SMALL, "epochs": 1, "limit": 40}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_and_priced_once() -> Iterator[None]:
+    fits = ("mmlab.comparison.sizing.fit_memory", "mmlab.comparison.sizing.fit_time")
+    with speck(), priced_once(*fits, "mmlab.pricing.planner.fit_memory"):
+        yield
 
 
 @pytest.fixture(scope="module")
