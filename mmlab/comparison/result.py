@@ -240,7 +240,8 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{note}</li>" for note in self.notes())
-        return self.summary().to_html(border=0) + f"<ul>{notes}</ul>"
+        table = self.summary().to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
+        return f"{table}<ul>{notes}</ul>"
 
     def __str__(self) -> str:
         lines = [self.summary().to_string(), *(f"- {note}" for note in self.notes())]

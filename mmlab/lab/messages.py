@@ -85,7 +85,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         "samples/s": found["samples_per_s"] and f"{found['samples_per_s']:.4g}",
         "waste": _per_cent(found["combined_waste"]),
         "process" if is_process else "peak" if limit is None else "peak / limit": peak
-        and " / ".join(map(_mib, filter(None, (peak, limit)))),
+        and _mib(*filter(None, (peak, limit))),
         "steps counted": f"{found['peak_steps']} of {found['steps']}"
         if 0 < found["peak_steps"] < found["steps"]
         else None,
@@ -96,9 +96,8 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     for before in earlier:
         speed = summarize(before)["samples_per_s"]
         if Path(run.name).name == Path(before.name).name and speed and found["samples_per_s"]:
-            figures[f"over {Path(before.name).parent}"] = (
-                f"{100 * (found['samples_per_s'] / speed - 1):+.0f} %"
-            )
+            gain = 100 * (found["samples_per_s"] / speed - 1)
+            figures[f"over {Path(before.name).parent}"] = f"{gain:+.0f} %"
     gauges = [
         [f"{now['device']}, rank {rank}", *(now[key] for key in _GAUGED)]
         for rank in run.ranks()
@@ -121,19 +120,16 @@ def saved_view(runs: list[RunState]) -> str:
     """Table and picture of runs as HTML, for a notebook that is opened without its kernel."""
     if not (runs := [run for run in runs if run.count()]):
         return "No run had ended when this was saved; run the cell to see them live."
-    rows = [f"<td>{html.escape(run.name)}</td>" for run in runs]
     found = headlines_of(runs)
-    figures = [dict(tile["figures"]) for tile in found["tiles"]]
+    named = zip(runs, found["tiles"], strict=True)
+    figures = [{"": html.escape(run.name), **dict(tile["figures"])} for run, tile in named]
     names = dict.fromkeys(name for each in figures for name in each)
-    rows = [
-        row + "".join(f"<td>{each.get(name, '')}</td>" for name in names)
-        for row, each in zip(rows, figures, strict=True)
-    ]
+    rows = ["".join(f"<td>{each.get(name, '')}</td>" for name in names) for each in figures]
     drawn = draw_runs({run.name: run for run in runs}, [run.name for run in earlier_of(runs)])
     picture = base64.b64encode(to_png(drawn, dpi=72)).decode()
     return (
         f"<p>{html.escape(found['verdict'])}</p>"
-        f"<table><tr><th></th>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+        f"<table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
         f"{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
         f'<img alt="Loss, cost, throughput and memory of each run" src="data:image/png;base64,{picture}">'
     )
@@ -143,8 +139,9 @@ def _per_cent(ratio: float | None) -> str | None:
     return None if ratio is None else f"{100 * ratio:.0f} %"
 
 
-def _mib(size: float) -> str:
-    return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / 2**20:.3g} MiB"
+def _mib(*sizes: float) -> str:
+    unit, name = (GIB, "GiB") if max(sizes) >= GIB else (2**20, "MiB")
+    return f"{' / '.join(f'{size / unit:.3g}' for size in sizes)} {name}"
 
 
 def note_of(run: RunState, event: RunEvent) -> dict[str, Any]:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 GREY = "#808080"
 _INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-_ON_ANY_PAGE: Any = {"figure.facecolor": "none", "axes.facecolor": "none", **dict.fromkeys(_INK, GREY)}
+_CLEAR: Any = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
+_ON_ANY_PAGE: Any = {**_CLEAR, **dict.fromkeys(_INK, GREY), "image.cmap": "cool"}
 _NUM_BATCHES = 5  # shown of a plan, one below the other
 _NUM_SAMPLES = 9  # and of each batch, side by side
 _PIXELS, _STEP = 8, PATCH // 8  # of the picture along a patch; from one of an image to the next

@@ -28,14 +28,14 @@ from mmlab.runs.follow import Runs, RunState, Source, overall_status, shown_erro
 from mmlab.runs.summaries import progress_of
 
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
-WINDOW = 20  # messages that may wait for the page's answer; it answers every tenth, and one that says `more`
+WINDOW = 50  # messages that may wait for the page's answer; it answers every 25th, and one that says `more`
 SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
 BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
-HEADLINE_S = 2.0  # between two looks at what the runs come to
-FACTS_S = 0.2  # between looks at all but the rows, such as the controller's state
+HEADLINE_S = 4.0  # between two looks at what the runs come to, once there is something to tell
+FACTS_S = (0.2, 1.0)  # between looks at all but the rows, such as the controller's state; while rows come
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
-SCAN_S = 0.5  # between looks for new folders and files
+SCAN_S = 1.0  # between looks for new folders and files
 ENDED = ("done", "stopped", "failed", "killed")
 ACTIONS = ("start", "pause", "resume", "stop")
 
@@ -227,8 +227,10 @@ class Pump:
         has_rows = self._more or (self._fresh and now_s >= self._due_s)
         told = [(run["id"], run["status"]) for run in self._said.get("runs", ())]
         looks = urgent or told != [(run.id, run.status) for run in self._shown_runs()]
-        rows_come = not has_rows and now_s - self._news_s < FACTS_S  # and take the facts along
-        looks |= now_s - self._looked_s >= FACTS_S * (1 + rows_come)
+        old_s = (
+            now_s - self._looked_s
+        )  # facts go along with rows: a message of their own would hold up the next rows
+        looks |= old_s >= FACTS_S[1] if has_rows else old_s >= FACTS_S[0] <= now_s - self._news_s
         if urgent or (may_send and (has_rows or looks)):
             self._update(now_s, urgent, looks)
         quiet_s = now_s - self._news_s
@@ -267,11 +269,8 @@ class Pump:
         for name, columns in rows.items():
             self._sent[name] = self._sent.get(name, 0) + columns.shape[1]
         runs = self._shown_runs()
-        if (
-            not self._more
-            and self._said["state"] in ENDED
-            and self._saved != (ids := [run.id for run in runs])
-        ):
+        ids = [run.id for run in runs]
+        if not self._more and self._said["state"] in ENDED and self._saved != ids:
             self._saved = ids
             self._save(runs)
 
@@ -345,10 +344,11 @@ class Pump:
         return changed
 
     def _headlines(self, runs: list[RunState]) -> dict[str, Any]:
-        """Every run's figures and what they come to, worked out anew every 2 s, or less often where that takes long."""
+        """Every run's figures and what they come to, worked out anew every 4 s, or less often where that takes long."""
         started_s = time.monotonic()
         if started_s >= self._headline_due_s and self._news_s >= self._headline_s:
             self._headline_s = started_s
             self._headline = headlines_of(runs)
-            self._headline_due_s = started_s + max(HEADLINE_S, 100 * (time.monotonic() - started_s))
+            least_s = HEADLINE_S if self._headline["tiles"] else 0.0
+            self._headline_due_s = started_s + max(least_s, 200 * (time.monotonic() - started_s))
         return self._headline

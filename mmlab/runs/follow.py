@@ -171,8 +171,10 @@ class RunState:
     ) -> NDArray[np.float64]:
         """(K, N) columns of several keys; NaN where no event has a key."""
         columns = self._columns.get((kind, rank), {})
-        blank = [nan] * len(range(self.count(kind, rank))[start:stop])
-        return np.array([columns[key][start:stop] if key in columns else blank for key in keys])
+        blank, found = array("d", [nan]) * len(range(self.count(kind, rank))[start:stop]), array("d")
+        for key in keys:
+            found += columns[key][start:stop] if key in columns else blank
+        return np.array(found).reshape(len(keys), -1)
 
     def pauses(self, rank: int = 0) -> list[tuple[float, float]]:
         """From when to when training was paused, seconds since 1970; infinity where it still is."""

@@ -133,8 +133,8 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     """Which run is the fastest, over which other one, and how far its epochs agree: one line for a person.
 
     The fastest is compared with `random`, else with the first run; where it is that itself, with the next best. Epochs
-    that alternate are paired, so that what slows the machine for a while slows both. Empty before two runs have
-    finished an epoch.
+    that alternate are paired, so that what slows the machine for a while slows both; where one run began after the other
+    had ended, that is said. Empty before two runs have finished an epoch.
 
     >>> from mmlab.runs.events import RunEvent
     >>> runs = [RunState("random"), RunState("budget")]
@@ -148,31 +148,31 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     found = {run.name: (run, speeds) for run in runs if (speeds := _epoch_speeds(run))}
     if len(found) < 2:
         return ""
-    num_epochs = min(len(speeds) for _, speeds in found.values())
-    ranked = sorted(found, key=lambda name: -float(np.median(found[name][1][:num_epochs])))
+    ranked = sorted(found, key=lambda name: -float(np.median(found[name][1])))
     best, rival = ranked[0], "random" if "random" in found else next(iter(found))
     rival = ranked[1] if rival == best else rival
+    num_epochs = min(len(found[name][1]) for name in (best, rival))
     gains = 100 * (np.array(found[best][1][:num_epochs]) / found[rival][1][:num_epochs] - 1)
     spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
-    if num_epochs == 1:
+    ran = [found[name][0] for name in (best, rival)]
+    if max(run.first_s for run in ran) > min(run.last_s for run in ran):
+        gain = f"{np.median(gains):+.0f} % over {rival}"
+        said = [f"{best}: {gain}, but they did not take turns: the machine may have been slower for one"]
+    elif num_epochs == 1:
         said = [f"{best}: {gains[0]:+.0f} % over {rival} in one epoch; its noise is not known yet"]
     elif gains.min() <= 0:
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:
         said = [f"{best}: {np.median(gains):+.0f} % over {rival} ({spread})"]
     after, before = (summarize(found[name][0]) for name in (best, rival))
-    if before["combined_waste"] is not None and after["combined_waste"] is not None:
-        if before["combined_waste"] < 0.05:
-            said.append(f"{rival} pads {before['combined_waste']:.1%}: little to gain here")
-        else:
-            said.append(
-                f"padding {100 * before['combined_waste']:.0f} → {100 * after['combined_waste']:.0f} %"
-            )
-    if before["peak_bytes"] and after["peak_bytes"]:
-        ratio = after["peak_bytes"] / before["peak_bytes"]
-        said.append(
-            "same peak memory" if abs(ratio - 1) < 0.02 else f"peak memory {100 * (ratio - 1):+.0f} %"
-        )
+    padded, left = before["combined_waste"], after["combined_waste"]
+    if padded is not None and left is not None:
+        much = f"padding {100 * padded:.0f} → {100 * left:.0f} %"
+        said.append(much if padded >= 0.05 else f"{rival} pads {padded:.1%}: little to gain here")
+    counted = all(run.latest("step").get("memory_source") != "process RSS" for run in ran)
+    if counted and before["peak_bytes"] and after["peak_bytes"]:
+        more = 100 * (after["peak_bytes"] / before["peak_bytes"] - 1)
+        said.append("same peak memory" if abs(more) < 2 else f"peak memory {more:+.0f} %")
     return "; ".join(said)
 
 

@@ -81,7 +81,8 @@ class Preview:
 
     def _repr_html_(self) -> str:
         table = self._shown.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
-        return f"<p>Budget: {self.budget:,.0f} padded tokens a batch</p>{table.to_html(border=0)}"
+        shown = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
+        return f"<p>Budget: {self.budget:,.0f} padded tokens a batch</p>{shown}"
 
 
 def preview(

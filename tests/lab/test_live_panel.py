@@ -147,13 +147,13 @@ def test_without_answers_messages_come_seldom_and_still_lose_nothing(
     page = Page(panels[0], answers=False)
     page.say("ready", have={})
     times = []
-    for step in range(1, 60):
+    for step in range(1, WINDOW + 40):
         write(tmp_path, step, 1)
         if not page.messages.empty():
             times.append(page.take()["seq"])
-    page.until(lambda: len(page.losses()) == 59)
+    page.until(lambda: len(page.losses()) == WINDOW + 39)
     assert page.facts["seq"] <= WINDOW + 3, "the window was not held"
-    assert page.losses() == pytest.approx([1 / step for step in range(1, 60)], rel=1e-6)
+    assert page.losses() == pytest.approx([1 / step for step in range(1, WINDOW + 40)], rel=1e-6)
 
 
 def test_a_hidden_panel_is_sent_nothing_until_it_is_shown_again(

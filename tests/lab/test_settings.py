@@ -17,6 +17,7 @@ from mmlab.errors import OptionError
 from mmlab.lab.settings import settings_figure, train_with
 from mmlab.model.presets import build_model
 from mmlab.runs.follow import Runs
+from mmlab.runs.summaries import verdict_of
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.options import TrainOptions
 from mmlab.types import Aspect
@@ -45,6 +46,12 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
     assert (tmp_path / "fp32/previous-1").is_dir()
+    runs = Runs(tmp_path)
+    runs.poll()
+    said = verdict_of(runs.states.values())
+    assert "did not take turns" in said
+    assert "paired" not in said
+    assert "memory" not in said, "both are of this process, which holds what the first left"
     loss, weights, scale = settings_figure(tmp_path).axes
     assert len(loss.lines) == len(weights.lines) == 4, "two objectives of two runs"
     assert len(scale.lines) >= 2

@@ -5,7 +5,7 @@ const RUN_DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [4, 2], [1, 3], [12, 3],
 const MEASURE_DASHES = [[], [6, 3], [1.5, 2.5], [9, 3, 2, 3], [3, 5], [12, 4]];
 const AXES = { sample: "sample", step: "step", second: "second", token: "padded token" };
 
-const ACK_EVERY = 10, ACK_MS = 1100; // messages, or time, between answers to the kernel; each costs it about a millisecond
+const ACK_EVERY = 25, ACK_MS = 2700; // messages, or time, between answers to the kernel; each costs it two milliseconds
 const SILENT_MS = 5000; // without word from the kernel for so long, it is called busy
 const NUDGE_MS = 2500; // before that, ask whether it is there
 const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, CSS pixels
