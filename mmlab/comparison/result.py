@@ -224,14 +224,14 @@ class Comparison:
             limit_bytes=self.config["memory_limit_bytes"],
         )
 
-    def html(self) -> str:
-        """One self-contained page: configuration, table, figure, notes."""
+    def html(self, picture: bytes | None = None) -> str:
+        """One self-contained page: configuration, table, figure (drawn unless given, as a PNG file), notes."""
         from jinja2 import Template
 
         return Template(_PAGE, autoescape=True).render(
             comparison=self,
             table=self.summary().to_html(border=0),
-            picture=base64.b64encode(to_png(self.figure())).decode(),
+            picture=base64.b64encode(picture or to_png(self.figure())).decode(),
             config=json.dumps(self.config, indent=2),
         )
 
@@ -256,8 +256,9 @@ class Comparison:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "comparison.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
         self.table.to_csv(folder / "table.csv")
-        (folder / "figure.png").write_bytes(to_png(self.figure()))
-        (folder / "report.html").write_text(self.html())
+        picture = to_png(self.figure())
+        (folder / "figure.png").write_bytes(picture)
+        (folder / "report.html").write_text(self.html(picture))
         return folder
 
 
