@@ -30,6 +30,7 @@ OBJECTIVES = {
     "masked language": {"masked_language": MaskedLanguage(mask_id=4, mask_ratio=0.4)},
     "both": {"contrastive": Contrastive(num_negatives=31), "matching": Matching()},
 }
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 class Allocating(VirtualDevice):
@@ -105,10 +106,11 @@ def warm_trainer(batches, **options) -> tuple[FusionTrainer, VirtualDevice, int]
 
 
 @pytest.mark.parametrize("objectives", OBJECTIVES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("room", [0.8, 0.55])
-def test_a_split_step_has_the_gradient_of_the_unsplit_one(objectives, dtype, tolerance, room):
-    batches = window()
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_split_step_has_the_gradient_of_the_unsplit_one(objectives, dtype):
+    batches, tolerance = window(), TOLERANCE[dtype]
+    # the first two objectives have little room in float64, the others in float32
+    room = 0.55 if (dtype == torch.float64) == (objectives in [*OBJECTIVES][:2]) else 0.8
     trainer, device, before_bytes = warm_trainer(batches, objectives=OBJECTIVES[objectives], dtype=dtype)
     expected, whole = gradient(trainer, batches)
     limit_bytes = before_bytes + int(room * (whole["peak_bytes"] - before_bytes))
