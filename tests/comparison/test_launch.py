@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from torch import distributed
 
 from mmlab.cli.cache import cache_info
 from mmlab.comparison.config import load_config
@@ -23,6 +21,7 @@ from mmlab.parallel.launch import run_on_ranks
 from mmlab.runs.events import read_events
 from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
+from tests.comparison.called_on_ranks import fails_on, summed
 from tests.configs import TINY_MODEL
 from tests.processes import command_line
 
@@ -60,27 +59,6 @@ except KeyboardInterrupt:
 """
 
 
-def summed(number: int) -> tuple[int, float]:
-    """What a rank adds, and what all of them have."""
-    distributed.init_process_group("gloo")
-    rank = distributed.get_rank()
-    total = torch.tensor(float(number + rank))
-    distributed.all_reduce(total)
-    distributed.destroy_process_group()
-    print(f"rank {rank} was here")
-    return rank, total.item()
-
-
-def fails_on(rank: int, how: str) -> None:
-    """One rank fails, the others wait for ever."""
-    if int(os.environ["RANK"]) == rank:
-        if how == "killed":
-            print("my last words", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise DataError("row 7 has no image") if how == "data" else KeyError("seven")
-    time.sleep(600)
-
-
 def test_ranks_form_a_group_and_return_what_they_found(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment = dict(os.environ)
@@ -97,12 +75,15 @@ def test_ranks_form_a_group_and_return_what_they_found(tmp_path: Path) -> None:
     ("how", "kind", "words"),
     [
         ("data", DataError, r"rank 1 failed: DataError: row 7 has no image\n\nTraceback(.|\n)*in fails_on"),
+        ("other", RunError, r"rank 1 failed: KeyError: 'seven'"),
         ("killed", RunError, r"rank 1 ended without a word: Signal 9 \(SIGKILL\)(.|\n)*my last words"),
     ],
 )
 def test_what_a_rank_suffers_is_raised_here(how: str, kind: type[Exception], words: str) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(kind, match=words):
         run_on_ranks(fails_on, 1, how)
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

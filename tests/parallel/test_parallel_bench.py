@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import signal
 from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch import distributed
 
 from mmlab.cli.main import main
-from mmlab.errors import RunError
 from mmlab.parallel.bench import Arm, BenchOptions, bench_parallel, make_batch, train_arm
 from mmlab.parallel.bench_report import DEVICES
 
 SIZES = {"model": "tiny", "batch_size": 4, "image_side": 32, "num_tokens": 8, "steps": 2, "rounds": 2}
+COUNTED = ("single", "ddp", "fsdp", "branch")
 ARGUMENTS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
 
 
@@ -31,11 +29,25 @@ def test_shares_of_the_batch_are_padded_alike_and_differ() -> None:
     assert not torch.equal(halves[0].pixel_values, halves[1].pixel_values)
 
 
+def counting(name: str, options: BenchOptions, rank: int, cut: int | None) -> Arm:
+    """A strategy whose steps return what the system counts that this process writes to its sockets."""
+    arm, process = train_arm(name, options, rank, cut), psutil.Process()
+
+    def step() -> dict[str, float]:
+        before = process.io_counters().write_chars
+        values = arm.step()
+        return {**values, "written_bytes": process.io_counters().write_chars - before}
+
+    return Arm(step, arm.held)
+
+
 @pytest.fixture(scope="module")
 def document() -> Any:
-    """What the command prints."""
+    """What the command prints, with strategies that count what they send."""
+    more = {name: partial(counting, name) for name in COUNTED}
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmlab.parallel.bench.bench_parallel", partial(bench_parallel, more=more))
         assert main(["bench", "parallel", "--device=cpu", "--json", *ARGUMENTS]) == 0
     return json.loads(printed.getvalue())
 
@@ -62,24 +74,9 @@ def test_the_same_weights_and_samples_in_every_turn(document: Any) -> None:
     assert losses["branch"] == losses["one core"]
 
 
-def counting(name: str, options: BenchOptions, rank: int, cut: int | None) -> Arm:
-    """A strategy whose steps return what the system counts that this process writes to its sockets."""
-    arm, process = train_arm(name, options, rank, cut), psutil.Process()
-
-    def step() -> dict[str, float]:
-        before = process.io_counters().write_chars
-        values = arm.step()
-        return {**values, "written_bytes": process.io_counters().write_chars - before}
-
-    return Arm(step, arm.held)
-
-
-def test_what_is_sent_is_what_was_predicted() -> None:
-    names = ("single", "ddp", "fsdp", "branch")
-    arms = {name: partial(counting, name) for name in names}
-    bench = bench_parallel(names, device="cpu", more=arms, progress=False, **{**SIZES, "rounds": 1})
-    rows = {row["strategy"]: row for row in bench.rows}
-    for name in names:
+def test_what_is_sent_is_what_was_predicted(document: Any) -> None:
+    rows = {row["strategy"]: row for row in document["rows"]}
+    for name in COUNTED:
         steps = [step for rank in rows[name]["values"] for turn in rank for step in turn]
         written, predicted = max(step["written_bytes"] for step in steps), rows[name]["sent_bytes"]
         # gloo reduces to all ranks and drops what is not asked for; the rest are headers of messages
@@ -94,19 +91,6 @@ def test_the_model_speaks_of_every_number_of_devices(document: Any) -> None:
     assert all(rates[name, 1] == pytest.approx(rates["single", 1]) for name in ("ddp", "fsdp", "branch"))
     assert document["branch_bound"] > 0
     assert document["sentence"].count("samples/s") == 1
-
-
-def fails_on_rank_1(options: BenchOptions, rank: int, cut: int | None) -> Any:
-    if rank == 1:
-        raise ValueError("no such luck")
-    distributed.barrier()
-
-
-def test_a_rank_that_fails_is_named_with_its_error() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RunError, match="rank 1 failed: ValueError: no such luck"):
-        bench_parallel(["broken"], device="cpu", more={"broken": fails_on_rank_1}, progress=False, **SIZES)
-    assert signal.getsignal(signal.SIGTERM) is before  # the launcher's handlers are gone with it
 
 
 @pytest.mark.parametrize(
