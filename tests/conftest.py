@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: each collection of garbage, of which a comparison asks for many, need not look at it."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: each collection of garbage, of which a comparison asks for many, need not look at it.
+
+    Where tests start ranks, the server that forks them begins now: one that a loader of the package began for its
+    workers would lack what ranks import, and each rank would import it again.
+    """
     gc.freeze()
+    if "tests.ranks" in sys.modules and not session.config.option.collectonly:
+        forkserver.ensure_running()
 
 
 def pytest_sessionfinish() -> None:

@@ -51,9 +51,9 @@ from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train_on
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored
-changes = ["trainer.num_epochs=10000", "data.backend=torch", "data.num_workers=1"]
+config, runs, *changes = sys.argv[1:]
 try:
-    train_on(load_config(sys.argv[1], changes), num_processes=2, runs=sys.argv[2])
+    train_on(load_config(config, ["trainer.num_epochs=10000", *changes]), num_processes=2, runs=runs)
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -122,7 +122,7 @@ def test_two_ranks_fill_the_cache_and_train(scenes: Path, tmp_path: Path) -> Non
 
 
 def interrupted(
-    arguments: list[Path],
+    arguments: list[Path | str],
     is_ready: Callable[[list[psutil.Process]], bool],
     send: Callable[[int, int], None] = os.kill,
 ) -> list[psutil.Process]:
@@ -141,9 +141,13 @@ def interrupted(
     return processes
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["the caller alone", "its group, as Jupyter does"])
+@pytest.mark.parametrize(
+    ("send", "loading", "num_processes"),
+    [(os.kill, [], 2), (os.killpg, ["data.backend=torch", "data.num_workers=1"], 4)],
+    ids=["the caller alone", "its group, as Jupyter does"],
+)
 def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
-    send: Callable[[int, int], None], scenes: Path, tmp_path: Path
+    send: Callable[[int, int], None], loading: list[str], num_processes: int, scenes: Path, tmp_path: Path
 ) -> None:
     path, runs = tmp_path / "pair.toml", tmp_path / "runs"
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
@@ -153,7 +157,8 @@ def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
         time.sleep(0.05)
         return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
 
-    assert len(interrupted([path, runs], all_step, send)) >= 4  # ranks and their workers
+    ended = interrupted([path, runs, *loading], all_step, send)
+    assert len(ended) >= num_processes  # ranks, and their workers where they have some
     ended_s = time.time()
     saved = read_checkpoint(Checkpoints(runs / "pair" / "checkpoints").paths[-1])
     for file in files:
