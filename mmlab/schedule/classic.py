@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.collisions import images_of, resolve_collisions
+from mmlab.schedule.collisions import resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.metrics import lengths, sides
@@ -36,11 +36,12 @@ class FixedSize(Scheduler):
         batches = Block(order, _ends_of(self.bucket_of(sizes, order), self.batch_size))
         if self.allow_collisions:
             return batches
-        batches, put_out = resolve_collisions(sizes, batches, PaddedTokens().as_polynomial())
-        turn = images_of(sizes, put_out).occurrence  # samples of one turn are all of different images
-        by_turn = np.argsort(turn, kind="stable")
-        extra = Block(put_out[by_turn], _ends_of(turn[by_turn], self.batch_size))
-        return Block.join([batches, extra])
+
+        def cut(put_out: Ints, turn: Ints) -> Block:
+            by_turn = np.argsort(turn, kind="stable")
+            return Block(put_out[by_turn], _ends_of(turn[by_turn], self.batch_size))
+
+        return resolve_collisions(sizes, batches, PaddedTokens().as_polynomial(), cut)
 
     def sort_samples(self, sizes: SampleSizes, rows: Ints) -> Ints:
         """(n,) `rows`, which come in random order, as they are cut: bucket after bucket unless overridden."""

@@ -6,6 +6,7 @@ returned, to be cut into batches of their own. Costs about a microsecond for eac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -51,29 +52,29 @@ def resolve_collisions(
     sizes: SampleSizes,
     batches: Block,
     objective: MaxPolynomial,
+    cut: Callable[[Ints, Ints], Block],
     *,
     limit: MaxPolynomial = FREE,
     budget: float = np.inf,
     max_size: int = 0,
     reach: int = REACH,
-) -> tuple[Block, Ints]:
+) -> Block:
     """Separate samples of one image.
 
     Args:
         batches: neighbouring batches should have samples of like size.
         objective: what is to grow little.
+        cut: makes batches of the rows that had to leave theirs, given the turn of each (n,): samples of one turn are
+            all of different images.
         limit: what a batch costs, at most `budget` afterwards.
         max_size: samples that a batch may grow to; 0 lets samples only change places.
         reach: places on either side among which another batch is sought; 0 changes nothing.
-
-    Returns:
-        Batches without collisions, and the rows that had to leave them, which may still collide among themselves.
     """
     from mmlab.schedule._dense_loops import separate_samples
 
     order, batch_of, images = batches.order, batches.batch_of_place, images_of(sizes, batches.order)
     if not images.occurrence.any():
-        return batches, np.empty(0, np.int64)
+        return batches
     few = images.occurrence < _MOST_OF_ONE
     crowded = order[~few]
     if len(crowded):
@@ -88,4 +89,5 @@ def resolve_collisions(
     num_out = int((batch_of < 0).sum())
     ends = np.cumsum(np.bincount(batch_of[batch_of >= 0], minlength=len(batches.ends)))
     rest = Block(order[by_batch[num_out:]], ends[np.diff(ends, prepend=0) > 0])
-    return rest, np.concatenate((order[by_batch[:num_out]], crowded))
+    put_out = np.concatenate((order[by_batch[:num_out]], crowded))
+    return Block.join([rest, cut(put_out, images_of(sizes, put_out).occurrence)]) if len(put_out) else rest

@@ -7,6 +7,7 @@ shape. Nothing here measures: bytes and seconds are fitted elsewhere and come as
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,10 +182,5 @@ def max_batch_size(cost: CostModel, num_tokens: int, height: int, width: int, bu
     >>> max_batch_size(PaddedTokens(), 20, 160, 160, budget=1000)
     8
     """
-    size = 0
-    step = 1 << 20
-    while step:
-        if cost(BatchShape(size + step, num_tokens, height, width)) <= budget:
-            size += step
-        step //= 2
-    return size
+    sizes = range(1, 2**21)
+    return bisect_right(sizes, budget, key=lambda size: cost(BatchShape(size, num_tokens, height, width)))

@@ -9,7 +9,10 @@ microsecond a sample. Any cost model that never falls will do; those that are po
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,21 +95,14 @@ class Budget(Scheduler):
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
         num_windows = max(1, round(len(rows) / window))
         objective = self._objective(sizes, rows, limits.budget)
+        cut = partial(self._cut_windows, sizes, budget=limits.budget, objective=objective)
         if self.allow_collisions:
-            windows = np.arange(len(rows)) * num_windows // len(rows)
-            return self._cut_windows(sizes, rows, windows, limits.budget, objective)
-        windows = _deal_images(sizes, rows, num_windows, rng)
-        batches = self._cut_windows(sizes, rows, windows, limits.budget, objective)
-        limit = polynomial_of(self.cost) or FREE
-        batches, put_out = resolve_collisions(
-            sizes, batches, objective or FREE, limit=limit, budget=limits.budget,
+            return cut(rows, np.arange(len(rows)) * num_windows // len(rows))
+        batches = cut(rows, _deal_images(sizes, rows, num_windows, rng))
+        return resolve_collisions(
+            sizes, batches, objective or FREE, cut, limit=polynomial_of(self.cost) or FREE, budget=limits.budget,
             max_size=self.max_batch_size, reach=0 if objective is None else REACH,
         )  # fmt: skip
-        if not len(put_out):
-            return batches
-        turn = images_of(sizes, put_out).occurrence  # samples of one turn are all of different images
-        rest = self._cut_windows(sizes, put_out, turn, limits.budget, objective)
-        return Block.join([batches, rest])
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         if not len(batches.ends):
@@ -196,14 +192,11 @@ class Budget(Scheduler):
         while start < len(rows):
             stop = min(start + self.max_batch_size, int(np.searchsorted(window, window[start], side="right")))
             most = [np.maximum.accumulate(column[start:stop]) for column in columns]
-            least, beyond = 1, stop - start + 1
-            while beyond - least > 1:
-                size = (least + beyond) // 2
-                if self.cost(BatchShape(size, *(int(column[size - 1]) for column in most))) <= budget:
-                    least = size
-                else:
-                    beyond = size
-            start += least
+
+            def cost(size: int, most: Sequence[Ints] = most) -> float:
+                return self.cost(BatchShape(size, *(int(column[size - 1]) for column in most)))
+
+            start += max(1, bisect_right(range(1, stop - start + 1), budget, key=cost))
             ends.append(start)
         return np.array(ends, dtype=np.int64)
 

@@ -103,9 +103,10 @@ def randomness(first: Block, second: Block, sample_work: Ints, num_ranks: int) -
     before, after = _places(first, len(sample_work)), _places(second, len(sample_work))
     kept = (before >= 0) & (after >= 0)
     before, after = before[kept], after[kept]
-    together = _run_lengths(np.sort(before * len(second.ends) + after))
+    _, together = np.unique(before * len(second.ends) + after, return_counts=True)
     mates = _num_pairs(together) / max(1, _num_pairs(first.counts))
-    steps = _step_means(first, sample_work, num_ranks)
+    means = first.totals(sample_work[first.order]) / first.counts
+    steps = means[: len(means) // num_ranks * num_ranks].reshape(-1, num_ranks).mean(axis=1)
     place = abs(correlation(before, after)) - 2 / np.sqrt(len(first.ends))
     lag = abs(correlation(steps[:-1], steps[1:])) - 2 / np.sqrt(max(4, len(steps)))
     return float((1 - mates) * (1 - max(0.0, place)) * (1 - max(0.0, lag)))
@@ -125,15 +126,5 @@ def _places(batches: Block, num_samples: int) -> Ints:
     return place
 
 
-def _run_lengths(ordered: Ints) -> Ints:
-    edges = np.flatnonzero(np.diff(ordered)) + 1
-    return np.diff(edges, prepend=0, append=len(ordered))
-
-
 def _num_pairs(counts: Ints) -> int:
     return int((counts * (counts - 1)).sum())
-
-
-def _step_means(batches: Block, sample_work: Ints, num_ranks: int) -> NDArray[np.float64]:
-    means = batches.totals(sample_work[batches.order]) / batches.counts
-    return means[: len(means) // num_ranks * num_ranks].reshape(-1, num_ranks).mean(axis=1)
