@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from operator import length_hint
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -120,7 +121,12 @@ class PlannedLoader:
             dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0), on_bad_sample=on_bad_sample
         )
         self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
-        self._backend = self._make_backend(backend, Setting(workers, ahead))
+        kind: Any = ThreadBackend
+        if backend == "torch" and workers:
+            kind = partial(ProcessBackend, warn=partial(_warn, emit))
+        self._backend: Backend = kind(
+            self._loader, Setting(workers, ahead), copier=self._copier, max_bytes=self._max_bytes
+        )
         self._tuner: Tuner | None = None
         if num_workers == "auto":
             start, limit = self._backend.setting, self._max_bytes
@@ -264,24 +270,6 @@ class PlannedLoader:
             self._backend.resize(setting)
         return loaded
 
-    def _make_backend(self, name: str, start: Setting) -> Backend:
-        options: dict[str, Any] = {"copier": self._copier, "max_bytes": self._max_bytes}
-        if name == "torch" and start.num_workers:
-            return ProcessBackend(self._loader, start, **options, warn=self._make_warn())
-        return ThreadBackend(self._loader, start, **options)
-
-    def _make_warn(self) -> Callable[[str], None]:
-        """Gives messages on; keeps no reference to this loader, whose workers end when it is let go of."""
-        emit = self._emit
-
-        def warn(message: str) -> None:
-            if emit is None:
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-            else:
-                emit(RunEvent.now("warning", -1, {"message": message, "source": "loader"}))
-
-        return warn
-
     def _requests(self) -> Iterator[BatchRequest]:
         """The batches that are left of the epoch, drawn from the plan one by one."""
         if not self._goes_on:
@@ -334,3 +322,11 @@ class PlannedLoader:
                 row["cache_hit_ratio"] = report.cache_hit_ratio
                 row["cache_bytes"] = self.dataset.cache.stats().cache_bytes
             self._emit(RunEvent.now("stage", -1, row))
+
+
+def _warn(emit: Callable[[RunEvent], object] | None, message: str) -> None:
+    """Gives messages on, without a loader: its workers end when it is let go of."""
+    if emit is None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    else:
+        emit(RunEvent.now("warning", -1, {"message": message, "source": "loader"}))

@@ -87,27 +87,17 @@ class StageMeter:
             stage: min(1.0, change[f"{stage} busy"] / (duration_s * num_threads))
             for stage, num_threads in self.num_threads.items()
         }
-        rows: list[dict[str, Any]] = [
-            {
-                "stage": stage,
-                "num_threads": num_threads,
-                "items_per_s": change[f"{stage} finished"] / duration_s,
-                "busy_ratio": busy[stage],
-                "wait_ratio": max(0.0, 1 - (sum(busy.values()) if self.shared else busy[stage])),
-                "queue_depth": None if self.shared else change[f"{stage} depth"] / num_deliveries,
-            }
-            for stage, num_threads in self.num_threads.items()
-        ]
-        wait_ratio = min(1.0, change["wait"] / duration_s)
-        trains = {
-            "stage": "train",
-            "num_threads": 1,
-            "items_per_s": change["train finished"] / duration_s,
-            "busy_ratio": 1 - wait_ratio,
-            "wait_ratio": wait_ratio,
-            "queue_depth": None,
-        }
-        return StageReport([*rows, trains], change["hits"] / num_samples)
+        rows: list[tuple[Any, ...]] = []  # of `_COLUMNS`
+        for stage, num_threads in self.num_threads.items():
+            waits = max(0.0, 1 - (sum(busy.values()) if self.shared else busy[stage]))
+            depth = None if self.shared else change[f"{stage} depth"] / num_deliveries
+            per_s = change[f"{stage} finished"] / duration_s
+            rows.append((stage, num_threads, per_s, busy[stage], waits, depth))
+        waits = min(1.0, change["wait"] / duration_s)
+        rows.append(("train", 1, change["train finished"] / duration_s, 1 - waits, waits, None))
+        return StageReport(
+            [dict(zip(_COLUMNS, row, strict=True)) for row in rows], change["hits"] / num_samples
+        )
 
 
 @dataclass(frozen=True, slots=True)

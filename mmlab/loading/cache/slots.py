@@ -51,18 +51,9 @@ class Layout:
         first = _rounded(self._table + _ENTRY.size * len(shapes), _PAGE)
         self.starts = first + np.concatenate(([0], np.cumsum(num_bytes)))  # (S + 1,) of slots, and the end
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of the whole file."""
-        return int(self.starts[-1])
-
     def entry(self, slot: int) -> int:
         """Where a slot's entry begins."""
         return self._table + _ENTRY.size * slot
-
-    def num_within(self, num_bytes: int) -> int:
-        """How many of the first slots lie within so many bytes."""
-        return max(0, int(np.searchsorted(self.starts, num_bytes, side="right")) - 1)
 
     @staticmethod
     def of(path: Path) -> Layout:
@@ -109,7 +100,7 @@ class SlotFile:
         if os.pread(self._number, len(self.layout.front), 0) != self.layout.front:
             self._write(self.layout.front, 0)
         if room_bytes is not None:
-            self.num_kept = self.layout.num_within(room_bytes)
+            self.num_kept = max(0, int(np.searchsorted(self.layout.starts, room_bytes, side="right")) - 1)
         end = int(self.layout.starts[self.num_kept])
         size = os.fstat(self._number).st_size
         if size > end:
