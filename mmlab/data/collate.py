@@ -102,9 +102,5 @@ def _padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[NDArray[np
     return padded, mask
 
 
-def _collate_by_default(samples: Sequence[Sample], **_: Any) -> Batch:
-    return collate(samples)
-
-
 # the extension that `torch.utils.data.default_collate` documents
-default_collate_fn_map[Sample] = _collate_by_default
+default_collate_fn_map[Sample] = lambda samples, **_: collate(samples)

@@ -8,13 +8,12 @@ photographs of COCO have 1.6 to 3.5. Detail finer than a 64th of the picture doe
 from __future__ import annotations
 
 import io
-import os
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.data.decode import to_rgb
-from mmlab.data.readers.sidecar import Numbers, Stamp, measure_once
+from mmlab.data.readers.sidecar import Numbers, measure_once, stamp_of
 from mmlab.data.records import FileStore, Records
 from mmlab.errors import DataError
 
@@ -38,7 +37,7 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
     """
     paths = [path for path in dict.fromkeys(records.image_paths) if path is not None]
     is_file = isinstance(records.store, FileStore)
-    stamps = {path: _stamp(path) if is_file else None for path in paths}
+    stamps = {path: stamp_of(path) if is_file else None for path in paths}
     measured = measure_once(
         "complexity", (float,), stamps, lambda path: _measure(records, path), progress=progress
     )
@@ -70,11 +69,6 @@ def gradient_entropy(grey: NDArray[np.uint8]) -> float:
     _, counts = np.unique(down * 256 + across, return_counts=True)
     share = counts / counts.sum()
     return float(-0.5 * (share * np.log2(share)).sum() + 0.0)
-
-
-def _stamp(path: str) -> Stamp:
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
 
 
 def _measure(records: Records, path: str) -> Numbers | str:

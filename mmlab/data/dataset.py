@@ -86,7 +86,14 @@ class MultimodalDataset(Dataset[Sample]):
         self.max_tokens = max_tokens
         self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
         self.image_policy = image_policy if image_policy is not None else Square(224)
-        self._token_ids, lengths, self.num_truncated = _token_columns(tokenizer, records.texts, max_tokens)
+        column, lengths, self.num_truncated = array("i"), np.zeros(len(records), np.int64), 0
+        for row, ids in encode_texts(tokenizer, records.texts):
+            if len(ids) > max_tokens:  # it keeps its first tokens and the closing special token
+                ids = [*ids[: max_tokens - 1], ids[-1]]
+                self.num_truncated += 1
+            column.fromlist(ids)
+            lengths[row] = len(ids)
+        self._token_ids = np.array(column, np.int32)  # of all texts, one after the other
         self.records = records.with_num_tokens(lengths)
         self._offsets = np.concatenate(([0], np.cumsum(lengths)))
 
@@ -174,20 +181,3 @@ class MultimodalDataset(Dataset[Sample]):
 
 
 MultiModalDataset = MultimodalDataset  # as an article spells it
-
-
-def _token_columns(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None], max_tokens: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Ids of all texts in one column, special tokens included; how many each has; how many texts were cut.
-
-    A text that is too long keeps its first tokens and the closing special token.
-    """
-    column, lengths, num_truncated = array("i"), np.zeros(len(texts), np.int64), 0
-    for row, ids in encode_texts(tokenizer, texts):
-        if len(ids) > max_tokens:
-            ids = [*ids[: max_tokens - 1], ids[-1]]
-            num_truncated += 1
-        column.fromlist(ids)
-        lengths[row] = len(ids)
-    return np.array(column, np.int32), lengths, num_truncated

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
-from numpy.typing import NDArray
 
 from mmlab.errors import DataError
 from mmlab.types import ImagePolicy, Region
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from PIL import Image
 
 _REDUCTIONS = (8, 4)  # of JPEGs: DCT scales that pay, largest first

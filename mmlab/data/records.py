@@ -7,7 +7,7 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -152,20 +152,9 @@ class Records(Grouped, Sequence[Record]):
     def __getitem__(self, row):
         if isinstance(row, slice):
             return self.select(range(*row.indices(len(self))))
-        return Record(
-            id=self.ids[row],
-            image_path=self.image_paths[row],
-            text=self.texts[row],
-            height=int(self.height[row]),
-            width=int(self.width[row]),
-            num_tokens=int(self.num_tokens[row]),
-            label=None if self.labels is None else int(self.labels[row]),
-            group=int(self.group[row]),
-            split=None if self.splits is None else self.splits[row],
-        )
-
-    def __iter__(self) -> Iterator[Record]:
-        return (self[row] for row in range(len(self)))
+        found = {_SINGULAR.get(name, name): column[row] for name, column in self._columns().items()}
+        numbers = {name: int(value) for name, value in found.items() if isinstance(value, np.integer)}
+        return Record(**(found | numbers))
 
     def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Records:
         """The rows asked for, in that order, or those where a mask is true; the store is shared."""

@@ -71,7 +71,7 @@ def read_records(
         warnings.warn("images= has no effect: these data hold their images themselves", stacklevel=2)
     records = to_records(
         table,
-        source=_name(source),
+        source=str(source) if isinstance(source, str | os.PathLike) else type(source).__name__,
         split=split,
         errors=errors,
         progress=progress,
@@ -134,7 +134,3 @@ def _from_lists(image_paths: Iterable[Any], texts: Iterable[str | None], images:
         for number, (image, text) in enumerate(zip(image_paths, texts, strict=True))
     ]
     return Table(rows=rows, root=images)
-
-
-def _name(source: Any) -> str:
-    return str(source) if isinstance(source, str | os.PathLike) else type(source).__name__

@@ -40,13 +40,8 @@ def match_columns(found: Iterable[object]) -> dict[str, str]:
     by_name: dict[str, str] = {}
     for column in map(str, found):
         by_name.setdefault(column.strip().lower().replace(" ", "_").replace("-", "_"), column)
-    matched = {}
-    for column, names in SYNONYMS.items():
-        for name in names.split():
-            if name in by_name:
-                matched[column] = by_name[name]
-                break
-    return matched
+    known = {column: list(filter(by_name.get, names.split())) for column, names in SYNONYMS.items()}
+    return {column: by_name[names[0]] for column, names in known.items() if names}
 
 
 def require_columns(found: Iterable[object], what: str, allow_missing_modality: bool) -> dict[str, str]:

@@ -82,7 +82,10 @@ def to_records(
         DataError: bad rows under errors="raise"; no usable row at all; no such split.
     """
     _fill_ids(table.rows)
-    rows = table.rows if split is None else _of_split(table.rows, split, source)
+    rows = [row for row in table.rows if split in (None, row.split)]
+    if split is not None and not rows:
+        known = ", ".join(sorted({row.split for row in table.rows if row.split})) or "none"
+        raise DataError(f"{source}: no split {split!r}; known: {known}")
     reasons = {index: row.problem for index, row in enumerate(rows) if row.problem}
     _check_presence(rows, reasons, allow_missing_modality)
     images, stamps = _find_images(table, rows, reasons)
@@ -127,14 +130,6 @@ def _fill_ids(rows: list[Row]) -> None:
             image = os.path.normpath(row.image).replace(os.sep, "/") if row.image else ""
             row.id = f"{image}#{seen[image]}"
             seen[image] += 1
-
-
-def _of_split(rows: list[Row], split: str, source: str) -> list[Row]:
-    chosen = [row for row in rows if row.split == split]
-    if not chosen:
-        known = ", ".join(sorted({row.split for row in rows if row.split})) or "none"
-        raise DataError(f"{source}: no split {split!r}; known: {known}")
-    return chosen
 
 
 def _check_presence(rows: list[Row], reasons: dict[int, str], allow_missing_modality: bool) -> None:

@@ -84,6 +84,12 @@ def _may_write(folder: str) -> bool:
     return os.access(folder, os.W_OK) and bool(os.stat(folder).st_mode & 0o222)
 
 
+def stamp_of(path: str) -> Stamp:
+    """A file's stamp."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
 def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
     expected = [int, int, *types]  # the stamp first
     try:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from mmlab.data.readers.files import split_in
 from mmlab.data.readers.manifest import SYNONYMS, match_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
-from mmlab.data.readers.sidecar import Stamp
+from mmlab.data.readers.sidecar import stamp_of
 from mmlab.errors import DataError
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
@@ -113,12 +113,7 @@ def read_shards(shards: Sequence[Path]) -> Table:
                 reason = f"compressed files allow no random access: {command} it"
             raise DataError(f"{shard}: not a tar shard: {reason}")
     root = Path(os.path.commonpath([os.path.realpath(shard.parent) for shard in shards]))
-
-    @cache
-    def stamp_of_shard(shard: str) -> Stamp:
-        status = os.stat(shard)
-        return status.st_size, status.st_mtime_ns
-
+    stamp_of_shard = cache(stamp_of)
     return Table(
         rows=[row for shard in shards for row in _rows_of_shard(shard, root)],
         root=root,

@@ -99,15 +99,12 @@ def _run(make: Callable[[int], Made], num_images: int, num_workers: int) -> Gene
         yield from map(make, range(num_images))
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_leave_interrupt_to_parent)
+    ignored = (signal.SIGINT, signal.SIG_IGN)  # an interrupt is left to the parent
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=signal.signal, initargs=ignored)
     try:
         yield from pool.map(make, range(num_images), chunksize=8)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _leave_interrupt_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

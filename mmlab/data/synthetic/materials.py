@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Plane = NDArray[np.float32]  # (TILE, TILE), or (3, TILE, TILE) for a colour
-
-
 TILE = 512  # pixels; a power of two, so that wrapping an index is a bitwise and
 
 

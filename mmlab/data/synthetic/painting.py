@@ -14,12 +14,11 @@ from PIL import Image
 
 from mmlab.data.synthetic.materials import TILE, material, noise
 from mmlab.data.synthetic.scenes import Group, Place, Scene, table
-from mmlab.data.synthetic.shapes import outline
-
-Picture = NDArray[np.float32]
-Plane = NDArray[np.floating]  # (h, w)
+from mmlab.data.synthetic.shapes import SOLIDS
 
 # (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
+Picture = NDArray[np.float32]
+Plane = NDArray[np.floating]  # (h, w)
 
 _NOISE = 0.014  # deviation of the sensor noise, of full scale
 
@@ -109,7 +108,7 @@ def _paint_object(picture: Picture, scene: Scene, group: Group, place: Place, rn
     v = (np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] - centre_y) / radius
     u = (np.arange(cols.start, cols.stop, dtype=np.float32) - place.x) / radius
     u, v = np.broadcast_arrays(u, v)
-    distance, (nx, ny, nz) = outline(group.shape, u, v)
+    distance, (nx, ny, nz) = SOLIDS[group.shape](u, v)
     depth = (place.foot / scene.height - scene.horizon) / (1 - scene.horizon)  # 0 at the horizon, 1 in front
     softness = 1.0 + 1.5 * max(0.0, 0.5 - depth)  # pixels over which an edge fades
     coverage = np.clip(0.5 - distance * (radius / softness), 0, 1)

@@ -12,12 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Plane = NDArray[np.floating]  # (h, w)
+# distance to the silhouette (h, w), and the normal's x, y (down) and z (to the viewer)
 Solid = tuple[Plane, tuple[Plane, Plane, Plane]]
-
-
-def outline(shape: str, u: Plane, v: Plane) -> Solid:
-    """Distance to the silhouette (h, w), and the normal's x, y (down) and z (to the viewer)."""
-    return SOLIDS[shape](u, v)
 
 
 def _ball(u: Plane, v: Plane) -> Solid:
