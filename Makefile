@@ -27,11 +27,17 @@ lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
 
 # Many tests wait for processes, so more run at once than there are cores: three share the tests (see tests/conftest.py),
-# and notebooks run beside them. What measures time, or fills the machine itself, runs alone at the end.
-test: lint chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests, the site
-	@$(MAKE) --no-print-directory -j2 suite notebooks BESIDE=1
+# and types, notebooks and the site run beside them, one after the other. What measures time, or fills the machine itself,
+# runs alone at the end.
+test: style chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests, the site
+	@$(MAKE) --no-print-directory -j2 suite beside BESIDE=1
 	$(BIN)/python -m pytest -p no:nbval --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
-	@$(MAKE) --no-print-directory site
+
+.PHONY: beside
+beside: $(READY)
+	@for part in types notebooks site; do $(MAKE) --no-print-directory $$part; done
+
+AT_THE_END := $(if $(BESIDE),2>&1 | { said=$$(cat); echo "$$said"; })
 
 .PHONY: suite
 suite: $(READY)
@@ -40,23 +46,26 @@ suite: $(READY)
 check: lint  ## the inner loop: lint, format, types, layers, documents, and the tests of schedule, data and runs
 	$(BIN)/python -m pytest -p no:nbval -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
 
-.PHONY: lint
-lint: $(READY)
+.PHONY: lint style types
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+
+types: $(READY)
+	$(BIN)/mypy $(AT_THE_END)
 
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
 	MMLAB_SMOKE=1 $(BIN)/python -m pytest $(if $(BESIDE),,-n 2 --dist loadfile) -W default --timeout 0 \
-		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb \
-		$(if $(BESIDE),| { said=$$(cat); echo "$$said"; })
+		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb $(AT_THE_END)
 
 docs: $(READY)  ## execute every notebook in full (ten minutes), keep the copies in docs/notebooks, and build the site
 	$(BIN)/python docs/site/execute_notebooks.py notebooks/*.ipynb
 	@$(MAKE) --no-print-directory site
 
 site: $(READY)  ## build the site into build/site from the pages and the executed copies; a broken link fails
-	$(BIN)/python docs/site/build_site.py build/site
+	$(BIN)/python docs/site/build_site.py build/site $(AT_THE_END)
 
 film: $(READY) chromium runs/scenes/captions.json  ## film the live panel for the front page (on a quiet machine)
 	$(BIN)/python docs/site/film_panel.py runs/scenes
