@@ -33,6 +33,7 @@ from mmlab.machine import num_usable_cores, resolve_device
 from mmlab.model.presets import build_model
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.step_meter import clock
 from mmlab.types import Batch, parse_image_policy
 
 _NUM_IMAGES = 64  # that are decoded
@@ -246,18 +247,12 @@ def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
 
 def _rate(work: Callable[[Batch], object], batches: list[Batch], least_s: float, device: str) -> float:
     """Samples/s of work on batches that are there already, in turns; the first two are left out."""
-
-    def now_s() -> float:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-        return perf_counter()
-
     turns = cycle(batches)
     for _ in range(2):
         work(next(turns))
-    num_samples, started = 0, now_s()
+    num_samples, started = 0, clock(torch.device(device))
     while perf_counter() - started < least_s:
         batch = next(turns)
         work(batch)
         num_samples += len(batch)
-    return num_samples / (now_s() - started)
+    return num_samples / (clock(torch.device(device)) - started)

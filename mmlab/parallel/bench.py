@@ -25,12 +25,13 @@ from mmlab.model.presets import PRESETS, build_model
 from mmlab.parallel.bench_report import ParallelBench
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.predict import predict
-from mmlab.parallel.probe import clock, probe_costs, probe_network
+from mmlab.parallel.probe import probe_costs, probe_network
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.precision import Precision
+from mmlab.training.step_meter import clock
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch, BatchShape
 

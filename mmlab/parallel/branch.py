@@ -38,7 +38,7 @@ from mmlab.parallel.reduce import RanksStrategy
 from mmlab.parallel.wire import PeerFailed, Wire
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.training.precision import Parts
+from mmlab.training.precision import Parts, fresh_state
 from mmlab.types import Batch
 
 if TYPE_CHECKING:
@@ -130,12 +130,12 @@ class BranchStrategy(RanksStrategy):
         self._require_same(batches, doing)
         terms = LossTerms(window.counts, window.weights)
         problem: Exception | None = None
-        window.seed(0)
+        window.trainer.seed(0)
         try:
             if self.has_images:
                 self._run_images(batches)
             else:
-                self._run_texts(batches, terms, window.seed)
+                self._run_texts(batches, terms, window.trainer.seed)
         except Exception as error:
             (self._features if self.has_images else self._gradients).give_up()
             if not isinstance(error, PeerFailed):  # whom the exchange below names
@@ -191,12 +191,8 @@ class BranchStrategy(RanksStrategy):
             if not self.largest(float(own and weight in state)):
                 continue
             if not own:
-                state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                    "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                }
-            for key in ("step", "exp_avg", "exp_avg_sq"):
+                state[weight] = fresh_state(weight)
+            for key in ("step", "exp_avg", "exp_avg_sq"):  # in one order on both ranks
                 self._share(state[weight][key], name)
 
     def _forget_moments(self, optimizer: torch.optim.Optimizer) -> None:

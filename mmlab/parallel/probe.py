@@ -8,7 +8,6 @@ same result.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -24,17 +23,11 @@ from mmlab.parallel.predict import PARTS, Line, Network, StepCosts, ring
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.step_meter import clock
 from mmlab.types import Batch
 
 _MESSAGE_BYTES = (2**10, 2**16, 2**20, 2**22, 2**24)
 _REPEATS = 5
-
-
-def clock(device: torch.device) -> float:
-    """Now, after the device has finished."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def probe_costs(trainer: Any, batches: Sequence[Batch]) -> StepCosts:

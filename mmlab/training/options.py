@@ -8,7 +8,6 @@ from typing import Any
 
 from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.model.parameters import PARTS
-from mmlab.training.weighting import Weighting
 
 NONFINITE_POLICIES = ("raise", "skip")
 OUT_OF_MEMORY_POLICIES = ("auto", "split", "raise")
@@ -85,9 +84,6 @@ class TrainOptions:
         check_name("policy for losses that are not finite", self.on_nonfinite, NONFINITE_POLICIES)
         check_name("losses for the weighting", self.weighting_on, WEIGHTING_ON)
         check_numbers(self)
-        self._check_limits()
-
-    def _check_limits(self) -> None:
         limits = self.max_grad_norm
         by_part = limits if isinstance(limits, Mapping) else dict.fromkeys(PARTS, limits)
         for part, limit in by_part.items():
@@ -106,12 +102,3 @@ def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> 
     for name in changes:
         check_name("option of the trainer", name, known)
     return replace(options or TrainOptions(), **changes)
-
-
-def check_weighting(weighting: Weighting, on: str) -> None:
-    """Refuse a weighting that needs training gradients where it is given held-out losses."""
-    if on == "held_out" and weighting.wants_norms:
-        raise OptionError(
-            f"{type(weighting).__name__.lower()} needs the gradients of training steps, which held-out losses have "
-            "none of; use weighting_on='training', or the weighting 'trend' or 'uncertainty'"
-        )

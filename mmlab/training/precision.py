@@ -221,11 +221,16 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for weight in group["params"] if group["fused"] else ():
             if weight.grad is not None and weight not in optimizer.state:
-                optimizer.state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                    "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                }
+                optimizer.state[weight] = fresh_state(weight)
+
+
+def fresh_state(weight: nn.Parameter) -> dict[str, Tensor]:
+    """What fused AdamW keeps of a weight before its first update."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+        "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+    }
 
 
 def _clip(

@@ -26,13 +26,13 @@ from mmlab.training.evaluation import evaluate, offending
 from mmlab.training.losses.all_ranks import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives
-from mmlab.training.options import TrainOptions, change_options, check_weighting
+from mmlab.training.options import TrainOptions, change_options
 from mmlab.training.out_of_memory import Result, retried
 from mmlab.training.precision import Precision, StepResult
 from mmlab.training.randomness import RandomStream
 from mmlab.training.schedule import warmup_cosine
 from mmlab.training.split import Window, running_statistics
-from mmlab.training.step_meter import StepMeter, StepValues, key_of
+from mmlab.training.step_meter import StepMeter, StepValues, clock, key_of
 from mmlab.training.strategy import Strategy, alone
 from mmlab.training.weighting import Weighting, make_weighting
 from mmlab.types import Batch, CostModel
@@ -129,7 +129,11 @@ class TrainerSetup:
         else:
             bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
             weighting = make_weighting(self.options.weighting, list(self.objectives), **bounds)
-        check_weighting(weighting, self.options.weighting_on)
+        if self.options.weighting_on == "held_out" and weighting.wants_norms:
+            raise OptionError(
+                f"{type(weighting).__name__.lower()} needs the gradients of training steps, which held-out losses have "
+                "none of; use weighting_on='training', or the weighting 'trend' or 'uncertainty'"
+            )
         return weighting
 
     def _make_optimizer(self) -> None:
@@ -245,13 +249,13 @@ class TrainerSetup:
         Raises:
             DataError: retrieval without a single pair.
         """
-        started = self.meter.clock()
+        started = clock(self.device)
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
         measured = evaluate(self, loader, num_candidates=num_candidates, by_objective=by_objective)
         means = measured.get("by_objective", {})
         measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
-        return {"epoch": self.epoch, "eval_s": self.meter.clock() - started, **measured}
+        return {"epoch": self.epoch, "eval_s": clock(self.device) - started, **measured}
 
     @contextmanager
     def _stoppable(

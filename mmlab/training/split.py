@@ -13,7 +13,7 @@ a copy of the running statistics, where there are any; with parts, a second forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,10 +91,6 @@ class Window:
         other._begin()
         return other
 
-    def seed(self, draw: int) -> None:
-        """Seed the random draws of the window (0) or of a micro-batch's objectives (its number, from 1)."""
-        self.trainer.seed(draw)
-
     def lengthen(self, num_batches: int) -> None:
         """Add dummies until there are so many micro-batches."""
         missing = max(0, num_batches - len(self.batches))
@@ -137,7 +133,7 @@ class Window:
             buffer.copy_(before)
 
     def _run(self, terms: LossTerms, reduce: bool) -> None:
-        self.seed(0)
+        self.trainer.seed(0)
         for number, batch in enumerate(self.batches, 1):
             self._number = number
             with self.trainer.strategy.sync(last=reduce and number == len(self.batches)):
@@ -172,10 +168,10 @@ class Window:
         trainer, random = self.trainer, self.trainer.random
         states, outputs = [], []
         statistics = [buffer.clone() for buffer in trainer.statistics]
-        for rows in self._each(parts):
+        for self._rows in parts:
             states.append(random.state())
             with torch.no_grad():
-                outputs.append(Leaves.of(trainer.forward(batch.part(rows).to(trainer.device))))
+                outputs.append(Leaves.of(trainer.forward(batch.part(self._rows).to(trainer.device))))
         self._put_back(statistics)
         whole, leaves = _join(outputs)
         del outputs
@@ -183,7 +179,8 @@ class Window:
         trainer.backward(trainer.loss(whole, batch.to(trainer.device), number, terms))
         del whole
         after = random.state()
-        for rows, state in zip(self._each(parts), states, strict=True):
+        for rows, state in zip(parts, states, strict=True):
+            self._rows = rows
             random.restore(state)
             output = Leaves.of(trainer.forward(batch.part(rows).to(trainer.device)))
             trainer.phase = "backward"
@@ -195,10 +192,6 @@ class Window:
             ]
             torch.autograd.backward([tensor for tensor, _ in graded], [gradient for _, gradient in graded])
         random.restore(after)
-
-    def _each(self, parts: Sequence[slice]) -> Iterator[slice]:
-        for self._rows in parts:
-            yield self._rows
 
     def _cut(self, failure: str) -> None:
         """Cut the micro-batch in hand into twice as many parts.

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 StepValues = dict[str, Any]  # keys of mmlab.runs.event_keys.EVENT_KEYS
 
 
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class StepMeter:
     """Measures steps on one device.
 
@@ -40,15 +47,9 @@ class StepMeter:
         self.device, self.memory, self.live, self.packed = device, memory, live, packed
         self._started_s = 0.0
 
-    def clock(self) -> float:
-        """Seconds, once the device has finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def begin(self) -> None:
         """A step begins."""
-        self._started_s = self.clock()
+        self._started_s = clock(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         if self.live is not None:
@@ -69,7 +70,7 @@ class StepMeter:
     ) -> StepValues:
         """What a step's event says of time, losses, gradient, padding and memory."""
         weights, predicted_bytes = window.weights or {}, window.predicted_bytes
-        step_s = self.clock() - self._started_s + data_wait_s
+        step_s = clock(self.device) - self._started_s + data_wait_s
         num_samples, shapes = sum(map(len, batches)), [batch.shape for batch in batches]
         return {
             "num_samples": num_samples,

@@ -88,11 +88,6 @@ def read_state(path: Path, like: Mapping[str, Tensor] | None = None) -> dict[str
     return {"model": model, **state}
 
 
-def is_shared_out(state: Mapping[str, Any]) -> bool:
-    """Whether each rank has shares of a state's weights (`DTensor`)."""
-    return any(hasattr(tensor, "to_local") for tensor in state["model"].values())
-
-
 def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: Strategy) -> int:
     """Write a checkpoint's files and flush them to the disk; called by all of `ranks`. Returns the bytes of all files.
 
@@ -107,37 +102,28 @@ def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any
         for place, tensors in optimizer["state"].items()
         for key, tensor in tensors.items()
     }
-    files: _Files = {}
-    if is_shared_out(state):
-        files = _write_shards(folder / SHARDS, state["model"], moments, ranks)
+    shards: _Files = {}
+    if any(hasattr(tensor, "to_local") for tensor in state["model"].values()):
+        shards = _write_shards(folder / SHARDS, state["model"], moments, ranks)
     rest = {key: value for key, value in state.items() if key != "model"}
     rest["optimizer"] = {"param_groups": optimizer["param_groups"]}
-    return ranks.run_on_main(
-        lambda: _write_rest(folder, state["model"], moments, rest, values, files), SAVING
-    )
 
+    def write_rest() -> int:
+        (folder / _STATE).write_text(json.dumps(rest))
+        names = [_STATE]
+        if not shards:
+            _write_tensors(folder / _WEIGHTS, state["model"])
+            _write_tensors(folder / _MOMENTS, moments)
+            names += [_WEIGHTS, _MOMENTS]
+        files = shards | {name: _size_and_digest(folder / name) for name in names}
+        scores = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        (folder / MANIFEST).write_text(json.dumps({"files": files, "values": scores}, indent=1))
+        for name in (*names, MANIFEST):
+            sync(folder / name)
+        sync(folder)
+        return sum(file["bytes"] for file in files.values()) + (folder / MANIFEST).stat().st_size
 
-def _write_rest(
-    folder: Path,
-    model: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor],
-    rest: Mapping[str, Any],
-    values: Mapping[str, Any],
-    shards: _Files,
-) -> int:
-    (folder / _STATE).write_text(json.dumps(rest))
-    names = [_STATE]
-    if not shards:
-        _write_tensors(folder / _WEIGHTS, model)
-        _write_tensors(folder / _MOMENTS, moments)
-        names += [_WEIGHTS, _MOMENTS]
-    files = shards | {name: _size_and_digest(folder / name) for name in names}
-    scores = {key: value for key, value in values.items() if isinstance(value, int | float)}
-    (folder / MANIFEST).write_text(json.dumps({"files": files, "values": scores}, indent=1))
-    for name in (*names, MANIFEST):
-        sync(folder / name)
-    sync(folder)
-    return sum(file["bytes"] for file in files.values()) + (folder / MANIFEST).stat().st_size
+    return ranks.run_on_main(write_rest, SAVING)
 
 
 def _write_shards(

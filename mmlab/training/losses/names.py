@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 from mmlab.model.huggingface import LossModel
 from mmlab.training.losses.base import Objective, at_least_fp32
 from mmlab.training.losses.contrastive import Contrastive, Matching
@@ -76,20 +77,14 @@ def parse_objectives(
         raise OptionError(f"no objective; known are {', '.join(OBJECTIVES)}")
     if isinstance(asked, Mapping):
         return dict(asked)
-    unknown = next((name for name in asked if name not in (*OBJECTIVES, ALL_RANKS)), None)
-    if unknown is not None:
-        raise unknown_name("objective", unknown, [*OBJECTIVES, ALL_RANKS])
+    makers: dict[str, Any] = {**OBJECTIVES, ALL_RANKS: partial(Contrastive, all_ranks=True)}
+    if tokenizer is not None:
+        makers["masked_language"] = partial(MaskedLanguage.of, tokenizer)
+    for name in asked:
+        check_name("objective", name, makers)
     if wants_all_ranks and "contrastive" in asked:
         raise OptionError(f"contrastive and {ALL_RANKS} are one objective; ask for one of them")
-    return dict(_made(name, tokenizer) for name in asked)
-
-
-def _made(name: str, tokenizer: Any) -> tuple[str, Objective]:
-    if name == ALL_RANKS:
-        return "contrastive", Contrastive(all_ranks=True)
-    if name == "masked_language" and tokenizer is not None:
-        return name, MaskedLanguage.of(tokenizer)
-    return name, OBJECTIVES[name]()
+    return {"contrastive" if name == ALL_RANKS else name: makers[name]() for name in asked}
 
 
 def refuse_bare(output: Any, model: nn.Module, objectives: Mapping[str, Objective]) -> None:
