@@ -220,7 +220,7 @@ def start_train(
     config = config if isinstance(config, RunConfig) else load_config(config)
     folder = Path(runs) / config.name
     call = ("train", (config,), {"runs": str(runs), "resume": resume})
-    return _start(folder, call, {"config": config.as_dict()}, (), detached)
+    return _start(folder, call, {"config": asdict(config)}, (), detached)
 
 
 def _start(
@@ -240,7 +240,12 @@ def _start(
         ) from error
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
-    _make_room(folder, written)
+    ours = (LOG, PROCESS, OUTCOME, PHASE)
+    if any((folder / name).exists() for name in written):
+        fresh_folder(folder, (*written, *ours))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ours:
+        (folder / name).unlink(missing_ok=True)
     with (folder / LOG).open("wb") as log:
         command = [sys.executable, "-m", "mmlab.comparison.background"]
         # in a session of its own: interrupting a cell of the notebook must not interrupt the run
@@ -276,15 +281,6 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
         return BackgroundRun(folder, about, None)
     except (FileNotFoundError, KeyError):  # none, or of a version that did not tell processes apart
         return None
-
-
-def _make_room(folder: Path, written: Sequence[str]) -> None:
-    ours = (LOG, PROCESS, OUTCOME, PHASE)
-    if any((folder / name).exists() for name in written):
-        fresh_folder(folder, (*written, *ours))
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ours:
-        (folder / name).unlink(missing_ok=True)
 
 
 def _is_plain(value: Any) -> bool:

@@ -41,6 +41,7 @@ from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.schedule.schedulers import SCHEDULERS
+from mmlab.training.checkpoint.keeping import CheckpointOptions
 from mmlab.training.options import TrainOptions
 
 Section = dict[str, Any]
@@ -88,18 +89,6 @@ class RanksOptions(ParallelOptions):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointOptions:
-    """Those of `Checkpoints`."""
-
-    keep_last: int = 3
-    keep_best: int = 1
-    best_key: str = "loss"
-    maximize: bool = False
-    every_steps: int | None = None
-    every_minutes: float | None = 10.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EventOptions:
     """How often the device is read."""
 
@@ -125,10 +114,6 @@ class RunConfig:
     def processor(self) -> str | None:
         """Name of the processor that makes batches of conversations; None where the data are pairs."""
         return self.data.processor or self.model.get("name")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The sections by name, as in the file."""
-        return dataclasses.asdict(self)
 
     def save(self, path: str | Path) -> None:
         """Write what differs from the defaults, as TOML."""
@@ -307,7 +292,7 @@ def _chosen(section: Any) -> Section:
 def _flat(config: RunConfig) -> dict[str, Any]:
     return {
         f"{section}.{key}": value
-        for section, values in config.as_dict().items()
+        for section, values in dataclasses.asdict(config).items()
         if isinstance(values, dict)
         for key, value in values.items()
     }

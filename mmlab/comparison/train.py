@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -152,11 +153,7 @@ def train_on(
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
     call = partial(train, config, runs=str(runs), resume=resume)
-    return run_on_ranks(_called, call, num_processes=num_processes)[0]
-
-
-def _called(call: Callable[[], TrainingResult]) -> TrainingResult:
-    return call()
+    return run_on_ranks(operator.call, call, num_processes=num_processes)[0]
 
 
 def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
@@ -261,14 +258,20 @@ class _Training:
             restore(trainer, self._loader, start)
         self._begin()
         # a rank that ends with data workers alive waits for them at its exit, until its launcher kills it
-        with _explained(), closing(self._loader):
-            self._run.fit(
-                trainer,
-                self._loader,
-                num_epochs=max(0, num_epochs - trainer.epoch),
-                eval_loader=self._held_out,
-                checkpoints=self._checkpoints,
-            )
+        try:
+            with closing(self._loader):
+                self._run.fit(
+                    trainer,
+                    self._loader,
+                    num_epochs=max(0, num_epochs - trainer.epoch),
+                    eval_loader=self._held_out,
+                    checkpoints=self._checkpoints,
+                )
+        except Exception as error:
+            watch = current_watch()
+            if watch is None or not (broke_off(error) or isinstance(error, CollectiveFailed)):
+                raise
+            raise watch.explained(error) from error  # which rank failed, where an exchange broke off
         self._save_model()
         best = self._checkpoints.best
         return TrainingResult(
@@ -302,7 +305,7 @@ class _Training:
             "num_epochs": config.trainer.num_epochs,
             "device_name": machine["device_name"],
             "world_size": self._world_size,
-            "config": {**config.as_dict(), "machine": machine},
+            "config": {**dataclasses.asdict(config), "machine": machine},
         }
         self._run.start(trainer.step, **values)
         self._bar.initial = self._bar.n = self._epochs_done()
@@ -349,18 +352,6 @@ class _Training:
         """Print what should stay on the terminal."""
         if not self._bar.disable:
             self._bar.write(message, file=sys.stderr)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Say which rank failed where this one's exchange with the others broke off."""
-    try:
-        yield
-    except Exception as error:
-        watch = current_watch()
-        if watch is None or not (broke_off(error) or isinstance(error, CollectiveFailed)):
-            raise
-        raise watch.explained(error) from error
 
 
 @contextmanager

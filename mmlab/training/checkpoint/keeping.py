@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,20 @@ from mmlab.training.strategy import Strategy
 _NAMES = "[0-9]*-step-*"
 
 
-class Checkpoints:
+@dataclass(kw_only=True)
+class CheckpointOptions:
+    """Those of `Checkpoints`."""
+
+    keep_last: int = 3
+    keep_best: int = 1
+    best_key: str = "loss"
+    maximize: bool = False
+    every_steps: int | None = None
+    every_minutes: float | None = 10.0
+
+
+@dataclass(kw_only=True, eq=False)
+class Checkpoints(CheckpointOptions):
     """The checkpoints of one run: when to save, what to keep, where to go on.
 
     Example: `checkpoints = Checkpoints("runs/one/checkpoints")`, then `checkpoints.restore(trainer, loader)` and
@@ -40,30 +54,18 @@ class Checkpoints:
         OptionError: a number out of range.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        keep_last: int = 3,
-        keep_best: int = 1,
-        best_key: str = "loss",
-        maximize: bool = False,
-        every_steps: int | None = None,
-        every_minutes: float | None = 10.0,
-        emit: Callable[[RunEvent], object] | None = None,
-    ) -> None:
-        check_numbers(locals())
-        self.folder, self.keep_last, self.keep_best = Path(folder), keep_last, keep_best
-        self.best_key, self.maximize = best_key, maximize
-        self.every_steps, self.every_minutes = every_steps, every_minutes
-        self._emit = emit
-        self._is_warned = False
+    folder: str | Path = field(kw_only=False)
+    emit: Callable[[RunEvent], object] | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        self._folder, self._is_warned = Path(self.folder), False
         self.start_interval()
 
     @property
     def paths(self) -> list[Path]:
         """All checkpoints, oldest first; damaged ones too."""
-        return sorted(self.folder.glob(_NAMES), key=_number)
+        return sorted(self._folder.glob(_NAMES), key=_number)
 
     @property
     def best(self) -> Path | None:
@@ -118,7 +120,7 @@ class Checkpoints:
         self.start_interval()
         ranks.run_on_main(lambda: self._tidy(values or {}), SAVING)
         return {
-            "path": path.relative_to(self.folder.parent).as_posix(),
+            "path": path.relative_to(self._folder.parent).as_posix(),
             "checkpoint_bytes": num_bytes,
             "checkpoint_s": time.perf_counter() - started,
             "epoch": progress["epoch"],
@@ -127,14 +129,14 @@ class Checkpoints:
     def _begin(self, step: int) -> Path:
         """Where the next checkpoint will stand; the folder to write it in is there."""
         number = 1 + max((_number(path) for path in self.paths), default=0)
-        path = self.folder / f"{number:06d}-step-{step}"
+        path = self._folder / f"{number:06d}-step-{step}"
         self._clear_away()
         self._aside(path).mkdir(parents=True)
         return path
 
     def _tidy(self, values: Mapping[str, Any]) -> None:
         """Flush the new name to the disk; then keep only the newest and the best."""
-        sync(self.folder)
+        sync(self._folder)
         if values and self.best_key not in values and self.keep_best and not self._is_warned:
             self._is_warned = True
             known = ", ".join(sorted(key for key, value in values.items() if isinstance(value, float)))
@@ -154,7 +156,7 @@ class Checkpoints:
             DataError: all are damaged.
         """
         ranks = ranks or Strategy()
-        paths = ranks.run_on_main(lambda: self.paths, f"look for checkpoints in {self.folder}")
+        paths = ranks.run_on_main(lambda: self.paths, f"look for checkpoints in {self._folder}")
         for path in reversed(paths):
             try:
                 check(path, ranks)
@@ -164,7 +166,7 @@ class Checkpoints:
                 return path
         if paths:
             raise DataError(
-                f"{self.folder}: none of the {len(paths)} checkpoints is whole; start anew in another folder"
+                f"{self._folder}: none of the {len(paths)} checkpoints is whole; start anew in another folder"
             )
         return None
 
@@ -200,17 +202,17 @@ class Checkpoints:
         return sorted(scores, key=lambda path: scores[path], reverse=self.maximize)
 
     def _warn(self, message: str) -> None:
-        if self._emit is None:
+        if self.emit is None:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         else:
-            self._emit(RunEvent.now("warning", -1, {"message": message, "source": "checkpoint"}))
+            self.emit(RunEvent.now("warning", -1, {"message": message, "source": "checkpoint"}))
 
     def _aside(self, path: Path) -> Path:
-        return self.folder / f".unfinished-{path.name}"
+        return self._folder / f".unfinished-{path.name}"
 
     def _clear_away(self) -> None:
         """Remove what a killed process left half written or half removed."""
-        for path in self.folder.glob(".unfinished-*"):
+        for path in self._folder.glob(".unfinished-*"):
             shutil.rmtree(path)
 
 
