@@ -34,7 +34,7 @@ from mmlab.comparison.preparation import (
     make_datasets,
 )
 from mmlab.comparison.result import Comparison
-from mmlab.comparison.sizing import Sized, as_configured, size_schedulers
+from mmlab.comparison.sizing import as_configured, size_schedulers
 from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
 from mmlab.data.conversations import Conversations
 from mmlab.data.records import Records
@@ -81,7 +81,7 @@ def compare(
     chosen = read_options(ComparisonOptions, options, "compare")
     augmentation(chosen.augment)
     control = control or Control(out)
-    device = resolve_device(chosen.device)
+    chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device))
     names = scheduler_names(schedulers)
     control.say("reading headers")
     train_set, held_out_set = _data_sets(data, chosen, progress)
@@ -91,10 +91,11 @@ def compare(
     if isinstance(schedulers, Mapping):
         sized = as_configured(schedulers, chosen, train_set)
     else:
-        sized = size_schedulers(names, chosen, train_set, device, progress=progress)
+        sized = size_schedulers(names, chosen, train_set, progress=progress)
+    equal = "memory" if sized.budget is None else "batch_size"
     config = {
         **dataclasses.asdict(chosen),
-        "equal": _held_equal(schedulers, sized),
+        "equal": None if isinstance(schedulers, Mapping) else equal,  # what they have alike
         "budget": sized.budget,
         "data": train_set.records.source,
         "num_train": len(train_set),
@@ -107,8 +108,7 @@ def compare(
         "image": None if chosen.processor else str(train_set.image_policy),
         "num_negatives": NUM_NEGATIVES,
         "warmup_steps": WARMUP_STEPS,
-        "device": device,
-        "machine": describe_machine(device),
+        "machine": describe_machine(chosen.device),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -116,7 +116,6 @@ def compare(
     setup = ComparisonSetup(
         options=chosen,
         config=config,
-        device=device,
         train_set=train_set,
         held_out_set=held_out_set,
         folder=folder,
@@ -138,12 +137,6 @@ def compare(
         if folder is not None:
             comparison.save(folder)
     return comparison
-
-
-def _held_equal(schedulers: Sequence[str] | Mapping[str, Scheduler], sized: Sized) -> str | None:
-    if isinstance(schedulers, Mapping):
-        return None
-    return "memory" if sized.budget is None else "batch_size"
 
 
 def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ Shared by comparisons and single runs, so that both hold out the same pairs and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,13 +98,10 @@ def make_datasets(
         data = read_records(data, images=images, progress=progress)
     elif images is not None:
         raise OptionError("images= goes with the path of the data; records know where their images are")
-    parts = hold_out(data.sample(limit, seed=seed), seed=seed)
-    text_tokenizer = load_tokenizer(tokenizer, records=parts[0], save_to=save_tokenizer_to)
-    train_set, held_out_set = (
-        MultimodalDataset(part, tokenizer=text_tokenizer, image_policy=policy, max_tokens=max_tokens)
-        for part in parts
-    )
-    return train_set, held_out_set
+    train, held_out = hold_out(data.sample(limit, seed=seed), seed=seed)
+    shared: dict[str, Any] = {"image_policy": policy, "max_tokens": max_tokens}
+    shared["tokenizer"] = load_tokenizer(tokenizer, records=train, save_to=save_tokenizer_to)
+    return MultimodalDataset(train, **shared), MultimodalDataset(held_out, **shared)
 
 
 def make_conversation_sets(
@@ -126,11 +124,9 @@ def make_conversation_sets(
     loaded = named_processor(processor)
     if not isinstance(data, Conversations):
         data = read_conversations(data, images=images, progress=progress)
-    sides = hold_out(data.sample(limit, seed=seed), seed=seed)
-    train_set, held_out_set = (
-        ConversationDataset(side, loaded, cache=cache, progress=progress) for side in sides
-    )
-    return train_set, held_out_set
+    train, held_out = hold_out(data.sample(limit, seed=seed), seed=seed)
+    make = partial(ConversationDataset, processor=loaded, cache=cache, progress=progress)
+    return make(train), make(held_out)
 
 
 def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ class Run:
         self.rank, self.interval_s = rank, interval_s
         self.control = control or Control(folder if rank == 0 else None)
         self.step = 0  # of the last event that had one
-        self.status = ""  # how the run ended
         self._log = None if folder is None else RunLog(folder, rank)
         self._started_s: float | None = None
 
@@ -84,24 +82,17 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         details: dict[str, Any] = {}
         if error is None:
-            self.status = "stopped" if self.control.stopped else "done"
+            status = "stopped" if self.control.stopped else "done"
         elif isinstance(error, KeyboardInterrupt | SystemExit):
-            self.status = "stopped"
+            status = "stopped"
         else:
-            self.status = "failed"
+            status = "failed"
             details = {"message": str(error), "traceback": "".join(traceback.format_exception(error))}
         if self._started_s is not None:
-            run_s = time.perf_counter() - self._started_s
-            figures: dict[str, Any] = {
-                "num_steps": self.step,
-                "run_s": run_s,
-                "paused_s": self.control.paused_s,
-            }
-            self.write("end", status=self.status, **figures, **details)
+            run_s, paused_s = time.perf_counter() - self._started_s, self.control.paused_s
+            self.write("end", status=status, num_steps=self.step, run_s=run_s, paused_s=paused_s, **details)
         if self._log is not None:
             self._log.close()

@@ -52,7 +52,6 @@ def size_schedulers(
     names: Sequence[str],
     options: ComparisonOptions,
     dataset: Any,
-    device: str,
     *,
     progress: bool = True,
 ) -> Sized:
@@ -61,7 +60,7 @@ def size_schedulers(
     Raises:
         OptionError: a sample that needs more than the limit, or a model that cannot be priced.
     """
-    sizing = _Sizing(options, dataset, device, progress)
+    sizing = _Sizing(options, dataset, progress)
     if options.equal == "memory" and options.budget is None:
         return sizing.by_memory(names)
     return sizing.by_budget(names)
@@ -92,8 +91,8 @@ class _Sizing:
     memory: MemoryModel
     time: TimeModel | None = None
 
-    def __init__(self, options: ComparisonOptions, dataset: Any, device: str, progress: bool) -> None:
-        self.options, self.dataset, self.device, self.progress = options, dataset, device, progress
+    def __init__(self, options: ComparisonOptions, dataset: Any, progress: bool) -> None:
+        self.options, self.dataset, self.progress = options, dataset, progress
 
     def by_budget(self, names: Sequence[str]) -> Sized:
         """One budget, or one batch size, for all."""
@@ -107,7 +106,7 @@ class _Sizing:
                 planners[name] = make_scheduler(name, **scheduler_type(name).options_among(own))
                 continue
             own = {"seed": options.seed, "memory_gb": options.memory_gb}
-            setting: dict[str, Any] = {"device": self.device, "precision": options.precision}
+            setting: dict[str, Any] = {"device": options.device, "precision": options.precision}
             planners[name] = named_scheduler(
                 name, own, model, dataset=dataset, progress=self.progress, **setting
             )
@@ -121,7 +120,7 @@ class _Sizing:
             memory, time = self._price(model)
         else:
             setting: dict[str, Any] = {
-                "device": self.device.partition(":")[0],
+                "device": options.device.partition(":")[0],
                 "precision": options.precision,
             }
             memory = fit_memory(model, num_held_out=0, progress=self.progress, **setting)
@@ -130,7 +129,7 @@ class _Sizing:
             baseline = self._make("random", options.batch_size)
             limit_bytes = max(map(self._peak_bytes, self._plans(baseline)))
         else:
-            limit_bytes = device_limit(self.device, memory_gb=options.memory_gb)
+            limit_bytes = device_limit(options.device, memory_gb=options.memory_gb)
             require_room(
                 memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
             )
@@ -191,14 +190,17 @@ class _Sizing:
     def _price(self, model: ConversationModel) -> tuple[MemoryModel, TimeModel]:
         options = self.options
         return price_dataset(
-            model.to(self.device), self.dataset, precision=options.precision, num_workers=options.num_workers
+            model.to(options.device),
+            self.dataset,
+            precision=options.precision,
+            num_workers=options.num_workers,
         )
 
     def _fit_time(self, model: nn.Module, cost: CostModel, budget: float) -> TimeModel:
         """A time model fitted in short; how noisy the machine was, the comparison says."""
         if isinstance(model, ConversationModel):
             return self._price(model)[1]
-        options, dataset, device = self.options, self.dataset, self.device
+        options, dataset, device = self.options, self.dataset, self.options.device
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="repeats of one step lie")
             return fit_time(

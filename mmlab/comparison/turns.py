@@ -56,7 +56,6 @@ class ComparisonSetup:
 
     options: ComparisonOptions
     config: dict[str, Any]  # what the comparison says of itself
-    device: str
     train_set: Any  # a `MultimodalDataset`, or a `ConversationDataset`
     held_out_set: Any
     folder: Path | None
@@ -70,7 +69,7 @@ class ComparisonSetup:
         return FusionTrainer(
             suit(model_of(options, self.train_set), plan, self.train_set),
             precision=options.precision,
-            device=self.device,
+            device=options.device,
             lr=options.lr,
             total_steps=total_steps,
             objectives={"contrastive": Contrastive(num_negatives=NUM_NEGATIVES)},
@@ -98,9 +97,11 @@ class ComparisonSetup:
         The step before it creates the optimizer's state, so that the figure is that of a steady step.
         """
         batch = self.train_set.collate([self.train_set[row] for row in rows])
-        on_gpu = self.device.startswith("cuda")
+        on_gpu = self.options.device.startswith("cuda")
         gc.collect()
-        before_bytes = torch.cuda.memory_allocated(self.device) if on_gpu else 0  # of the caller's own
+        before_bytes = (
+            torch.cuda.memory_allocated(self.options.device) if on_gpu else 0
+        )  # of the caller's own
         trainer = self.make_trainer(plan, total_steps=2)
         trainer.train_step([batch])
         if on_gpu:
@@ -114,7 +115,7 @@ class ComparisonSetup:
 
 
 class ComparisonRun:
-    """One scheduler with its own model, loader and events. A context manager, as `Run` is."""
+    """One scheduler with its own model, loader and events."""
 
     def __init__(self, name: str, scheduler: Scheduler, setup: ComparisonSetup) -> None:
         options = setup.options
@@ -124,7 +125,7 @@ class ComparisonRun:
             setup.train_set,
             planner,
             num_workers=options.num_workers,
-            pin_memory=setup.device.startswith("cuda"),
+            pin_memory=options.device.startswith("cuda"),
             augment=augmentation(options.augment),
         )
         self._loader.weights = weights
@@ -141,7 +142,8 @@ class ComparisonRun:
         self.epochs: list[dict[str, float]] = []
         self._costliest: tuple[float, list[int]] = (-1.0, [])  # batch so far: its cost and samples
 
-    def __enter__(self) -> ComparisonRun:
+    def begin(self) -> Run:
+        """Write what the run begins with; leaving its context writes how it ended."""
         self._run.start(
             run_name=self.name,
             scheduler=self.name,
@@ -150,10 +152,7 @@ class ComparisonRun:
             num_epochs=self._setup.options.epochs,
             planned_cost=self._setup.options.epochs * float(self._setup.expected(self._loader.plan).sum()),
         )
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._run.__exit__(*exc_info)
+        return self._run
 
     def run_epoch(self, epoch: int, held_out: PlannedLoader) -> None:
         """Train one epoch and evaluate.
@@ -244,7 +243,7 @@ class ComparisonRun:
 
         Not the first step of all: it has no optimizer's state yet.
         """
-        if self._setup.device.startswith("cuda"):
+        if self._setup.options.device.startswith("cuda"):
             return set()
         steady = np.argsort(-costs, kind="stable")
         steady = steady[(steady > 0) | (self._num_steps > 0)]
@@ -287,7 +286,7 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
                 tqdm(total=num_epochs * len(runs), unit="epoch", disable=None if progress else True)
             )
             for run in runs:
-                stack.enter_context(run)
+                stack.enter_context(run.begin())
             for epoch in range(num_epochs):
                 for turn in range(len(runs)):
                     run = runs[(turn + epoch) % len(runs)]
