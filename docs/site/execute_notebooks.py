@@ -12,10 +12,10 @@ import base64
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
-from nbclient import NotebookClient
-from nbformat import NotebookNode
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 ROOT = Path(__file__).parents[2]
 COPIES = ROOT / "docs" / "notebooks"
@@ -34,6 +34,9 @@ CELL_TIMEOUT_S = 1200
 
 def execute(path: Path) -> Path:
     """Run one notebook in its own folder; returns the path of the executed copy."""
+    import nbformat  # takes a CPU second or two, and every process of the tests reads this file
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(path, 4)
     notebook.cells.append(nbformat.v4.new_code_cell(WAIT))
     NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": path.parent}}).execute()
@@ -56,6 +59,8 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
 
 
 def _kept(output: NotebookNode) -> list[NotebookNode]:
+    from nbformat.v4 import new_output
+
     if output.get("name") == "stderr" or "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
         return []
     output.get("metadata", {}).clear()
@@ -74,10 +79,9 @@ def _kept(output: NotebookNode) -> list[NotebookNode]:
             [base64.b64encode(ANOTHER.read_bytes()).decode()],
             "The live panel, in a picture of another run:",
         )
-    found = [nbformat.v4.new_output("display_data", {"text/html": table})] if table else []
+    found = [new_output("display_data", {"text/html": table})] if table else []
     return found + [
-        nbformat.v4.new_output("display_data", {"image/png": data, "text/plain": "the panel"})
-        for data in pictures
+        new_output("display_data", {"image/png": data, "text/plain": "the panel"}) for data in pictures
     ]
 
 

@@ -6,12 +6,12 @@ one nbval does not compare.
 
 import sys
 
-import nbformat
-from nbstripout import strip_output
-
 
 def strip(path: str) -> None:
     """Rewrite one notebook."""
+    import nbformat  # takes a CPU second or two, and every process of the tests reads this file
+    from nbstripout import strip_output
+
     notebook = strip_output(nbformat.read(path, 4), keep_output=False, keep_count=True, keep_id=True)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
