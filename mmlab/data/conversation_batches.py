@@ -44,7 +44,7 @@ class ConversationCollator:
 
     Raises:
         OptionError: another kind of processor, or a model that cannot be packed.
-        DataError: answers that cannot be told from questions in what the processor makes.
+        DataError: no batch by the processor, or answers that cannot be told from questions in it.
     """
 
     def __init__(self, processor: Any, *, packed_for: nn.Module | None = None) -> None:
@@ -67,10 +67,14 @@ class ConversationCollator:
         processor, messages = self.processor, [row["messages"] for row in rows]
         images = [list(row["images"]) for row in rows]
         inputs = processor_inputs(processor, messages)
-        padding: dict[str, Any] = {"padding": True}
-        if self.num_asked is not None:
-            padding = {"padding": "max_length", "max_length": self.num_asked}
-        batch = processor(images=images if any(images) else None, return_tensors="pt", **padding, **inputs)
+        padding: Any = {"padding": "max_length" if self.num_asked else True, "max_length": self.num_asked}
+        try:
+            batch = processor(
+                images=images if any(images) else None, return_tensors="pt", **padding, **inputs
+            )
+        except Exception as error:  # processors raise nearly anything
+            reason = f"{type(processor).__name__} cannot make a batch of {len(rows)} conversations: {error}"
+            raise DataError(reason.splitlines()[0]) from error
         if self.reads_apart:
             answers = [torch.tensor(answer) for answer in answer_tokens(processor, messages)]
             return {**batch, "labels": pad_sequence(answers, batch_first=True, padding_value=IGNORED)}

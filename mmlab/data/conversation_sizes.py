@@ -233,12 +233,17 @@ def _measured(conversations: Conversations, processor: Any, row: int) -> tuple[i
     messages = conversations.messages[row : row + 1]
     images = [Image.new("RGB", (wide, high)) for high, wide in conversations.image_sizes[row]]
     try:
-        output = processor(images=[images] if images else None, **processor_inputs(processor, messages))
+        inputs = processor_inputs(processor, messages)
+        output = processor(images=[images] if images else None, return_tensors="pt", **inputs)
     except OptionError:
         raise
     except Exception as error:  # processors raise nearly anything
         name = conversations.ids[row]
         raise OptionError(f"{type(processor).__name__} cannot take conversation {name}: {error}") from error
+    if "input_ids" not in output:
+        raise OptionError(
+            f"{type(processor).__name__} makes no input_ids of a conversation, but {', '.join(output)}"
+        )
     num_tokens = len(output["input_ids"][0])
     of_text = int(_count_tokens(processor, messages, progress=False)[0])
     return num_tokens, max(0, num_tokens - of_text), len(images)

@@ -45,13 +45,17 @@ class ConversationModel(LossModel):
         return int((host.labels.ne(_IGNORED) & host.attention_mask)[:, 1:].sum())
 
     def _arguments(self, batch: Any) -> dict[str, Any]:
+        from transformers import BatchFeature
+
         is_apart = _is_encoder_decoder(self.module.config)
         if is_apart != (batch.input_ids.shape != batch.inputs["input_ids"].shape):
             raise OptionError(
                 f"{type(self.module).__name__} is {'an' if is_apart else 'no'} encoder-decoder; set "
                 f"processor.is_encoder_decoder = {is_apart}, then read the conversations again"
             )
-        return batch.inputs if self.pack is None else self.pack(batch.inputs)
+        # processors make pixels in fp32, or in a precision of their own
+        inputs = dict(BatchFeature(batch.inputs).to(self.module.dtype))
+        return inputs if self.pack is None else self.pack(inputs)
 
 
 def _is_encoder_decoder(config: Any) -> bool:

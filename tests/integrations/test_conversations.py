@@ -11,29 +11,37 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
-from transformers import AutoProcessor, Trainer, TrainingArguments
+from transformers import (
+    AutoProcessor,
+    Pix2StructImageProcessor,
+    Pix2StructProcessor,
+    Trainer,
+    TrainingArguments,
+)
 
 from mmlab import ConversationDataset, PlannedLoader
 from mmlab.data import ConversationCollator, conversation_sizes
 from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.data.conversations import Conversations, read_conversations
-from mmlab.errors import OptionError
+from mmlab.errors import DataError, OptionError
 from mmlab.integrations import PlannedBatches, PlannedSampler
 from mmlab.model import ConversationModel
 from mmlab.model.conversation_model import named_processor
 from mmlab.model.huggingface import LossModel
 from mmlab.schedule import make_scheduler
-from tests.integrations.vlm_families import FAMILIES, build, tokenizer
+from tests.integrations.vlm_families import CHATML, FAMILIES, build, llama_4, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
 SIZES = ((40, 50), (100, 60), (64, 64), (30, 150), (200, 210), (90, 33))
-SAYS_NOT = {"SmolVLM", "LLaVA-OneVision", "BLIP-2"}  # exactly how many tokens each of several images becomes
+# exactly how many tokens each of several images becomes
+SAYS_NOT = {"SmolVLM", "LLaVA-OneVision", "BLIP-2", "Ovis2", "LFM2-VL"}
 ONE_ANSWER = {"PaliGemma", "BLIP-2", "Florence-2"}  # or one image a sample
 ENCODER_DECODERS = {"Florence-2"}
 REFUSED = {
     "PaliGemma": "both directions",
     "Gemma 3": "both directions",
     "BLIP-2": "off by",
+    "LFM2-VL": "off by",
     "Florence-2": "it is an encoder-decoder",
 }  # by packed batches
 PADS_LEFT = {"InternVL"}  # whatever its tokenizer says
@@ -256,6 +264,16 @@ def test_what_a_model_is_decides_how_its_processor_is_called(folder: Path, tmp_p
         assert named_processor(str(tmp_path / folder_of)).is_encoder_decoder == (model is florence)
 
 
+def test_pixels_have_the_precision_of_the_model(folder: Path) -> None:
+    processor, model = llama_4()
+    dataset = ConversationDataset(conversations(folder, one_answer=True), processor, progress=False)
+    batch = dataset.collate([dataset[0], dataset[1]])
+    assert batch.inputs["pixel_values"].dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(**batch.inputs)
+    assert torch.isfinite(ConversationModel(model)(batch).loss)
+
+
 def test_a_plain_loader_with_a_plan_gives_every_sample_once(folder: Path) -> None:
     processor, _ = build("LLaVA")
     talks = conversations(folder, one_answer=False)
@@ -282,6 +300,14 @@ def test_what_cannot_be_used_is_said_in_a_line(folder: Path) -> None:
     llava.chat_template = "{{ raise_exception('no system') }}"
     with pytest.raises(OptionError, match="the chat template refuses a conversation: no system"):
         conversation_sizes(talks, llava, progress=False)
+    llava.chat_template = CHATML.replace("IMAGE", "")
+    with pytest.raises(DataError, match=r"^LlavaProcessor cannot make a batch of 9 conversations: .*\S$"):
+        ConversationCollator(llava)(list(talks))
+    rendered = Pix2StructProcessor(Pix2StructImageProcessor(max_patches=32), tokenizer())
+    with pytest.raises(
+        OptionError, match="Pix2StructProcessor makes no input_ids of a conversation, but flatt"
+    ):
+        conversation_sizes(conversations(folder, one_answer=True), rendered, progress=False)
     with pytest.raises(
         OptionError, match=r"expected the processor of a vision-language model.*found TokenizersBackend"
     ):

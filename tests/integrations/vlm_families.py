@@ -226,6 +226,136 @@ def blip_2() -> tuple[Any, Any]:
     return processor, hf.Blip2ForConditionalGeneration(config)
 
 
+def mistral_3() -> tuple[Any, Any]:
+    """Images of their own size, with a token at the end of each row."""
+    words = tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    images = hf.PixtralImageProcessor(patch_size={"height": 8, "width": 8}, size={"longest_edge": 64})
+    processor = hf.PixtralProcessor(
+        images, words, patch_size=8, spatial_merge_size=2, chat_template=CHATML.replace("IMAGE", "[IMG]")
+    )
+    config = hf.Mistral3Config(
+        vision_config=hf.PixtralVisionConfig(**{**VISION, "image_size": 64}), spatial_merge_size=2,
+        text_config=hf.MistralConfig(**TEXT, vocab_size=len(words)),
+        image_token_index=words.convert_tokens_to_ids("[IMG]"),
+    )  # fmt: skip
+    return processor, hf.Mistral3ForConditionalGeneration(config)
+
+
+def glm_4v() -> tuple[Any, Any]:
+    words = tokenizer(
+        "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
+        image_token="<|image|>", video_token="<|video|>",
+    )  # fmt: skip
+    size = {"shortest_edge": 2 * 28**2, "longest_edge": 64 * 28**2}
+    template = CHATML.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>")
+    processor = hf.Glm4vProcessor(
+        hf.Glm4vImageProcessor(size=size), words, hf.Glm4vVideoProcessor(), chat_template=template
+    )
+    rope = {
+        "rope_type": "default",
+        "mrope_section": [1, 1, 2],
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+    }
+    vision = {
+        "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 14,
+    }  # fmt: skip
+    ids = {
+        f"{kind}{key}_token_id": words.convert_tokens_to_ids(token.format(kind))
+        for kind in ("image", "video")
+        for key, token in {"": "<|{}|>", "_start": "<|begin_of_{}|>", "_end": "<|end_of_{}|>"}.items()
+    }
+    config = hf.Glm4vConfig(
+        vision_config=vision, text_config={**TEXT, "rope_parameters": rope, "vocab_size": len(words)}, **ids
+    )
+    return processor, hf.Glm4vForConditionalGeneration(config)
+
+
+def gemma_4() -> tuple[Any, Any]:
+    """Images of their own proportions, their patches padded to one number."""
+    words = tokenizer(
+        bos="<bos>", image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>", video_token="<|video|>",
+        audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>",
+    )  # fmt: skip
+    images = hf.Gemma4ImageProcessor(patch_size=8, max_soft_tokens=70, pooling_kernel_size=2)
+    processor = hf.Gemma4Processor(
+        hf.Gemma4AudioFeatureExtractor(), images, words, hf.Gemma4VideoProcessor(), image_seq_length=70,
+        chat_template="<bos>" + CHATML.replace("IMAGE", "<|image|>"),
+    )  # fmt: skip
+    text = {
+        **TEXT, "vocab_size": len(words), "vocab_size_per_layer_input": len(words), "head_dim": 8, "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {
+        **VISION, "num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 256,
+    }  # fmt: skip
+    config = hf.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, image_token_id=words.image_token_id,
+        boi_token_id=words.boi_token_id, eoi_token_id=words.eoi_token_id,
+    )  # fmt: skip
+    return processor, hf.Gemma4ForConditionalGeneration(config)
+
+
+def ovis_2() -> tuple[Any, Any]:
+    """A vocabulary of visual words, and tokens around each tile."""
+    marks = ("<img>", "</img>", "<pre>", "<col>", "<row>")
+    words = tokenizer("<image>", "<IMG_ATOM>", *marks)
+    images = hf.Ovis2ImageProcessor(size={"height": SIDE, "width": SIDE}, crop_to_patches=True, max_patches=4)
+    processor = hf.Ovis2Processor(
+        images, words, image_seq_length=4, chat_template=CHATML.replace("IMAGE", "<image>\n")
+    )
+    vision = {**VISION, "vocab_size": 20, "num_visual_indicator_tokens": 5, "hidden_stride": 2}
+    config = hf.Ovis2Config(
+        vision_config=vision, text_config=hf.Qwen2Config(**TEXT, vocab_size=len(words)), vocab_size=len(words),
+        hidden_size=32, image_token_id=words.convert_tokens_to_ids("<IMG_ATOM>"),
+        visual_indicator_token_ids=words.convert_tokens_to_ids(list(marks)),
+    )  # fmt: skip
+    return processor, hf.Ovis2ForConditionalGeneration(config)
+
+
+def lfm2_vl() -> tuple[Any, Any]:
+    """Layers of convolution among those of attention."""
+    rows = (f"<|img_row_{row}_col_{col}|>" for row in range(1, 5) for col in range(1, 5))
+    words = tokenizer(
+        *rows, image_token="<image>", image_start_token="<|image_start|>", image_end_token="<|image_end|>",
+        image_thumbnail="<|img_thumbnail|>",
+    )  # fmt: skip
+    images = hf.Lfm2VlImageProcessor(
+        tile_size=64, encoder_patch_size=8, min_image_tokens=4, max_image_tokens=16, max_tiles=4,
+        size={"height": 64, "width": 64},
+    )  # fmt: skip
+    processor = hf.Lfm2VlProcessor(images, words, chat_template=CHATML.replace("IMAGE", "<image>"))
+    vision = {key: size for key, size in VISION.items() if key != "image_size"}
+    config = hf.Lfm2VlConfig(
+        vision_config=hf.Siglip2VisionConfig(**vision, num_patches=64, vision_use_head=False),
+        text_config=hf.Lfm2Config(**TEXT, vocab_size=len(words), layer_types=["conv", "full_attention"]),
+        image_token_id=words.image_token_id, downsample_factor=2, projector_hidden_size=32,
+    )  # fmt: skip
+    return processor, hf.Lfm2VlForConditionalGeneration(config)
+
+
+def llama_4() -> tuple[Any, Any]:
+    """Its processor makes pixels in bf16, whatever the model's precision. Not among the families."""
+    marks = ("image_start", "image_end", "patch", "tile_x_separator", "tile_y_separator")
+    words = tokenizer("<|image|>", *(f"<|{mark}|>" for mark in marks))
+    processor = hf.Llama4Processor(
+        hf.Llama4ImageProcessor(size={"height": SIDE, "width": SIDE}, max_patches=4), words, patch_size=8,
+        chat_template=CHATML.replace("IMAGE", "<|image|>"),
+    )  # fmt: skip
+    text = {
+        **TEXT, "vocab_size": len(words), "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+    }  # fmt: skip
+    vision = {
+        **VISION, "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    }  # fmt: skip
+    config = hf.Llama4Config(
+        text_config=text, vision_config=vision, image_token_index=words.convert_tokens_to_ids("<|patch|>")
+    )
+    return processor, hf.Llama4ForConditionalGeneration(config)
+
+
 def florence_2() -> tuple[Any, Any]:
     """An encoder-decoder: the question is read with the image, the answer is written."""
     words = tokenizer(bos="<bos>", image_token="<image>")
@@ -256,6 +386,11 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "PaliGemma": paligemma,
     "InternVL": internvl,
     "Gemma 3": gemma3,
+    "Mistral 3": mistral_3,
+    "GLM-4V": glm_4v,
+    "Gemma 4": gemma_4,
+    "Ovis2": ovis_2,
+    "LFM2-VL": lfm2_vl,
     "BLIP-2": blip_2,
     "Florence-2": florence_2,
 }
