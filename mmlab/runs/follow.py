@@ -208,9 +208,13 @@ class RunState:
 
     def _append(self, event: RunEvent) -> None:
         """One more row: every column of this kind has as many numbers as there are events of it."""
-        columns = self._columns.setdefault((event.kind, event.rank), {})
-        num_rows = len(columns.get("step", ()))
-        for key, value in {"step": event.step, "time_s": event.time_s, **event.values}.items():
+        kind = (event.kind, event.rank)
+        if kind not in self._columns:
+            self._columns[kind] = {"step": array("d"), "time_s": array("d")}
+        columns, num_rows = self._columns[kind], len(self._columns[kind]["step"])
+        columns["step"].append(event.step)
+        columns["time_s"].append(event.time_s)
+        for key, value in event.values.items():
             if isinstance(value, int | float):
                 if key not in columns:
                     columns[key] = array("d", [nan]) * num_rows
