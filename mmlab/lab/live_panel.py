@@ -18,6 +18,7 @@ from typing import Any
 
 import anywidget
 import traitlets
+from IPython.core.displaypub import CapturingDisplayPublisher
 
 from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, saved_view
@@ -85,6 +86,8 @@ class LivePanel(anywidget.AnyWidget):
             self.comm._reply_subshell_for = lambda _data, asked: asked
             # and IPython would take each for a cell that has ended: a figure that a cell is drawing would be shown half done
             self.comm.handle_msg = self._handle_msg
+            # while a cell captures its output, ipykernel hands each message's parent to what lacks this, and drops the message
+            CapturingDisplayPublisher.set_parent = lambda *_: None
 
     def begin(self) -> None:
         """Send from now on, as displaying does: a page's first word may have to wait behind cells that are queued."""

@@ -378,6 +378,9 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
         expect(tile).to_contain_text("CPU busy80 %")
     assert float((panel.plot("speed").get_attribute("data-y") or "").split()[1]) < 30, "1000 is of one sample"
     expect(panel.plot("speed")).to_contain_text("nothing to learn")
+    low, high = panel.x_range()
+    ends = [panel.shade("waste", (step - low) / (high - low))[3] > 0 for step in (6, 11, 22, 27)]
+    assert ends == [False, True, True, False], "the end of each epoch of 11 steps is marked"
     panel.root.locator("input[type=range]").fill("0.9")
     area = panel.plot("speed").locator(".mmlp-over")
     box = area.bounding_box()

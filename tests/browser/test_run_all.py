@@ -101,16 +101,42 @@ def test_what_the_page_says_shows_no_figure_that_a_cell_has_only_begun(
     panel = notebook.panel(notebook.cell(0))
     panel.wait_points(40)
     expect(notebook.cell(1).locator(".jp-InputPrompt")).to_have_text("[*]:")
-    deadline = time.monotonic() + PATIENCE_MS / 1000
-    while not (server.files / "begun").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(server.files / "begun")
     for name in ("second", "third"):  # the page answers each once it is drawn
         points = int(panel.data("points"))
         write_run(server.files / "grown" / name, 40)
         panel.wait_points(points + 40)
     (server.files / "grown" / "seen").touch()
     expect(notebook.cell(1)).to_contain_text("1 open")
+
+
+def test_the_page_is_heard_while_a_cell_captures_its_output(
+    new_notebook: Callable[[list[str]], Notebook], server: Server
+) -> None:
+    write_run(server.files / "captured" / "run", 40)
+    cells = [
+        "from mmlab.lab.live_panel import LivePanel\nLivePanel('captured')",
+        "%%capture\nimport os, time\nopen('captures', 'w').close()\n"
+        "while not os.path.exists('captured/seen'): time.sleep(0.05)",
+    ]
+    notebook = new_notebook(cells)
+    notebook.do("notebook:run-all-cells")
+    panel = notebook.panel(notebook.cell(0))
+    panel.wait_points(40)
+    wait_for(server.files / "captures")
+    panel.root.get_by_label("clear run").click()
+    expect(panel.root.locator(".mmlp-legend [data-line]")).to_have_count(0)
+    expect(notebook.cell(1).locator(".jp-InputPrompt")).to_have_text("[*]:")
+    (server.files / "captured" / "seen").touch()
+    notebook.ready()
+    expect(notebook.cell(1).locator(".jp-OutputArea-output")).to_have_count(0)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.05)
 
 
 # as in front ends whose messages all go to the thread that runs the cells
