@@ -60,7 +60,10 @@ class App:
         settings = Path(self._files.enter_context(TemporaryDirectory(prefix="mmlab-app-")))
         # in a file that only this user can read: a command line can be read by everybody
         chosen = {"token": token, "ip": _HOST, "port": port, "port_retries": 0, "open_browser": False}
-        (settings / "voila.json").write_text(json.dumps({"Voila": chosen}))
+        # each cell is shown when it has run; until the last one has, voila answers no ping, which would end it after 90 s
+        chosen["tornado_settings"] = {"ws_ping_interval": 0}
+        live = {"progressive_rendering": True}
+        (settings / "voila.json").write_text(json.dumps({"Voila": chosen, "VoilaConfiguration": live}))
         self._log = self._files.enter_context((settings / "log.txt").open("w+"))
         paths = [str(settings), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
         self._server = subprocess.Popen(
@@ -154,10 +157,8 @@ def _answers(host: str, port: int) -> bool:
     """Whether a server is there; one that asks for the token is."""
     try:
         urllib.request.urlopen(f"http://{host}:{port}/voila/static/", timeout=2).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, urllib.error.HTTPError)
     return True
 
 

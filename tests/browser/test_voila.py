@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from mmlab.lab.app import App
 from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
 from tests.browser.jupyter import BLUE, ORANGE, PATIENCE_MS, Panel, Server
 from tests.browser.writing_runs import write_run
@@ -109,6 +110,33 @@ def test_a_run_is_configured_and_steered_in_an_app(app: Server, opened: Page) ->
     panel.wait_state("stopped")
     sizes = {event.values["num_samples"] for steps in steps_of(app.files / "lab" / "runs") for event in steps}
     assert 6 in sizes, f"the batch size that was written is not the run's: {sizes}"
+
+
+def test_the_command_shows_each_cell_when_it_has_run_and_a_live_panel_meanwhile(
+    tmp_path: Path, browser: Browser
+) -> None:
+    import nbformat
+
+    write_run(tmp_path / "runs" / "budget", 40)
+    cells = [
+        "from mmlab.lab.live_panel import LivePanel\nLivePanel('runs')",
+        "import os, time\nwhile not os.path.exists('seen'): time.sleep(0.05)\nprint(6 * 7, 'is shown')",
+    ]
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells])
+    made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(made, tmp_path / "page.ipynb")
+    with App(tmp_path / "page.ipynb") as app:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(app.url)
+        panel = shown(page.locator(".mmlp"))
+        assert panel.wait_points(40) == 40
+        write_run(tmp_path / "runs" / "random", 20)
+        panel.wait_points(60)  # while the second cell runs
+        (tmp_path / "seen").touch()
+        expect(page.get_by_text("42 is shown")).to_be_visible()
+        expect(page.get_by_text("6 * 7")).to_have_count(0)
+        page.close()
 
 
 def shown(root: Locator) -> Panel:
