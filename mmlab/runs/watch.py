@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-_COLOURS = {"running": "green", "paused": "yellow", "done": "blue", "failed": "red", "killed": "red"}
+_COLOURS = {"running": "green", "paused": "yellow", "done": "cyan", "failed": "red", "killed": "red"}
 _MAX_MESSAGES = 3
 
 
@@ -75,7 +75,7 @@ def text_of(found: Mapping[str, Any], width: int = 160) -> str:
     from rich.console import Console
 
     page = io.StringIO()
-    Console(file=page, width=width, color_system=None).print(page_of(found, width))
+    Console(file=page, width=width, color_system=None, force_jupyter=False).print(page_of(found, width))
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
