@@ -32,12 +32,13 @@ LONGEST_FIRST = (
     "browser",
     "comparison",
     "parallel",
-    "benchmarks",
-    "lab",
-    "cli",
+    "integrations",
     "pricing",
+    "lab",
     "training",
     "loading",
+    "benchmarks",
+    "cli",
     "model",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -26,9 +27,13 @@ SPECK = ModelConfig(
 
 
 @contextmanager
-def speck() -> Iterator[str]:
-    """The name of a preset that is there for the tests only: half the operations of `tiny`, and a fraction of the work."""
-    with patch.dict(PRESETS, speck=SPECK):
+def speck(**changes: Any) -> Iterator[str]:
+    """The name of a preset that is there for the tests only: half the operations of `tiny`, and a fraction of the work.
+
+    Args:
+        changes: fields of `ModelConfig`.
+    """
+    with patch.dict(PRESETS, speck=replace(SPECK, **changes)):
         yield "speck"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from mmlab.cli.main import main
 from mmlab.cli.parser import make_parser
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.pricing.plan_prices import side_of_patch
+from tests.prices import priced_once
+from tests.prices import speck as small_preset
 
 
 def test_help_lists_the_commands_and_loads_nothing_for_it() -> None:
@@ -121,13 +124,20 @@ def test_plan_reads_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert list(json.loads(capsys.readouterr().out)) == ["sorted", "bucket"]
 
 
+@pytest.fixture
+def speck() -> Iterator[str]:
+    """The name of a model of few operations that is priced once; it is wide, so that an image can be too large for it."""
+    with small_preset(image_dim=1024) as name, priced_once("mmlab.pricing.plan_prices.fit_memory"):
+        yield name
+
+
 def test_plan_predicts_seconds_and_money_on_a_named_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    speck: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, wide = tmp_path / "lengths.csv", tmp_path / "wide.csv"
     rows = [f"{96 + 16 * (index % 3)},{96 + 16 * (index % 2)},{8 + index % 9}" for index in range(400)]
     table.write_text("height,width,num_tokens\n" + "\n".join(rows) + "\n")
-    words = ["plan", "--lengths", str(table), "--model", "tiny", "--schedulers", "random,budget,packed"]
+    words = ["plan", "--lengths", str(table), "--model", speck, "--schedulers", "random,budget,packed"]
     asked = [*words, "--device-name", "t4", "--price-per-hour", "0.5", "--precision", "fp16"]
     assert main([*asked, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

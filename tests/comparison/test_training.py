@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
 from tests.comparison.killed_while_training import kill_ten_times, stop_one_of_two_ranks
 from tests.configs import TINY_MODEL
+from tests.prices import priced_once
 from tests.ranks import run_ranks
 
 CONFIG = (
@@ -55,6 +57,13 @@ device = "cpu"
 every_steps = 2
 """
 )
+
+
+@pytest.fixture(scope="module")
+def bytes_priced_once() -> Iterator[None]:
+    """Bytes only: whether seconds were measured anew shows in their noise."""
+    with priced_once("mmlab.pricing.planner.fit_memory"):
+        yield
 
 
 @pytest.fixture
@@ -277,6 +286,7 @@ def test_trackers_get_every_number_once(config: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("bytes_priced_once")
 def test_batches_are_planned_for_the_memory_given_and_resumed_alike(config: Path, tmp_path: Path) -> None:
     text = config.read_text().replace('name = "random"', 'name = "memory"\nmemory_gb = 1.02')
     config.write_text(text.replace("batch_size = 3\n", "").replace("fp16", "fp32"))
@@ -295,6 +305,7 @@ def test_batches_are_planned_for_the_memory_given_and_resumed_alike(config: Path
         load_config(config, ["scheduler.budget=5"])
 
 
+@pytest.mark.usefixtures("bytes_priced_once")
 def test_the_fastest_batches_within_memory_are_resumed_alike(config: Path, tmp_path: Path) -> None:
     text = config.read_text().replace('name = "random"', 'name = "fastest"\nmemory_gb = 1.02')
     config.write_text(text.replace("batch_size = 3\n", "").replace("fp16", "fp32"))
