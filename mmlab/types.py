@@ -140,12 +140,12 @@ class Batch:
         """The same batch with every tensor on `device`; itself where they lie there."""
         if self.pixel_values.device == device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def part(self, rows: slice) -> Batch:
         """The samples of some rows, padded as they are."""
         columns = None if self.columns is None else self.columns.part(rows)
-        part = self._map(lambda tensor: tensor[rows])
+        part = self.map_tensors(lambda tensor: tensor[rows])
         return replace(part, record_ids=self.record_ids[rows], columns=columns)
 
     @property
@@ -165,7 +165,7 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; torch's DataLoader calls this."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch."""
@@ -174,7 +174,8 @@ class Batch:
         values = (getattr(self, item.name) for item in fields(self))
         return [value for value in values if isinstance(value, torch.Tensor)]
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The same batch with every tensor changed; the columns stay as they are."""
         import torch
 
         values = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -9,8 +9,14 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
+from mmlab.loading.cache.build import build_cache
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.on_ray import build_cache_on_ray
 from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes, slot_files
+from mmlab.loading.cache.store import SampleCache
+from mmlab.machine import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +106,17 @@ def verify_cache(folder: str | Path, *, progress: bool = True) -> Verification:
                 damage.append(str(error))
             num_images += 1
     return Verification(num_images=num_images, num_bytes=num_bytes, damage=tuple(damage))
+
+
+def make_cache(
+    dataset: MultimodalDataset, folder: str, *, engine: str, threads: int | None, limit_gib: float | None
+) -> Any:
+    """Decode a data set into a cache, by threads of every rank or by Ray."""
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
+    if engine == "ray":
+        return build_cache_on_ray(dataset, num_actors=threads)
+    return build_cache(dataset, num_threads=threads)
 
 
 def clear_cache(folder: str | Path) -> dict[str, Any]:

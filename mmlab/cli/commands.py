@@ -10,14 +10,12 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.errors import OptionError
-from mmlab.machine import GIB
 
 Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
 Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
@@ -89,10 +87,10 @@ def watch(
     """Show the runs below a folder live, whoever started them; ending it leaves them alone."""
     from mmlab.runs.watch import follow, summary, text_of
 
-    if once or json:
-        found = summary(folder)
-        return Printed(document=found, text=text_of(found))
-    return Printed(document=follow(folder, interval_s=interval), text="")
+    if not (once or json):
+        return Printed(document=follow(folder, interval_s=interval), text="")
+    found = summary(folder)
+    return Printed(document=found, text=text_of(found))
 
 
 def app(
@@ -154,28 +152,31 @@ def plan(
 
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
-    if model is None and (device_name, price_per_hour) != (None, None):
+    rented: Any = {"device_name": device_name, "price_per_hour": price_per_hour}
+    if model is None and any(value is not None for value in rented.values()):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
+    dataset: Any = None
+    if model is not None:
+        from mmlab.pricing.plan_prices import price_plans, side_of_patch
     if processor is not None:
-        from mmlab.pricing.step_prices import named_dataset, price_conversations
+        if data is None or options["patch"] is not None:
+            raise OptionError("--processor takes --data with conversations, and no --patch")
+        from mmlab.pricing.step_prices import named_dataset
 
-        if data is None or (device_name, options["patch"]) != (None, None):
-            raise OptionError("--processor takes --data with conversations, no --device-name and no --patch")
         dataset = named_dataset(data, images, processor)
-        sizes, price = dataset.sizes, partial(price_conversations, dataset=dataset)
+        sizes = dataset.sizes
+    elif lengths is not None:
+        sizes = read_lengths(lengths)
     else:
-        read = partial(read_records, images=images, tokenizer="builtin")
-        sizes = read_lengths(lengths) if lengths else read(data).sizes()
+        sizes = read_records(data, images=images, tokenizer="builtin").sizes()
+    if dataset is None:
         if model is not None:
-            from mmlab.pricing.plan_prices import price_plans, side_of_patch
-
             options["patch"] = side_of_patch(model, options["patch"])
-            price = partial(price_plans, device_name=device_name)
         sizes = sizes.resized(Aspect(max_side**2, options["patch"] or PATCH))
     options["patch"] = options["patch"] or PATCH
     if model is None:
         return preview(sizes, _names(schedulers), **options)
-    prices = price(model, sizes, precision=precision, price_per_hour=price_per_hour)
+    prices = price_plans(model, sizes, dataset=dataset, precision=precision, **rented)
     found = preview(sizes, _names(schedulers), prices=prices.figures, time=prices.time, **options)
     method = prices.time.conditions["method"]
     document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
@@ -276,12 +277,9 @@ def cache_build(
     limit_gib: Annotated[float | None, "size that the cache may have (default: no limit)"] = None,
 ) -> Any:
     """Decode, resize and tokenise a data set into a cache; goes on where it stopped."""
+    from mmlab.cli.cache import make_cache
     from mmlab.data.dataset import MultimodalDataset
     from mmlab.data.readers import read_records
-    from mmlab.loading.cache.build import build_cache
-    from mmlab.loading.cache.key import cache_key
-    from mmlab.loading.cache.on_ray import build_cache_on_ray
-    from mmlab.loading.cache.store import SampleCache
     from mmlab.types import parse_image_policy
 
     dataset = MultimodalDataset(
@@ -290,11 +288,7 @@ def cache_build(
         image_policy=parse_image_policy(image),
         max_tokens=max_tokens,
     )
-    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-    dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
-    if engine == "ray":
-        return build_cache_on_ray(dataset, num_actors=threads)
-    return build_cache(dataset, num_threads=threads)
+    return make_cache(dataset, folder, engine=engine, threads=threads, limit_gib=limit_gib)
 
 
 def cache_info(folder: CacheFolder) -> Any:

@@ -50,8 +50,11 @@ class _Saved:
     __slots__ = ("__weakref__", "number", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
         self.number = next_sequence_number()  # above the number of the node that saves it
+        node = tensor.grad_fn
+        # a node's own output would keep the node, and so itself, where no backward pass comes by
+        is_output = node is not None and sequence_number(node) == self.number - 1
+        self.tensor: Tensor | None = tensor.detach() if is_output else tensor
 
 
 class _Walk:

@@ -19,8 +19,13 @@ from torch import nn
 from mmlab.errors import unknown_name
 from mmlab.pricing.attention import cuda_attention
 from mmlab.pricing.backward import python_backward
-from mmlab.pricing.torch_internals import FakeTensorMode, mixed_precision_without_driver
+from mmlab.pricing.torch_internals import (
+    FakeTensorMode,
+    mixed_precision_without_driver,
+    reading_known_values,
+)
 from mmlab.pricing.values import Answers
+from mmlab.types import Batch
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -55,6 +60,7 @@ class FakeDevice:
                     stack.enter_context(python_backward())
                 stack.enter_context(mixed_precision_without_driver())
                 stack.enter_context(cuda_attention())
+            stack.enter_context(reading_known_values(self._answers.known))
             stack.enter_context(self._mode)
             stack.enter_context(self._answers)
             self._entered.append(stack.pop_all())
@@ -72,6 +78,12 @@ class FakeDevice:
         """Let a fake tensor have the values of a real one on the CPU."""
         self._answers.known[fake] = value
         return fake
+
+    def copy(self, batch: Batch) -> Batch:
+        """A batch on the host, on this device, with all its values known."""
+        return batch.map_tensors(
+            lambda real: self.know(torch.empty(real.shape, dtype=real.dtype, device=self.device), real)
+        )
 
     def clone(self, model: Module) -> Module:
         """The model on this device. The original is left as it is, nothing is allocated, tied weights stay tied."""

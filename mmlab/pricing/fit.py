@@ -4,13 +4,14 @@ Which operations a step has depends on the shape in a few places: attention pads
 of 8; an image of the size that a vision transformer was made for needs no other position embedding; a batch of one
 leaves out an operation. Probes avoid all of these by lengths of 8k + 1, where padding is largest. So all probes have
 the same, most general sequence of operations, and a shape that leaves some out is predicted at or above what it needs.
-Where a model still leaves out operations at some probe, the bytes before them stand in for them.
+Operations that some probes have more often than others are taken together (`_aligned`).
 
 A fit costs a trace for each probe and each held-out shape: 15 to 25 CPU seconds for the base preset.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm.auto import tqdm
 
+from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import OptionError
 from mmlab.pricing.closed_form import fit_rows, held_out_errors, step_terms
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.probe_batches import ProbeBatches
 from mmlab.pricing.trace import StepTrace, StepTracer
 from mmlab.schedule.cost import batch_costs
 from mmlab.types import PATCH, BatchShape
@@ -38,6 +41,7 @@ _LARGEST_SIZE, _LONGEST_TEXT, _LARGEST_IMAGE = 4096, 512, 48**2  # up to which t
 def fit_memory(
     model: nn.Module,
     *,
+    dataset: ConversationDataset | None = None,
     num_probes: int | None = None,
     num_held_out: int = 6,
     patch: int | None = None,
@@ -47,6 +51,7 @@ def fit_memory(
     """Fit the memory that a training step of a model needs, for batches of any shape.
 
     Args:
+        dataset: of a `ConversationModel`, whose processor makes the batches; None makes them of pixels and tokens.
         num_probes: traced steps that the closed form is fitted to. None takes two more than there are terms: 14, and 9
             for a model of one image size.
         num_held_out: further traced steps, of larger batches, that its errors are reported on.
@@ -60,13 +65,21 @@ def fit_memory(
     """
     if (num_probes is not None and num_probes < 1) or num_held_out < 0:
         raise OptionError(f"at least 1 probe and 0 held-out shapes, found {num_probes} and {num_held_out}")
-    tracer = StepTracer(model, **setting)
-    vision = _vision_config(model)
-    patch = patch or patch_of(model)
-    most_tokens = _most_tokens(model)
-    side = _only_side(tracer, vision, patch)
-    probes = _probes(num_probes, patch, most_tokens, side)
-    unseen = _unseen(num_held_out, patch, most_tokens, side)
+    side = None
+    if dataset is None:
+        tracer = StepTracer(model, **setting)
+        patch, most_tokens = patch or patch_of(model), _most_tokens(model)
+        side = _only_side(tracer, _vision_config(model), patch)
+        candidates, unseen = (
+            _candidates(patch, most_tokens, side),
+            _unseen(num_held_out, patch, most_tokens, side),
+        )
+        largest = (_LARGEST_SIZE, most_tokens, _LARGEST_IMAGE)
+    else:
+        batches = ProbeBatches(dataset)
+        tracer, patch = StepTracer(model, batches=batches, **setting), PATCH
+        candidates, unseen, largest = batches.candidates(), batches.unseen(num_held_out), batches.largest
+    probes = _probes(candidates, num_probes, patch)
     bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=not progress)
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
     rows = fit_rows(
@@ -74,7 +87,7 @@ def fit_memory(
         _aligned(traces[: len(probes)]),
         step_peak_bytes=tracer.step_peak_bytes,
         patch=patch,
-        largest=(_LARGEST_SIZE, most_tokens, _LARGEST_IMAGE),
+        largest=largest,
     )
     held_out = {}
     if num_held_out:
@@ -88,15 +101,19 @@ def fit_memory(
     )
 
 
-def _probes(num: int | None, patch: int, most_tokens: int, side: int | None) -> NDArray[np.int64]:
-    """(n, 4) shapes that tell the terms apart best.
+def _candidates(patch: int, most_tokens: int, side: int | None) -> NDArray[np.int64]:
+    """(n, 4) shapes to choose probes from."""
+    texts = [tokens for tokens in _TEXTS if tokens <= most_tokens]
+    images = [(high * patch, wide * patch) for high, wide in _GRIDS] if side is None else [(side, side)]
+    return np.array([(size, tokens, *image) for size, tokens, image in product(_SIZES, texts, images)])
+
+
+def _probes(shapes: NDArray[np.int64], num: int | None, patch: int) -> NDArray[np.int64]:
+    """Those of the shapes that tell the terms apart best.
 
     The idea is that of a D-optimal design, chosen greedily: `covariance` is that of the coefficients after the probes so
     far, up to a factor, and the next probe is the shape whose prediction would vary most under it.
     """
-    texts = [tokens for tokens in _TEXTS if tokens <= most_tokens]
-    images = [(high * patch, wide * patch) for high, wide in _GRIDS] if side is None else [(side, side)]
-    shapes = np.array([(size, tokens, *image) for size, tokens, image in product(_SIZES, texts, images)])
     terms = step_terms(shapes, patch)[0]
     # a fit weighs errors by one over the bytes, which grow about as the sum of the terms
     terms /= (terms / terms.max(axis=0)).sum(axis=1, keepdims=True)
@@ -119,25 +136,26 @@ def _unseen(num: int, patch: int, most_tokens: int, side: int | None) -> NDArray
 
 
 def _aligned(traces: Sequence[StepTrace]) -> NDArray[np.int64]:
-    """(n, E) live bytes after each operation of the longest trace; where another has none, what lived before."""
-    general = max(traces, key=lambda trace: len(trace.operations)).operations
-    return np.stack([_spread(trace, general) for trace in traces])
+    """(n, E) the most that lives from each operation that all traces have alike until the next.
 
-
-def _spread(trace: StepTrace, general: tuple[str, ...]) -> NDArray[np.int64]:
-    if trace.operations == general:
-        return trace.live_bytes
-    at, places = -1, []
-    for name in general:
-        if at + 1 < len(trace.operations) and trace.operations[at + 1] == name:
-            at += 1
-        places.append(max(at, 0))
-    if at + 1 < len(trace.operations):
+    A few operations come more often in one step than in another: a vision tower may loop over images, and a mask that
+    hides nothing is left out. Those are not told apart.
+    """
+    counts = [Counter(trace.operations) for trace in traces]
+    alike = {name for name, count in counts[0].items() if all(other[name] == count for other in counts)}
+    places = [
+        [0, *(place for place, name in enumerate(trace.operations) if name in alike)] for trace in traces
+    ]
+    orders = {
+        tuple(trace.operations[place] for place in own[1:]) for trace, own in zip(traces, places, strict=True)
+    }
+    if len(orders) > 1:
         raise OptionError(
-            f"the step at {trace.shape} has {trace.operations[at + 1]} where larger ones have none; a model whose "
-            "operations depend on the shape in this way has no closed form: price each shape"
+            "the order of a step's operations depends on the shape, so there is no closed form: price each shape"
         )
-    return trace.live_bytes[places]
+    return np.stack(
+        [np.maximum.reduceat(trace.live_bytes, own) for trace, own in zip(traces, places, strict=True)]
+    )
 
 
 def _most_tokens(model: nn.Module) -> int:

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
 from mmlab.data.readers import read_records
 from mmlab.data.text import load_tokenizer, measure_tokens
 from mmlab.errors import DataError, OptionError
-from mmlab.machine import GIB, MemoryLimit, memory_limit, resolve_device
+from mmlab.machine import GIB, MemoryLimit, memory_limit
 from mmlab.pricing.fit import fit_memory
-from mmlab.pricing.named_model import named_model
-from mmlab.pricing.step_prices import named_dataset, price_conversations
+from mmlab.pricing.named_model import conversation_model, named_model
+from mmlab.pricing.step_prices import named_dataset
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.figures import PALETTE
 from mmlab.schedule.cost import batch_costs, max_batch_size
@@ -32,14 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from mmlab.data.conversation_dataset import ConversationDataset
     from mmlab.pricing.memory import MemoryModel
     from mmlab.types import SampleSizes
 
-_OF_PAIRS = {  # options that a step of conversations does not have, and their defaults
-    "device": "cuda", "image": "aspect:224", "tokenizer": "builtin", "limit": None, "checkpointing": False,
-    "accumulating": False, "optimizer": "adamw",
-}  # fmt: skip
 _SHOWN = 8  # rows of a table of shapes
 
 
@@ -195,11 +191,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         held_out = self.memory.held_out
-        against = "measurement on {} other" if self.of_conversations else "simulation on {} larger"
         head = [
             f"{self.model} on {self.source}, {len(self.planned.sizes)} samples",
             str(self.limit),
-            f"prediction against {against.format(held_out['num_shapes'])} shapes: 95 % within "
+            f"prediction against simulation on {held_out['num_shapes']} larger shapes: 95 % within "
             f"{held_out['p95_ratio']:.2%}, at most {held_out['worst_under_ratio']:.2%} too little",
         ]
         if self.planned.plan is None:
@@ -245,50 +240,50 @@ def memory_report(
         tokenizer: see `load_tokenizer`.
         limit: use so many samples, drawn from every split.
         images: folder of the images, where they are not beside the data.
-        processor: name of a vision-language model's, where the data are conversations. Its steps are then measured, on
-            the device at hand; of the other options `precision`, `memory_gb` and `images` apply.
+        processor: name of a vision-language model's, where the data are conversations; it decides on images and tokens.
         setting: other fields of `mmlab.pricing.trace.StepSetting`: `precision`, `checkpointing`, ...
 
     Raises:
         DataError: no records.
         OptionError: no such model, a model that cannot be priced, or an impossible limit.
     """
-    if processor is not None:
-        asked_for = setting | {"device": device, "image": image, "tokenizer": tokenizer, "limit": limit}
-        given = [name for name, usual in _OF_PAIRS.items() if asked_for.get(name, usual) != usual]
-        if given:
-            raise OptionError(f"{', '.join(given)} cannot be chosen with --processor; leave that out")
-        dataset = named_dataset(str(data), images, processor, progress=progress)
-        return _measured(model, dataset, memory_gb, setting.get("precision", "fp32"))
     memory_bytes = memory_limit(device, memory_gb=memory_gb)
-    records = read_records(data, images=images, limit=limit)
-    if not len(records):
-        raise DataError(f"{data} has no records to price")
-    tokens = load_tokenizer(tokenizer, records=records)
-    sizes = measure_tokens(records, tokens).sizes(parse_image_policy(image))
-    network = named_model(model, vocab_size=len(tokens), tokenizer=tokens)
+    network: nn.Module
+    dataset, source = None, str(data)
+    if processor is not None:
+        if (image, tokenizer, limit) != ("aspect:224", "builtin", None):
+            raise OptionError(
+                "--processor decides on images and tokens: leave --image, --tokenizer and --limit out"
+            )
+        dataset = named_dataset(source, images, processor, progress=progress)
+        sizes, network = dataset.sizes, conversation_model(model)
+    else:
+        records = read_records(data, images=images, limit=limit)
+        if not len(records):
+            raise DataError(f"{data} has no records to price")
+        tokens = load_tokenizer(tokenizer, records=records)
+        sizes = measure_tokens(records, tokens).sizes(parse_image_policy(image))
+        network = named_model(model, vocab_size=len(tokens), tokenizer=tokens)
+        source = records.source or source
     setting["device"] = device.partition(":")[0]
     asked = StepSetting(**setting)
     other_precision = "bf16" if asked.precision == "fp32" else "fp32"
     plans = {}
     for change in ({}, {"precision": other_precision}, {"checkpointing": not asked.checkpointing}):
-        memory = fit_memory(network, num_held_out=0 if change else 6, progress=progress, **setting | change)
+        held_out = 0 if change else 6
+        memory = fit_memory(
+            network, dataset=dataset, num_held_out=held_out, progress=progress, **setting | change
+        )
         title = memory.conditions["precision"]
         title += ", checkpointing" if memory.conditions["checkpointing"] else ""
         plans[title] = plan_memory(memory, sizes, memory_bytes.usable_bytes)
-    return MemoryReport(source=records.source or str(data), model=model, limit=memory_bytes, plans=plans)
-
-
-def _measured(
-    model: str, dataset: ConversationDataset, memory_gb: float | None, precision: str
-) -> MemoryReport:
-    """The report of conversations."""
-    limit, plans = memory_limit(resolve_device("auto"), memory_gb=memory_gb), {}
-    for name in (precision, "bf16" if precision == "fp32" else "fp32"):
-        memory = price_conversations(model, dataset.sizes, dataset=dataset, precision=name).memory
-        plans[name] = plan_memory(memory, dataset.sizes, limit.usable_bytes)
-    source = dataset.records.source
-    return MemoryReport(source=source, model=model, limit=limit, plans=plans, of_conversations=True)
+    return MemoryReport(
+        source=source,
+        model=model,
+        limit=memory_bytes,
+        plans=plans,
+        of_conversations=dataset is not None,
+    )
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:

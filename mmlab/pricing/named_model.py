@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError
+from mmlab.model.conversation_model import ConversationModel, named_vlm
 from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import PRESETS, build_model
 
@@ -38,3 +39,9 @@ def named_model(name: str, *, vocab_size: int, tokenizer: Any = None, device: st
         if kind is None or not issubclass(kind, nn.Module):
             raise OptionError(f"{name}'s configuration names no architecture that transformers has")
         return LossModel(kind(config), processor=tokenizer)
+
+
+def conversation_model(name: str, *, device: str = "meta") -> ConversationModel:
+    """A vision-language model of transformers from its configuration alone, see `named_model`."""
+    with torch.device(device):
+        return ConversationModel(named_vlm(name, weights=False))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import CONTEXT_BYTES, GIB, memory_limit, resolve_device
 from mmlab.pricing.devices import find_device
 from mmlab.pricing.fit import fit_memory, patch_of
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.named_model import named_model
+from mmlab.pricing.named_model import conversation_model, named_model
 from mmlab.pricing.roofline import predict_time
+from mmlab.pricing.step_prices import price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time
 from mmlab.schedule.cost import batch_costs, require_room
@@ -69,6 +72,7 @@ def price_plans(
     model: str,
     sizes: SampleSizes,
     *,
+    dataset: ConversationDataset | None = None,
     device_name: str | None = None,
     precision: str = "fp32",
     price_per_hour: float | None = None,
@@ -79,6 +83,7 @@ def price_plans(
     Args:
         model: a preset's name, or the path or name of a transformers model, of which only the configuration is read.
         sizes: of the data, after the image policy.
+        dataset: the conversations of a vision-language model.
         device_name: a name in `mmlab.pricing.devices.DEVICES`, whose seconds are predicted; None measures the device at
             hand.
 
@@ -92,13 +97,20 @@ def price_plans(
         named.check_precision(precision)
     kind = named.kind if named else str(here).partition(":")[0]
     limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(str(here)).usable_bytes
-    network = named_model(model, vocab_size=_VOCAB_SIZE, device="meta" if named else "cpu")
-    memory = fit_memory(network, precision=precision, device=kind, num_held_out=0, progress=progress)
-    require_room(memory, sizes, limit_bytes, "make images smaller, or take a larger device")
-    if named:
-        time = predict_time(
-            network, sizes, named, precision=precision, cost=memory, budget=limit_bytes, progress=progress
-        )
+    priced: dict[str, Any] = {"precision": precision, "progress": progress}
+    if dataset is not None and not named:
+        vlm = conversation_model(model, device=str(here))
+        memory, time = price_dataset(vlm, dataset, precision=precision)
     else:
-        time = fit_time(network, sizes, device=here, precision=precision, progress=progress)
+        where = "meta" if named else "cpu"
+        network = (
+            conversation_model(model) if dataset else named_model(model, vocab_size=_VOCAB_SIZE, device=where)
+        )
+        memory = fit_memory(network, dataset=dataset, device=kind, num_held_out=0, **priced)
+        require_room(memory, sizes, limit_bytes, "make images smaller, or take a larger device")
+        if named:
+            priced |= {"dataset": dataset, "cost": memory, "budget": limit_bytes}
+            time = predict_time(network, sizes, named, **priced)
+        else:
+            time = fit_time(network, sizes, device=here, **priced)
     return PlanPrices(memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour)

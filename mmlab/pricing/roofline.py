@@ -13,15 +13,17 @@ import numpy as np
 from torch import nn
 from tqdm.auto import tqdm
 
+from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.devices import Device, find_device
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import patch_of
+from mmlab.pricing.probe_batches import ProbeBatches
 from mmlab.pricing.time_model import TimeModel, fit_polynomial
 from mmlab.pricing.timing import probe_shapes
 from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import PaddedTokens, batch_costs
-from mmlab.types import BatchShape, CostModel, SampleSizes
+from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 PREDICTED = "predicted, not measured"
 _NUM_PROBES, _NUM_HELD_OUT = 12, 4
@@ -32,6 +34,7 @@ def predict_time(
     sizes: SampleSizes,
     device: Device | str,
     *,
+    dataset: ConversationDataset | None = None,
     cost: CostModel | None = None,
     budget: float = 131_072,
     progress: bool = True,
@@ -45,6 +48,7 @@ def predict_time(
         model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.
         sizes: of the data, after the image policy: shapes are drawn from what batches of them can be.
         device: a name in `mmlab.pricing.devices.DEVICES`, or a `Device`.
+        dataset: of a `ConversationModel`, whose processor makes the batches.
         cost: what bounds the batches, for example a `MemoryModel`; None counts padded tokens.
         budget: the most that a batch costs. Larger batches are extrapolated.
         setting: fields of `mmlab.pricing.trace.StepSetting` but `device`: `precision`, `checkpointing`, ...
@@ -59,9 +63,12 @@ def predict_time(
     device = find_device(device) if isinstance(device, str) else device
     precision = setting.get("precision", "fp32")
     device.check_precision(precision)
-    patch = patch_of(model)
+    patch = patch_of(model) if dataset is None else PATCH
     shapes = probe_shapes(sizes, _NUM_PROBES + _NUM_HELD_OUT, cost or PaddedTokens(patch), budget)
-    tracer = StepTracer(model, device=device.kind, **setting)
+    batches = None if dataset is None else ProbeBatches(dataset)
+    if batches is not None:
+        shapes = batches.nearest(shapes)
+    tracer = StepTracer(model, batches=batches, device=device.kind, **setting)
     bar = tqdm(shapes.tolist(), desc=f"predicting {device.name}", unit="step", disable=not progress)
     seconds = np.array([device.seconds(tracer(BatchShape(*shape)), precision) for shape in bar])
     rows = fit_polynomial(shapes[:_NUM_PROBES], seconds[:_NUM_PROBES], patch=patch)

@@ -22,12 +22,11 @@ from tqdm.auto import tqdm
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversations import read_conversations
 from mmlab.errors import OptionError
-from mmlab.machine import cpu_name, memory_limit, resolve_device
-from mmlab.model.conversation_model import ConversationModel, named_processor, named_vlm
+from mmlab.machine import cpu_name
+from mmlab.model.conversation_model import ConversationModel, named_processor
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.plan_prices import PlanPrices
 from mmlab.pricing.planner import saved_or_fitted
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import loading_seconds, low_seconds
@@ -216,31 +215,6 @@ def named_dataset(data: str, images: str | None, processor: str, **options: Any)
         OptionError: no such processor.
     """
     return ConversationDataset(read_conversations(data, images=images), named_processor(processor), **options)
-
-
-def price_conversations(
-    model: str,
-    sizes: SampleSizes,
-    *,
-    dataset: ConversationDataset,
-    precision: str = "fp32",
-    price_per_hour: float | None = None,
-) -> PlanPrices:
-    """`price_dataset` of a named vision-language model on the device at hand, for `preview`.
-
-    Args:
-        model: name or path of a transformers model, of which only the configuration is read.
-        price_per_hour: of the device.
-
-    Raises:
-        OptionError: no such model, or one that reads no images as tokens.
-    """
-    device = resolve_device("auto")
-    with torch.device(device):
-        network = named_vlm(model, weights=False)
-    memory, time = price_dataset(ConversationModel(network), dataset, precision=precision)
-    limit_bytes = memory_limit(device).usable_bytes
-    return PlanPrices(memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour)
 
 
 def _probes(sizes: SampleSizes, number: int, budget: float) -> tuple[list[list[int]], NDArray[np.int64]]:

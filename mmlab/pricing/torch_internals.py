@@ -5,8 +5,9 @@ tests/pricing/test_torch_internals.py has a test of each, so that a new version 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -95,6 +96,31 @@ def cuda_attention_replaced(attend: Callable[..., Tensor]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def reading_known_values(known: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Within it fake tensors are read as real ones are, where their values are known: by `tolist`, by `torch.tensor` of a
+    list that has some, and by transformers, which else keeps every mask, even one that hides nothing.
+    """
+    make, to_list = torch.tensor, FakeTensor.tolist
+
+    def tensor(data: Any, **options: Any) -> Tensor:
+        is_list = isinstance(data, list | tuple)
+        return make(tree_map_only(Tensor, lambda value: value.tolist(), data) if is_list else data, **options)
+
+    def is_unknown(value: Any) -> bool:
+        return isinstance(value, FakeTensor) and value not in known
+
+    def tolist(fake: Any) -> Any:
+        return known[fake].tolist() if fake in known else to_list(fake)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "tensor", tensor))
+        stack.enter_context(patch.object(FakeTensor, "tolist", tolist))
+        if "transformers" in sys.modules:
+            stack.enter_context(patch("transformers.utils.import_utils.is_fake_tensor", is_unknown))
+        yield
 
 
 @contextmanager

@@ -112,13 +112,17 @@ class StepTracer:
 
     Args:
         model: what `FusionTrainer` accepts.
+        batches: makes the batch of a shape, on the host; None makes one of pixels and tokens.
         setting: the fields of `StepSetting`.
 
     Raises:
         OptionError: an unknown name; when it is called: an operation that cannot be priced, with the module it is in.
     """
 
-    def __init__(self, model: nn.Module, **setting: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, batches: Callable[[BatchShape], Batch] | None = None, **setting: Any
+    ) -> None:
+        self._make_batch = batches
         self.setting = StepSetting(**setting)
         self.fake = FakeDevice(self.setting.device)
         self.model = self.fake.clone(taking_batches(model)).train()
@@ -198,6 +202,10 @@ class StepTracer:
         """A batch as the loader collates it: something is padded, and every patch of every image is there."""
         if min(shape) < 1:
             raise OptionError(f"a batch has at least one sample, token and pixel, found {shape}")
+        if self._make_batch is not None:
+            with without_modes():
+                real = self._make_batch(shape)
+            return self.fake.copy(real)
         (size, num_tokens, height, width), device = shape, self.fake.device
         batch = Batch(
             pixel_values=torch.empty(size, 3, height, width, dtype=torch.uint8, device=device),

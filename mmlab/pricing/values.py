@@ -2,7 +2,7 @@
 
 A model may look at its masks: skip a mask that is all True, or gather the patches that are there. So the values of a
 batch's masks are known, and those of tensors that the model makes from constants: `Answers` computes what follows from
-them alone for real, beside the fake tensors, up to 2^24 elements. Any other number that a model reads does not exist;
+them alone for real, beside the fake tensors, up to 2^26 elements. Any other number that a model reads does not exist;
 False stands for a truth value and 1 for any other number, and the read is kept in `reads`, so that a price can say what
 it rests on. An operation whose result has a shape that depends on unknown values cannot be priced.
 
@@ -36,9 +36,11 @@ from mmlab.pricing.torch_internals import (
 )
 from mmlab.runs.meters import tensors_in
 
-_MAX_KNOWN = 2**24  # elements of a tensor whose values are known
+_MAX_KNOWN = 2**26  # elements of a tensor whose values are known
 _MAX_MADE = 2**16  # of a tensor that the model makes from nothing
 _DEVICE = torch.ops.prim.device.default
+_INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+_LIFT = torch.ops.aten.lift_fresh.default  # makes a constant that the model writes a fake tensor
 
 
 class Answers(TorchDispatchMode):
@@ -58,11 +60,15 @@ class Answers(TorchDispatchMode):
         kwargs = kwargs or {}
         if (device := device_asked_for(func, args)) is not None:
             return device
+        if _is_of_host(func, [*args, *kwargs.values()]):
+            with without_modes():
+                return func(*args, **kwargs)
         values = self._values(func, args, kwargs)
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            out = self._instead(error, values, args)
+            masked = self._without_masks(func, args) if values is None else None
+            out = func(*masked, **kwargs) if masked else self._instead(error, values, args)
         except UnsupportedOperatorException as error:
             raise OptionError(
                 f"{_place() or 'the step'} calls {func}, for which torch has no rule that gives the shape of its result"
@@ -93,6 +99,20 @@ class Answers(TorchDispatchMode):
 
     def _knows(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) or tensor in self.known
+
+    def _without_masks(self, func: Any, args: Any) -> tuple[Any, ...] | None:
+        """The arguments of an indexing operation with places instead of known masks; None where there are none."""
+        if func.overloadpacket not in _INDEXING or not all(map(self._knows, tensors_in(args[1]))):
+            return None
+        indices: list[Any] = []
+        for index in args[1]:
+            if index is None or index.dtype != torch.bool:
+                indices.append(index)
+                continue
+            with without_modes():
+                num_places = int(self.known[index].count_nonzero())
+            indices += [index.new_empty(num_places, dtype=torch.int64) for _ in range(index.dim())]
+        return (args[0], indices, *args[2:])
 
     def _instead(self, error: Any, values: Any, args: Any) -> Any:
         """What an operation gives whose result depends on values."""
@@ -133,6 +153,12 @@ def device_asked_for(func: Any, args: Any) -> torch.device | None:
         return None
     (tensor,) = args
     return tensor.fake_device if isinstance(tensor, FakeTensor) else func(tensor)
+
+
+def _is_of_host(func: Any, values: list[Any]) -> bool:
+    """Whether an operation has real tensors only, as the counts of a batch on the host."""
+    inputs = list(tensors_in(values))
+    return bool(inputs) and func is not _LIFT and not any(isinstance(tensor, FakeTensor) for tensor in inputs)
 
 
 @cache

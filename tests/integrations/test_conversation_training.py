@@ -238,22 +238,35 @@ def test_lab_takes_conversations(files: Path, folder: Path, tmp_path: Path) -> N
     assert lab.wait().arms[0].num_batches > 0
 
 
-def test_memory_says_what_batches_of_conversations_need(
+def test_memory_and_seconds_are_priced_for_a_device_that_is_not_here(
     files: Path,
     folder: Path,  # noqa: F811
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model = str(files / "model")
-    command = ["memory", "--data", str(files / "talks.json"), "--images", str(folder), "--model", model]
-    command += ["--processor", model, "--memory-gb", "1.2"]
-    assert main([*command, "--json"]) == 0
+    processor, network = build("LLaVA")
+    for config in (network.config.text_config, network.config.vision_config):
+        config.num_hidden_layers = 1
+    for part in (processor, type(network)(network.config)):
+        part.save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
+    options = ["--data", str(files / "talks.json"), "--images", str(folder), "--model", model]
+    options += ["--processor", model]
+    memory = ["memory", *options, "--memory-gb", "1.2"]
+    assert main([*memory, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["conditions"]["method"] == "measured"
-    assert set(found["plans"]) == {"fp32", "bf16"}
+    assert found["conditions"]["device"] == "cuda"
+    assert found["held_out"]["worst_under_ratio"] <= 0.0025
+    assert found["held_out"]["p95_ratio"] <= 0.01
+    assert set(found["plans"]) == {"fp32", "bf16", "fp32, checkpointing"}
     assert found["largest_shapes"][0]["num_patches"] > 0
     assert 0 < found["plans"]["fp32"]["max_use_ratio"] <= 1
-    assert main([*command, "--checkpointing", "--image", "square:64"]) == 2
-    assert "image, checkpointing" in capsys.readouterr().err
+    assert main([*memory, "--image", "square:64"]) == 2
+    assert "leave --image, --tokenizer and --limit out" in capsys.readouterr().err
+    assert main(["plan", *options, "--device-name", "A100", "--schedulers", "bucket", "--json"]) == 0
+    for figures in json.loads(capsys.readouterr().out).values():
+        assert figures["seconds"] == "predicted, not measured"
+        assert figures["peak_bytes"] > sum(weight.nbytes for weight in network.parameters()) / 2
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,18 @@ import torch
 
 from mmlab.cli.main import main
 from mmlab.data import ConversationCollator, conversation_sizes
+from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import OptionError
+from mmlab.model import ConversationModel
 from mmlab.pricing import price_model, price_steps
+from mmlab.pricing.probe_batches import ProbeBatches
+from mmlab.pricing.trace import StepTracer
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule import make_scheduler
+from mmlab.training.loop import FusionTrainer
+from mmlab.types import BatchShape
 from tests.integrations.test_conversations import conversations, folder  # noqa: F401
-from tests.integrations.vlm_families import build
+from tests.integrations.vlm_families import FAMILIES, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, and of a busy machine
 
@@ -79,6 +85,25 @@ def test_weights_around_adapters_have_no_moments_and_cost_none(folder: Path) -> 
     assert saved > 2 * frozen  # their moments, and more: their gradients
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_bytes_of_a_step_are_known_without_taking_it(name: str, folder: Path) -> None:  # noqa: F811
+    if name == "SmolVLM":
+        pytest.importorskip("num2words")
+    processor, network = build(name)
+    talks = conversations(folder, one_answer=True)
+    dataset, model = ConversationDataset(talks, processor, progress=False), ConversationModel(network)
+    batches = ProbeBatches(dataset)
+    shape = BatchShape(*batches.candidates()[1].tolist())
+    trace = StepTracer(model, batches=batches, device="cpu")(shape)
+    trainer = FusionTrainer(model, lr=0.0, device="cpu")
+    batch = batches(shape)
+    assert batch.shape == shape
+    trainer.train_step([batch])
+    with LiveBytes().add(trainer.model, trainer.optimizer, *batch.tensors()) as live:
+        trainer.train_step([batch])
+    assert trace.peak_bytes == pytest.approx(live.peak_bytes, rel=0.005)
+
+
 def test_what_cannot_be_priced_is_refused(folder: Path) -> None:  # noqa: F811
     processor, _ = build("LLaVA")
     sizes = conversation_sizes(conversations(folder, one_answer=False), processor, progress=False).sizes()
@@ -119,7 +144,7 @@ def test_the_command_line_prices_a_named_model_on_conversations(
     for wrong, why in (
         (["--model", str(folder)], "no vision-language model"),
         (["--processor", str(folder)], "no processor that transformers finds"),
-        (["--device-name", "A100", "--model", "x"], "no --device-name"),
+        (["--device-name", "A1000", "--model", str(tmp_path / "model")], "A1000"),
     ):
         assert main([*command, *wrong]) == 2
         assert why in capsys.readouterr().err

@@ -115,6 +115,35 @@ def test_what_cannot_be_priced_is_named(device: str) -> None:
         price(_Reads(picks=True), (4, 8, 32, 32), device=device)
 
 
+def test_a_graph_that_no_backward_pass_reaches_is_freed() -> None:
+    device = FakeDevice("cuda")
+    with device, LiveBytes() as live:
+        weight = nn.Parameter(torch.empty(8, 8, device="cuda"))
+        live.add(weight)
+        for _ in range(2):  # each keeps its own output for the backward pass
+            heads = (weight @ weight).sigmoid().softmax(-1).view(1, 2, 4, 8)
+            F.scaled_dot_product_attention(heads, heads, heads)
+            del heads
+    assert live.current_bytes == weight.nbytes
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_values_of_a_batch_are_read_as_real_ones(device: str) -> None:
+    real = torch.tensor([[3, 0, 5], [7, 0, 0]])
+    fake = FakeDevice(device)
+    with fake:
+        ids = fake.know(torch.empty(2, 3, dtype=torch.int64, device=fake.device), real)
+        unknown = torch.empty(2, 3, 4, device=fake.device)
+        assert ids.tolist() == [[3, 0, 5], [7, 0, 0]]
+        lengths = torch.tensor([row.count_nonzero() for row in ids], device=fake.device)
+        assert lengths.tolist() == [2, 1]
+        assert unknown[ids > 0].shape == (3, 4)
+        unknown[ids == 0, :] = 1.0
+        assert [part.shape[0] for part in unknown.flatten(0, 1)[:3].split(lengths.tolist())] == [2, 1]
+        assert int(real.sum()) == 15  # the host's own tensors stay real
+    assert not fake.reads
+
+
 def test_masks_are_known_and_what_follows_from_them() -> None:
     device, value = FakeDevice("cuda"), torch.tensor([[True, False, True], [True, True, True]])
     with device:

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmlab.errors import OptionError
 from mmlab.pricing.fingerprint import fingerprint
-from mmlab.pricing.fit import _probes, fit_memory
+from mmlab.pricing.fit import _candidates, _probes, fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import batch_costs
@@ -31,7 +31,10 @@ def tracer():
 
 
 def test_fourteen_probes_predict_batches_ten_times_larger(memory, tracer):
-    probes = max(tracer(BatchShape(*map(int, shape))).peak_bytes for shape in _probes(14, 16, 512, None)[:3])
+    probes = max(
+        tracer(BatchShape(*map(int, shape))).peak_bytes
+        for shape in _probes(_candidates(16, 512, None), 14, 16)[:3]
+    )
     assert tracer(BatchShape(96, 200, 320, 320)).peak_bytes > 10 * probes
     assert memory.held_out["num_shapes"] == 3
     assert memory.held_out["p95_ratio"] <= 0.0025
@@ -70,12 +73,12 @@ def test_what_was_fitted_is_kept_with_it(memory, tmp_path):
 
 
 def test_probes_differ_and_keep_to_a_models_limits():
-    probes = _probes(None, 32, 40, None)
+    probes = _probes(_candidates(32, 40, None), None, 32)
     assert len({tuple(shape) for shape in probes.tolist()}) == 14
     assert probes[:, 1].max() <= 40
     assert (probes[:, 1] % 8 == 1).all()
     assert (probes[:, 2] // 32 * (probes[:, 3] // 32) % 8 == 1).all()
-    one_side = _probes(None, 16, 512, 224)
+    one_side = _probes(_candidates(16, 512, 224), None, 16)
     assert len(one_side) == 9
     assert set(one_side[:, 2]) == {224}
 

@@ -83,6 +83,21 @@ def test_attention_kernels_give_their_shapes_without_a_device(kernel: str) -> No
         assert getattr(internals, kernel)(x, x, x, *bias, 0.0, False)[0].shape == x.shape
 
 
+def test_transformers_reads_fake_tensors_whose_values_are_known() -> None:
+    from transformers.utils.import_utils import is_tracing
+
+    with internals.FakeTensorMode():
+        mask, other = torch.ones(2, 2), torch.ones(2, 2)
+        known = internals.WeakTensorKeyDictionary()
+        with internals.without_modes():
+            known[mask] = torch.ones(2, 2)
+        with internals.reading_known_values(known):
+            assert not is_tracing(mask)
+            assert is_tracing(other)
+            assert mask.tolist() == [[1, 1], [1, 1]]
+        assert is_tracing(mask)
+
+
 def test_mixed_precision_stays_on_without_a_driver() -> None:
     with internals.mixed_precision_without_driver(), internals.FakeTensorMode():
         with torch.autocast("cuda", dtype=torch.bfloat16):

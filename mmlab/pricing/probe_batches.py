@@ -1,0 +1,98 @@
+"""Batches of conversations to be priced: as many samples and tokens as asked for, around images of the data set.
+
+Which inputs a vision-language model has, and how they follow from images and text, only its processor knows. So a batch
+repeats one sample of the data set, as the processor collates it, and its text (that of the answer, for an
+encoder-decoder) is continued with its last token.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmlab.data.conversation_dataset import ConversationBatch, ConversationDataset
+from mmlab.data.conversation_packs import IGNORED
+from mmlab.types import PATCH, BatchShape
+
+_NUM_ROWS, _NUM_TEXTS = 8, 5  # samples that are repeated, and lengths for each, that probes are chosen from
+_SIZES = (2, 3, 4, 6, 8)  # samples in a probe: some towers go through images one by one
+_LARGEST_SIZE, _MOST_PRICED = 24, 4096  # samples in a batch that is held out, and that prices hold for
+_MORE_TOKENS = 64  # than the longest row has, in some batches
+_MOST_VALUES = 2**25  # in an input of a batch of more than four samples
+
+
+class ProbeBatches:
+    """Makes batches of the shapes that it names: each of one sample of the data set, several times.
+
+    Args:
+        dataset: its samples without images are left out, unless none has one.
+    """
+
+    def __init__(self, dataset: ConversationDataset) -> None:
+        self.dataset, sizes = dataset, dataset.sizes
+        work = sizes.height.astype(np.int64) * sizes.width
+        shortest_first = np.lexsort((sizes.num_tokens, work))
+        amounts, first = np.unique(work[shortest_first], return_index=True)
+        rows = shortest_first[first][amounts > 0 if amounts.any() else slice(None)]
+        self.rows = rows[np.unique(np.geomspace(1, len(rows), _NUM_ROWS).round().astype(int)) - 1]
+        self._longest = int(sizes.num_tokens.max()) + _MORE_TOKENS
+        self._shapes = sizes.take(self.rows).alone  # (R, 4)
+
+    @property
+    def largest(self) -> tuple[int, int, int]:
+        """Samples, tokens and patches up to which prices are to hold."""
+        return _MOST_PRICED, 2 * self._longest, 2 * int(self._shapes[:, 2:].prod(axis=1).max()) // PATCH**2
+
+    def candidates(self) -> NDArray[np.int64]:
+        """(n, 4) shapes to choose probes from; lengths are 8k + 1."""
+        shapes = []
+        for place, (_, shortest, height, width) in enumerate(self._shapes.tolist()):
+            lengths = np.geomspace(shortest, self._longest, _NUM_TEXTS)
+            texts = np.unique(8 * np.ceil((lengths - 1) / 8) + 1).astype(int).tolist()
+            sizes = [size for size in _SIZES if size <= max(4, self._most_samples(place))]
+            shapes += [(size, text, height, width) for size, text in product(sizes, texts)]
+        return np.array(shapes)
+
+    def unseen(self, number: int) -> NDArray[np.int64]:
+        """(number, 4) shapes of any length and of up to far more samples."""
+        rng, shapes = np.random.default_rng(0), []
+        for place in rng.integers(len(self.rows), size=number).tolist():
+            _, shortest, height, width = self._shapes[place].tolist()
+            size = rng.integers(2, max(4, min(_LARGEST_SIZE, self._most_samples(place))), endpoint=True)
+            shapes.append((size, rng.integers(shortest, self._longest, endpoint=True), height, width))
+        return np.array(shapes)
+
+    def nearest(self, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(n, 4) the shapes that can be made nearest to these: with as many samples, and at least as many tokens."""
+        of_rows, asked = (np.log1p(found[:, 2] * found[:, 3]) for found in (self._shapes, shapes))
+        row = self._shapes[np.abs(of_rows - asked[:, None]).argmin(axis=1)]
+        return np.column_stack([shapes[:, 0], np.maximum(shapes[:, 1], row[:, 1]), row[:, 2:]])
+
+    def __call__(self, shape: BatchShape) -> ConversationBatch:
+        """The batch, whose first sample is a token short."""
+        size, num_tokens, height, width = shape
+        place = int((self._shapes[:, 2:] == (height, width)).all(axis=1).argmax())
+        row, more = int(self.rows[place]), num_tokens - int(self._shapes[place, 1])
+        sample, inputs = self._inputs[place], {}
+        length = sample["input_ids"].shape[1]
+        for name, value in sample.items():
+            of_tokens = name == "labels" if self.dataset.collator.reads_apart else value.shape[1:2] == (length,)
+            if of_tokens:
+                value = torch.cat([value, *[value[:, -1:]] * more], dim=1)
+            inputs[name] = value.repeat(size, *[1] * (value.dim() - 1))
+        inputs["attention_mask"][0, -1] = 0
+        inputs["labels"][0, -1] = IGNORED
+        return self.dataset.batch(inputs, [row] * size)
+
+    @cached_property
+    def _inputs(self) -> list[dict[str, Tensor]]:
+        """Of each row what the processor makes."""
+        return [self.dataset.collator.padded([self.dataset[row]]) for row in self.rows.tolist()]
+
+    def _most_samples(self, place: int) -> int:
+        return _MOST_VALUES // max(value.numel() for value in self._inputs[place].values())
