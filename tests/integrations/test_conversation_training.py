@@ -83,7 +83,7 @@ def step_values(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [event.values for event in events if event.kind == "step"]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "SmolVLM"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_batches_are_as_planned_and_their_parts_have_their_gradient(name: str, folder: Path) -> None:  # noqa: F811
     processor, network = build(name)
     talks = conversations(folder, one_answer=name in ONE_ANSWER)

@@ -81,10 +81,6 @@ def conversations(folder: Path, *, one_answer: bool) -> Conversations:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_sized_collated_and_trained(name: str, folder: Path) -> None:
-    if name == "SmolVLM":
-        pytest.importorskip(
-            "num2words", reason="SmolVLM's processor needs it; Idefics3's, of which it is one, does not"
-        )
     processor, model = build(name)
     talks = conversations(folder, one_answer=name in ONE_ANSWER)
     with warnings.catch_warnings(record=True) as warned:
@@ -314,7 +310,7 @@ def test_what_cannot_be_used_is_said_in_a_line(folder: Path) -> None:
         ConversationCollator(tokenizer())
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "SmolVLM"])  # which needs num2words
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_with_image_tokens_is_refused_where_batches_have_none(name: str) -> None:
     with pytest.raises(OptionError, match=r"reads an image as tokens in the text.*ConversationModel"):
         LossModel(build(name)[1])

@@ -25,8 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - REFUSED.keys()))
 def test_packs_have_the_logits_and_gradients_of_padded_batches(name: str, folder: Path) -> None:
-    if name == "SmolVLM":
-        pytest.importorskip("num2words")
     processor, model = build(name)
     rows = list(conversations(folder, one_answer=False))
     for (

@@ -87,8 +87,6 @@ def test_weights_around_adapters_have_no_moments_and_cost_none(folder: Path) -> 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bytes_of_a_step_are_known_without_taking_it(name: str, folder: Path) -> None:  # noqa: F811
-    if name == "SmolVLM":
-        pytest.importorskip("num2words")
     processor, network = build(name)
     talks = conversations(folder, one_answer=True)
     dataset, model = ConversationDataset(talks, processor, progress=False), ConversationModel(network)
