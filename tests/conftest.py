@@ -51,15 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: each collection of garbage, of which a comparison asks for many, need not look at it.
-
-    Where tests start ranks, the server that forks them begins now: one that a loader of the package began for its
-    workers would lack what ranks import, and each rank would import it again.
-    """
+def pytest_collection_finish() -> None:
+    """What was imported stays: each collection of garbage, of which a comparison asks for many, need not look at it."""
     gc.freeze()
-    if "tests.ranks" in sys.modules and not session.config.option.collectonly:
-        forkserver.ensure_running()
 
 
 def pytest_sessionfinish() -> None:
@@ -80,6 +74,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     config.option.loadscopereorder = False
     return InOrder(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks() -> None:
+    """Begin the server that forks ranks, where there are tests of some, with the first test.
+
+    One that a loader of the package began for its workers would lack what ranks import, and each would import it again.
+    """
+    if "tests.ranks" in sys.modules:
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
