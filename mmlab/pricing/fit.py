@@ -78,7 +78,7 @@ def fit_memory(
     else:
         batches = ProbeBatches(dataset)
         tracer, patch = StepTracer(model, batches=batches, **setting), PATCH
-        candidates, unseen, largest = batches.candidates(), batches.unseen(num_held_out), batches.largest
+        candidates, unseen, largest = batches.candidates(), batches.spread(num_held_out), batches.largest
     probes = _probes(candidates, num_probes, patch)
     bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=not progress)
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]

@@ -21,7 +21,7 @@ from mmlab.types import PATCH, BatchShape
 
 _NUM_ROWS, _NUM_TEXTS = 8, 5  # samples that are repeated, and lengths for each, that probes are chosen from
 _SIZES = (2, 3, 4, 6, 8)  # samples in a probe: some towers go through images one by one
-_LARGEST_SIZE, _MOST_PRICED = 24, 4096  # samples in a batch that is held out, and that prices hold for
+_LARGEST_SIZE, _MOST_PRICED = 16, 4096  # samples in a batch that is made, and that prices hold for
 _MORE_TOKENS = 64  # than the longest row has, in some batches
 _MOST_VALUES = 2**25  # in an input of a batch of more than four samples
 
@@ -58,20 +58,14 @@ class ProbeBatches:
             shapes += [(size, text, height, width) for size, text in product(sizes, texts)]
         return np.array(shapes)
 
-    def unseen(self, number: int) -> NDArray[np.int64]:
-        """(number, 4) shapes of any length and of up to far more samples."""
+    def spread(self, number: int) -> NDArray[np.int64]:
+        """(number, 4) shapes of any length and of more samples than `candidates` have."""
         rng, shapes = np.random.default_rng(0), []
         for place in rng.integers(len(self.rows), size=number).tolist():
             _, shortest, height, width = self._shapes[place].tolist()
             size = rng.integers(2, max(4, min(_LARGEST_SIZE, self._most_samples(place))), endpoint=True)
             shapes.append((size, rng.integers(shortest, self._longest, endpoint=True), height, width))
         return np.array(shapes)
-
-    def nearest(self, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(n, 4) the shapes that can be made nearest to these: with as many samples, and at least as many tokens."""
-        of_rows, asked = (np.log1p(found[:, 2] * found[:, 3]) for found in (self._shapes, shapes))
-        row = self._shapes[np.abs(of_rows - asked[:, None]).argmin(axis=1)]
-        return np.column_stack([shapes[:, 0], np.maximum(shapes[:, 1], row[:, 1]), row[:, 2:]])
 
     def __call__(self, shape: BatchShape) -> ConversationBatch:
         """The batch, whose first sample is a token short."""
@@ -81,7 +75,9 @@ class ProbeBatches:
         sample, inputs = self._inputs[place], {}
         length = sample["input_ids"].shape[1]
         for name, value in sample.items():
-            of_tokens = name == "labels" if self.dataset.collator.reads_apart else value.shape[1:2] == (length,)
+            of_tokens = (
+                name == "labels" if self.dataset.collator.reads_apart else value.shape[1:2] == (length,)
+            )
             if of_tokens:
                 value = torch.cat([value, *[value[:, -1:]] * more], dim=1)
             inputs[name] = value.repeat(size, *[1] * (value.dim() - 1))

@@ -48,7 +48,7 @@ def predict_time(
         model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.
         sizes: of the data, after the image policy: shapes are drawn from what batches of them can be.
         device: a name in `mmlab.pricing.devices.DEVICES`, or a `Device`.
-        dataset: of a `ConversationModel`, whose processor makes the batches.
+        dataset: of a `ConversationModel`, whose processor makes the batches, of up to 16 samples whatever the budget.
         cost: what bounds the batches, for example a `MemoryModel`; None counts padded tokens.
         budget: the most that a batch costs. Larger batches are extrapolated.
         setting: fields of `mmlab.pricing.trace.StepSetting` but `device`: `precision`, `checkpointing`, ...
@@ -63,11 +63,13 @@ def predict_time(
     device = find_device(device) if isinstance(device, str) else device
     precision = setting.get("precision", "fp32")
     device.check_precision(precision)
-    patch = patch_of(model) if dataset is None else PATCH
-    shapes = probe_shapes(sizes, _NUM_PROBES + _NUM_HELD_OUT, cost or PaddedTokens(patch), budget)
-    batches = None if dataset is None else ProbeBatches(dataset)
-    if batches is not None:
-        shapes = batches.nearest(shapes)
+    number = _NUM_PROBES + _NUM_HELD_OUT
+    if dataset is None:
+        batches, patch = None, patch_of(model)
+        shapes = probe_shapes(sizes, number, cost or PaddedTokens(patch), budget)
+    else:
+        batches, patch = ProbeBatches(dataset), PATCH
+        shapes = batches.spread(number)
     tracer = StepTracer(model, batches=batches, device=device.kind, **setting)
     bar = tqdm(shapes.tolist(), desc=f"predicting {device.name}", unit="step", disable=not progress)
     seconds = np.array([device.seconds(tracer(BatchShape(*shape)), precision) for shape in bar])
