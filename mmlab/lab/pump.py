@@ -227,9 +227,8 @@ class Pump:
         has_rows = self._more or (self._fresh and now_s >= self._due_s)
         told = [(run["id"], run["status"]) for run in self._said.get("runs", ())]
         looks = urgent or told != [(run.id, run.status) for run in self._shown_runs()]
-        old_s = (
-            now_s - self._looked_s
-        )  # facts go along with rows: a message of their own would hold up the next rows
+        # facts go along with rows: a message of their own would hold up the next rows
+        old_s = now_s - self._looked_s
         looks |= old_s >= FACTS_S[1] if has_rows else old_s >= FACTS_S[0] <= now_s - self._news_s
         if urgent or (may_send and (has_rows or looks)):
             self._update(now_s, urgent, looks)
