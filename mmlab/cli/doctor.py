@@ -247,10 +247,8 @@ def _reading(where: Path | None) -> Check:
 
     rates = read_rates(where)
     mib = rates.num_bytes / 2**20
-    detail = (
-        f"{rates.what}, files: {rates.num_files}, {mib:.0f} MiB at random places; "
-        f"warm {mib / rates.warm_s:.0f} MiB/s, cold "
-    )
+    size = f"{rates.num_files} files, {mib:.0f} MiB"
+    detail = f"{rates.what}: {size}; warm {mib / rates.warm_s:.0f} MiB/s, cold "
     values = {**asdict(rates), "warm_bytes_per_s": rates.num_bytes / rates.warm_s}
     if rates.cold_s is None:
         return Check(name="reading", status="ok", detail=f"{detail}not measurable here", values=values)

@@ -162,6 +162,7 @@ def test_a_run_outlives_its_page_and_its_kernel_and_the_panel_of_the_dead_kernel
     panel.wait_state("idle")
     panel.button("start").dblclick()  # the second click must not start a second run
     panel.wait_state("running")
+    panel.button("pause").dispatch_event("click", {"detail": 2})  # nor may it pause the first
     panel.wait_points(4)
     panel.button("pause").click()
     panel.wait_state("paused")

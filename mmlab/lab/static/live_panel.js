@@ -352,7 +352,7 @@ class View {
 		this.grid.append(...this.plots.map((plot) => plot.figure));
 		this.root.addEventListener("click", (event) => {
 			const { do: act, line, measure, clear } = event.target.closest("button")?.dataset ?? {};
-			if (act) this[act]();
+			if (act) { if (event.detail < 2) this[act](); } // the second of a double click on Start would pause
 			else if (line) this.toggle(this.hidden, line);
 			else if (measure) this.toggle(this.off, measure);
 			else if (clear) this.store.send({ kind: "clear", run: clear });
