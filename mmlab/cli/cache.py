@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError
-from mmlab.loading.cache.build import build_cache
-from mmlab.loading.cache.key import cache_key
-from mmlab.loading.cache.on_ray import build_cache_on_ray
 from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes, slot_files
-from mmlab.loading.cache.store import SampleCache
 from mmlab.machine import GIB
+
+if TYPE_CHECKING:
+    from mmlab.data.dataset import MultimodalDataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +110,11 @@ def make_cache(
     dataset: MultimodalDataset, folder: str, *, engine: str, threads: int | None, limit_gib: float | None
 ) -> Any:
     """Decode a data set into a cache, by threads of every rank or by Ray."""
+    from mmlab.loading.cache.build import build_cache
+    from mmlab.loading.cache.key import cache_key
+    from mmlab.loading.cache.on_ray import build_cache_on_ray
+    from mmlab.loading.cache.store import SampleCache
+
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
     if engine == "ray":

@@ -60,10 +60,12 @@ class Answers(TorchDispatchMode):
         kwargs = kwargs or {}
         if (device := device_asked_for(func, args)) is not None:
             return device
-        if _is_of_host(func, [*args, *kwargs.values()]):
+        inputs = list(tensors_in([*args, *kwargs.values()]))
+        if inputs and func is not _LIFT and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            # the host's own tensors, as the counts of a batch
             with without_modes():
                 return func(*args, **kwargs)
-        values = self._values(func, args, kwargs)
+        values = self._values(func, args, kwargs, inputs)
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -80,9 +82,8 @@ class Answers(TorchDispatchMode):
             self._forget(func, args)
         return out
 
-    def _values(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _values(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """The real result, where every tensor that goes in is known; else None."""
-        inputs = list(tensors_in([*args, *kwargs.values()]))
         if inputs:
             if any(tensor.numel() > _MAX_KNOWN or not self._knows(tensor) for tensor in inputs):
                 return None
@@ -153,12 +154,6 @@ def device_asked_for(func: Any, args: Any) -> torch.device | None:
         return None
     (tensor,) = args
     return tensor.fake_device if isinstance(tensor, FakeTensor) else func(tensor)
-
-
-def _is_of_host(func: Any, values: list[Any]) -> bool:
-    """Whether an operation has real tensors only, as the counts of a batch on the host."""
-    inputs = list(tensors_in(values))
-    return bool(inputs) and func is not _LIFT and not any(isinstance(tensor, FakeTensor) for tensor in inputs)
 
 
 @cache
