@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmlab.schedule.columns import Block, Ints
+from mmlab.schedule.columns import Block, Ints, stable_order
 from mmlab.schedule.cost import FREE, MaxPolynomial
 from mmlab.schedule.metrics import sides
 from mmlab.types import SampleSizes
@@ -34,13 +34,13 @@ def images_of(sizes: SampleSizes, rows: Ints) -> Images:
     places = np.arange(len(rows))
     group = sizes.group[rows]
     group = np.where(group < 0, -1 - places, group)
-    by_group = np.argsort(group, kind="stable")
+    by_group = stable_order(group)
     firsts = np.flatnonzero(np.diff(group[by_group], prepend=group[by_group[:1]] - 1))
     counts = np.diff(firsts, append=len(rows))
-    appearance = np.argsort(by_group[firsts])
-    number = np.empty(len(rows), np.int64)
-    number[by_group] = np.repeat(np.argsort(appearance), counts)
-    occurrence = np.empty(len(rows), np.int64)
+    appearance = stable_order(by_group[firsts])
+    rank, number, occurrence = np.empty_like(appearance), np.empty_like(by_group), np.empty_like(by_group)
+    rank[appearance] = np.arange(len(appearance))
+    number[by_group] = np.repeat(rank, counts)
     occurrence[by_group] = places - np.repeat(firsts, counts)
     starts = np.append(0, np.cumsum(counts[appearance]))
     members = np.empty(len(rows), np.int64)
@@ -85,7 +85,7 @@ def resolve_collisions(
         size, images.number, images.members, images.starts, batch_of, len(batches.ends),
         limit.columns, objective.columns, budget, max_size, reach,
     )  # fmt: skip
-    by_batch = np.argsort(batch_of, kind="stable")
+    by_batch = stable_order(batch_of)
     num_out = int((batch_of < 0).sum())
     ends = np.cumsum(np.bincount(batch_of[batch_of >= 0], minlength=len(batches.ends)))
     rest = Block(order[by_batch[num_out:]], ends[np.diff(ends, prepend=0) > 0])

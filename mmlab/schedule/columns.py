@@ -13,6 +13,18 @@ from mmlab.types import CostModel
 Ints = NDArray[np.int64]
 
 
+def stable_order(keys: Ints) -> Ints:
+    """`np.argsort(keys, kind="stable")` in half the time: each key and its place are sorted as one number.
+
+    >>> stable_order(np.array([2, -1, 2, 0]))
+    array([1, 3, 0, 2])
+    """
+    bits = len(keys).bit_length()
+    if np.abs(keys).max(initial=0) >> (62 - bits):  # no room for both
+        return np.argsort(keys, kind="stable")
+    return np.sort((keys << bits) | np.arange(len(keys))) & ((1 << bits) - 1)
+
+
 class Block(NamedTuple):
     """A run of batches as columns."""
 

@@ -21,7 +21,7 @@ from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.classic import aspect_class
 from mmlab.schedule.collisions import REACH, images_of, resolve_collisions
-from mmlab.schedule.columns import Block, Ints, Limits
+from mmlab.schedule.columns import Block, Ints, Limits, stable_order
 from mmlab.schedule.cost import (
     FREE,
     MaxPolynomial,
@@ -295,4 +295,4 @@ def _order_by(*keys: Ints) -> Ints:
     combined = keys[0]
     for key, span in zip(keys[1:], spans[1:], strict=True):
         combined = combined * span + key
-    return np.argsort(combined, kind="stable")
+    return stable_order(combined)
