@@ -8,6 +8,7 @@ stand behind queued cells.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -315,7 +316,8 @@ class Pump:
         with self._wake:
             errors = [*self._runs.errors[-10:], *self._errors]
         if failure:
-            text = failure.strip().rsplit("\n", 1)[-1]
+            raised = failure.rsplit("Traceback (", 1)[-1]
+            text = re.split(r"\n(?=\S)", raised, maxsplit=1)[-1].strip()  # behind frames, which are indented
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
         self._names |= dict.fromkeys(run.name for run in runs)
         light, dark = colours_of(self._names), colours_of(self._names, dark=True)

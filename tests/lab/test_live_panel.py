@@ -210,10 +210,12 @@ def test_an_error_of_training_and_one_of_the_panel_itself_are_sent(
     panels.append(LivePanel(controller=controller))
     page = Page(panels[0])
     page.say("ready", have={})
-    controller.state, controller.error = "failed", "Traceback ...\nValueError: no such loss"
+    said = "ValueError: 2 rows cannot be used:\n  item 0: no image\nMend them"
+    controller.state = "failed"
+    controller.error = f"Traceback (most recent call last):\n  File a.py\n    read()\n{said}\n"
     page.until(lambda: page.facts.get("errors"))
     assert page.facts["errors"][0]["where"] == "training"
-    assert page.facts["errors"][0]["text"] == "ValueError: no such loss"
+    assert page.facts["errors"][0]["text"] == said
     del controller.progress
     page.until(lambda: any(error["where"] == "panel" for error in page.facts["errors"]))
 
