@@ -176,8 +176,10 @@ def plan(
     options["patch"] = options["patch"] or PATCH
     if model is None:
         return preview(sizes, _names(schedulers), **options)
-    prices = price_plans(model, sizes, dataset=dataset, precision=precision, **rented)
-    found = preview(sizes, _names(schedulers), prices=prices.figures, time=prices.time, **options)
+    names = _names(schedulers)
+    rented |= {"precision": precision, "packed": "packed" in names}
+    prices = price_plans(model, sizes, dataset=dataset, **rented)
+    found = preview(sizes, names, prices=prices.figures, time=prices.time, **options)
     method = prices.time.conditions["method"]
     document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
     return Printed(document=document, text=f"{prices}\n{found}")

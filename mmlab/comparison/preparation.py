@@ -19,7 +19,6 @@ from torch import nn
 from mmlab.comparison.options import ComparisonOptions, SamplingOptions
 from mmlab.data.augment import Augment
 from mmlab.data.complexity import image_complexity
-from mmlab.data.conversation_batches import ConversationCollator
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.data.dataset import MultimodalDataset
@@ -36,6 +35,7 @@ from mmlab.machine import GIB, describe_host
 from mmlab.model.conversation_model import ConversationModel, named_processor, named_vlm
 from mmlab.model.packing import enable_packing
 from mmlab.model.presets import build_model
+from mmlab.pricing.step_prices import packing
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.live import LivePlan
@@ -231,8 +231,7 @@ def suit(model: nn.Module, plan: BatchPlan | LivePlan, dataset: Any = None) -> n
     """
     packed = isinstance(plan, BatchPlan) and plan.limits.streams is not None
     if packed and isinstance(model, ConversationModel):
-        model.pack = ConversationCollator(dataset.collator.processor, packed_for=model.module).pack
-        return model
+        return packing(model, dataset)
     return enable_packing(model) if packed else model
 
 

@@ -22,7 +22,8 @@ from mmlab.machine import device_limit
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.step_prices import price_dataset
+from mmlab.pricing.plan_prices import prices_of
+from mmlab.pricing.step_prices import packing, price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, loading_seconds
 from mmlab.schedule.base import Scheduler
@@ -46,6 +47,11 @@ class Sized:
     memory: CostModel | None = None  # predicts a batch's bytes
     limit_bytes: float | None = None
     time: TimeModel | None = None  # predicts a batch's seconds
+    packs: tuple[MemoryModel, TimeModel] | None = None  # the same of packed conversations
+
+    def prices(self, plan: BatchPlan) -> tuple[CostModel | None, TimeModel | None]:
+        """What predicts bytes and seconds of a plan's batches."""
+        return prices_of(plan, self.memory, self.time, self.packs)
 
 
 def size_schedulers(
@@ -90,6 +96,7 @@ class _Sizing:
 
     memory: MemoryModel
     time: TimeModel | None = None
+    packs: tuple[MemoryModel, TimeModel] | None = None
 
     def __init__(self, options: ComparisonOptions, dataset: Any, progress: bool) -> None:
         self.options, self.dataset, self.progress = options, dataset, progress
@@ -143,6 +150,11 @@ class _Sizing:
                 planners[name] = make_scheduler(
                     name, cost=memory, budget=limit_bytes, time=time, seed=options.seed
                 )
+            elif name == "packed" and isinstance(model, ConversationModel):
+                self.packs = self._price(packing(model, dataset))
+                planners[name] = make_scheduler(
+                    name, cost=self.packs[0], budget=limit_bytes, seed=options.seed
+                )
             elif name == "packed":  # cannot be priced: as many tokens, without padding
                 tokens = max(float(plan.costs(COST).max()) for plan in self._plans(baseline))
                 planners[name] = self._make(name, int(tokens))
@@ -151,7 +163,7 @@ class _Sizing:
                 if "budget" in scheduler_type(name).__dataclass_fields__:
                     first = int(batch_costs(COST, dataset.sizes.alone).max())
                 planners[name] = self._largest(name, first, limit_bytes)
-        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time)
+        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=self.packs)
 
     def _make(self, name: str, size: int) -> Scheduler:
         """A scheduler with so many samples, or padded tokens, a batch."""

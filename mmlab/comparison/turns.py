@@ -37,7 +37,6 @@ from mmlab.runs.follow import RunState
 from mmlab.runs.meters import LiveBytes
 from mmlab.runs.summaries import WARMUP_STEPS, summarize
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
@@ -81,15 +80,17 @@ class ComparisonSetup:
     def limited(self, plan: BatchPlan) -> tuple[NDArray[np.float64], float]:
         """What is limited of each batch, and the limit: bytes at equal memory, else tokens and patches.
 
-        Of a packed plan, whose bytes cannot be predicted, always tokens.
+        Of a packed plan whose bytes cannot be predicted always tokens.
         """
-        if self.sized.budget is None and self.sized.memory is not None and plan.limits.streams is None:
-            return batch_costs(self.sized.memory, plan.shape_columns), float(self.sized.limit_bytes or 0)
+        memory, _ = self.sized.prices(plan)
+        if self.sized.budget is None and memory is not None:
+            return plan.costs(memory), float(self.sized.limit_bytes or 0)
         return costs_of(plan), float(self.sized.budget or plan.limits.budget or 0)
 
     def expected(self, plan: BatchPlan) -> NDArray[np.float64]:
         """By which the progress of a run is measured: predicted seconds, or tokens and patches."""
-        return costs_of(plan) if self.sized.time is None else self.sized.time.batch_s(plan)
+        _, time = self.sized.prices(plan)
+        return costs_of(plan) if time is None else time.batch_s(plan)
 
     def peak_of_one_step(self, plan: BatchPlan, rows: Sequence[int]) -> tuple[int, str]:
         """Peak bytes of one training step on these samples, and what counted them. No run may be in its turn.
@@ -224,7 +225,7 @@ class ComparisonRun:
                 "give a larger batch size or budget, or more images"
             )
         predicted = {}
-        if (time := self._setup.sized.time) is not None:
+        if (time := self._setup.sized.prices(plan)[1]) is not None:
             predicted["predicted_samples_per_s"] = float(samples.sum()) / time.epoch_s(plan)
         return {
             "num_batches": found["steps"],

@@ -90,11 +90,15 @@ def held_out_errors(predicted: NDArray[np.floating], found: NDArray[Any]) -> dic
 def step_terms(
     shapes: NDArray[np.integer], patch: int = PATCH, exponents: Sequence[tuple[int, int, int]] = EXPONENTS
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The terms that a fit to these shapes can tell apart: (n, M) values and (M, 3) powers of B, T and P."""
+    """The terms that a fit to these shapes can tell apart: (n, M) values and (M, 3) powers of B, T and P.
+
+    Of terms that differ only in what the shapes have all alike, the first is kept.
+    """
     count, text, height, width = np.asarray(shapes, dtype=np.int64).T
     at = np.stack([count, text, -(-height // patch) * -(-width // patch)], axis=1)
     varies = at.min(axis=0) < at.max(axis=0)
-    kept = np.array([term for term in exponents if not np.array(term)[~varies].any()], dtype=np.int64)
+    alike = {tuple(np.array(term)[varies]): term for term in reversed(exponents)}
+    kept = np.array([term for term in exponents if term in alike.values()], dtype=np.int64)
     return _values(at, kept), kept
 
 

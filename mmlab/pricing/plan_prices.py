@@ -13,10 +13,10 @@ from mmlab.pricing.fit import fit_memory, patch_of
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.named_model import conversation_model, named_model
 from mmlab.pricing.roofline import predict_time
-from mmlab.pricing.step_prices import price_dataset
+from mmlab.pricing.step_prices import packing, price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time
-from mmlab.schedule.cost import batch_costs, require_room
+from mmlab.schedule.cost import require_room
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import SampleSizes
 
@@ -30,16 +30,17 @@ class PlanPrices:
     memory: MemoryModel
     time: TimeModel
     limit_bytes: int  # what the tensors of a step may take
+    packs: tuple[MemoryModel, TimeModel] | None = None  # of packed conversations
     price_per_hour: float | None = None
 
     def figures(self, plan: BatchPlan, num_ranks: int = 1) -> dict[str, float | None]:
         """`epoch_s`, `peak_bytes` and, given a price, `epoch_price` of all ranks in its currency.
 
-        A packed plan has no `peak_bytes`: a packed step cannot be priced.
+        A packed plan has no `peak_bytes`, unless packs were measured.
         """
-        epoch_s = self.time.epoch_s(plan, num_ranks=num_ranks)
-        is_padded = plan.limits.streams is None
-        peak_bytes = float(batch_costs(self.memory, plan.shape_columns).max()) if is_padded else None
+        memory, time = prices_of(plan, self.memory, self.time, self.packs)
+        epoch_s = time.epoch_s(plan, num_ranks=num_ranks)
+        peak_bytes = None if memory is None else float(plan.costs(memory).max())
         found: dict[str, float | None] = {"epoch_s": epoch_s, "peak_bytes": peak_bytes}
         if self.price_per_hour is not None:
             found["epoch_price"] = epoch_s / 3600 * self.price_per_hour * num_ranks
@@ -52,6 +53,13 @@ class PlanPrices:
             f"seconds on {conditions['device']} in {conditions['precision']}: {method}; "
             f"a step may take {self.limit_bytes / GIB:.1f} GiB"
         )
+
+
+def prices_of(
+    plan: BatchPlan, memory: Any, time: Any, packs: tuple[MemoryModel, TimeModel] | None
+) -> tuple[Any, Any]:
+    """What predicts bytes and seconds of a plan's batches; the bytes of packs only where packs were measured."""
+    return (memory, time) if plan.limits.streams is None else packs or (None, time)
 
 
 def side_of_patch(model: str, given: int | None = None) -> int:
@@ -76,6 +84,7 @@ def price_plans(
     device_name: str | None = None,
     precision: str = "fp32",
     price_per_hour: float | None = None,
+    packed: bool = False,
     progress: bool = True,
 ) -> PlanPrices:
     """Price the steps of a model on a named device, or measure them here.
@@ -86,6 +95,7 @@ def price_plans(
         dataset: the conversations of a vision-language model.
         device_name: a name in `mmlab.pricing.devices.DEVICES`, whose seconds are predicted; None measures the device at
             hand.
+        packed: measure packs of conversations, too.
 
     Raises:
         OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device.
@@ -98,9 +108,11 @@ def price_plans(
     kind = named.kind if named else str(here).partition(":")[0]
     limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(str(here)).usable_bytes
     priced: dict[str, Any] = {"precision": precision, "progress": progress}
+    packs = None
     if dataset is not None and not named:
         vlm = conversation_model(model, device=str(here))
         memory, time = price_dataset(vlm, dataset, precision=precision)
+        packs = price_dataset(packing(vlm, dataset), dataset, precision=precision) if packed else None
     else:
         where = "meta" if named else "cpu"
         network = (
@@ -113,4 +125,6 @@ def price_plans(
             time = predict_time(network, sizes, named, **priced)
         else:
             time = fit_time(network, sizes, device=here, **priced)
-    return PlanPrices(memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour)
+    return PlanPrices(
+        memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour, packs=packs
+    )

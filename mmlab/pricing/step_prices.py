@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mmlab.data.conversation_batches import ConversationCollator
 from mmlab.data.conversation_dataset import ConversationDataset
+from mmlab.data.conversation_packs import Packer
 from mmlab.data.conversations import read_conversations
 from mmlab.errors import OptionError
 from mmlab.machine import cpu_name
@@ -32,8 +34,10 @@ from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, 
 from mmlab.pricing.timing import loading_seconds, low_seconds
 from mmlab.runs.folders import TIME_MODEL
 from mmlab.runs.meters import LiveBytes
+from mmlab.schedule.columns import Limits
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
+from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.precision import Precision
 from mmlab.types import SampleSizes
@@ -58,6 +62,7 @@ def price_steps(
     prepare: Callable[[list[int]], Any] | None = None,
     holds: Sequence[nn.Module | torch.optim.Optimizer],
     budget: float,
+    packed: bool = False,
     num_probes: int = 12,
     repeats: int = 3,
     progress: bool = True,
@@ -80,6 +85,7 @@ def price_steps(
         prepare: what a loader does ahead of a step, and is not timed.
         holds: the model and the optimizer, whose tensors are there before a step.
         budget: padded tokens and patches that no probed batch is above; beyond it prices are extrapolated.
+        packed: the step lays its samples end to end: what is priced are packs, for the scheduler `packed`.
         num_probes: batches that are fitted.
         repeats: timed steps of each batch.
 
@@ -88,7 +94,7 @@ def price_steps(
     """
     if num_probes < len(TIME_EXPONENTS):
         raise OptionError(f"num_probes must be at least {len(TIME_EXPONENTS)}, found {num_probes}")
-    batches, shapes = _probes(sizes, num_probes + _NUM_HELD_OUT, budget)
+    batches, shapes = _probes(sizes, num_probes + _NUM_HELD_OUT, budget, packed)
     batch_of = prepare or (lambda rows: rows)
     costliest = batches[int(batch_costs(PaddedTokens(), shapes).argmax())]
     train_step(batch_of(costliest))  # makes the optimizer's state
@@ -136,7 +142,7 @@ def price_model(
 
     Args:
         dataset: with items for `collate`, in the order of `sizes`.
-        collate: makes of a list of items the model's arguments, by name.
+        collate: makes of a list of items the model's arguments, by name. Where it packs them, packs are priced.
         precision: of the forward pass, as autocast has it: fp32, tf32, bf16 or fp16.
         options: `budget` and others of `price_steps`.
     """
@@ -152,7 +158,8 @@ def price_model(
         optimizer.step()
         optimizer.zero_grad()
 
-    return price_steps(train_step, sizes, holds=(model, optimizer), **options)
+    packed = isinstance(getattr(collate, "pack", None), Packer)
+    return price_steps(train_step, sizes, holds=(model, optimizer), packed=packed, **options)
 
 
 def price_dataset(
@@ -164,7 +171,8 @@ def price_dataset(
 ) -> tuple[MemoryModel, TimeModel]:
     """Bytes and seconds of steps of mmlab's own trainer, on the device where the model is; its weights stay as they are.
 
-    Batches of up to 32 mean samples are measured, or of two of the largest; and what loading them takes.
+    Batches of up to 32 mean samples are measured, or of two of the largest; packs where the model packs them. And what
+    loading them takes.
 
     Args:
         num_workers: of the loader.
@@ -177,6 +185,7 @@ def price_dataset(
         sizes,
         prepare=lambda rows: dataset.collate([dataset[row] for row in rows]),
         holds=(trainer.model, trainer.optimizer),
+        packed=model.is_packed,
         budget=max(costs[-1], DEFAULT_MEAN_SAMPLES * costs[:-1].mean()),
     )
     own: dict[str, Any] = {"fingerprint": fingerprint(model), "conditions": _conditions(model, precision)}
@@ -184,6 +193,16 @@ def price_dataset(
     own |= loading_seconds(dataset, device=device.type, num_workers=num_workers)
     own["spread_ratio"] = found.spread_ratio
     return memory, TimeModel(rows=found.seconds, held_out=found.seconds_held_out, **own)
+
+
+def packing(model: ConversationModel, dataset: ConversationDataset) -> ConversationModel:
+    """The model, which from now on packs its batches.
+
+    Raises:
+        OptionError: a model that cannot be packed.
+    """
+    model.pack = ConversationCollator(dataset.collator.processor, packed_for=model.module).pack
+    return model
 
 
 def saved_or_priced(
@@ -198,10 +217,10 @@ def saved_or_priced(
     return memory, saved_or_fitted(paths[1], TimeModel, lambda: priced()[1], **about)
 
 
-def _conditions(model: nn.Module, precision: str) -> dict[str, Any]:
+def _conditions(model: ConversationModel, precision: str) -> dict[str, Any]:
     device = next(model.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {"method": "measured", "device": name, "precision": precision}
+    return {"method": "measured", "device": name, "precision": precision, "packed": model.is_packed}
 
 
 def named_dataset(data: str, images: str | None, processor: str, **options: Any) -> ConversationDataset:
@@ -217,7 +236,9 @@ def named_dataset(data: str, images: str | None, processor: str, **options: Any)
     return ConversationDataset(read_conversations(data, images=images), named_processor(processor), **options)
 
 
-def _probes(sizes: SampleSizes, number: int, budget: float) -> tuple[list[list[int]], NDArray[np.int64]]:
+def _probes(
+    sizes: SampleSizes, number: int, budget: float, packed: bool
+) -> tuple[list[list[int]], NDArray[np.int64]]:
     """Batches of neighbours in order of tokens, or of patches, of a number spread evenly on a logarithmic scale."""
     rng = np.random.default_rng(0)
     orders = [np.argsort(column, kind="stable") for column in (sizes.num_tokens, sizes.height * sizes.width)]
@@ -234,7 +255,8 @@ def _probes(sizes: SampleSizes, number: int, budget: float) -> tuple[list[list[i
                 f"a budget of {budget:.0f} padded tokens does not hold two of the largest samples; raise it"
             )
         batches.append(rows[: max(1, round(allowed ** ((probe + 1) / number)))].tolist())
-    shapes = np.array([[len(rows), *sizes.take(rows).alone[:, 1:].max(0)] for rows in batches])
+    limits = Limits(streams=(0, 0) if packed else None)
+    shapes = BatchPlan.from_batches(batches, sizes, limits).step_shapes()
     mixed = rng.permutation(number)  # what is held out is of all sizes
     return [batches[place] for place in mixed], shapes[mixed]
 

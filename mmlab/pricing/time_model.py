@@ -68,10 +68,10 @@ class TimeModel(FittedModel):
         """(M,) seconds of each batch of a plan: of its step, or of loading its samples where that takes longer.
 
         The first batch of each shape in the plan takes `new_shape_s` more. A loader works ahead while the device
-        computes, so the longer of the two stages counts; what both need the same cores for is added to the step. In a
-        packed plan each sample counts without padding.
+        computes, so the longer of the two stages counts; what both need the same cores for is added to the step. A
+        packed batch counts as so many samples of its mean lengths, unless packs are what was measured.
         """
-        steps = batch_costs(self, plan.shape_columns) if plan.limits.streams is None else self._packed_s(plan)
+        steps = self._step_s(plan)
         steps[np.unique(plan.shape_columns, axis=0, return_index=True)[1]] += self.new_shape_s
         counts = plan.columns.counts
         return np.maximum(steps + counts * self.shared_s_per_sample, counts * self.data_s_per_sample)
@@ -86,17 +86,12 @@ class TimeModel(FittedModel):
         padded = np.pad(seconds, (0, -len(seconds) % num_ranks))
         return float(padded.reshape(-1, num_ranks).max(axis=1, initial=0.0).sum())
 
-    def _packed_s(self, plan: BatchPlan) -> NDArray[np.float64]:
-        """(M,) seconds of batches that are computed without padding: B * T**t is then the sum of the samples' T**t."""
-        samples = plan.sizes.take(plan.columns.order)
-        tokens = samples.num_tokens.astype(np.float64)
-        patches = (-(-samples.height // self.patch) * -(-samples.width // self.patch)).astype(np.float64)
-        counts = plan.columns.counts.astype(np.float64)
-        seconds = np.zeros(len(counts))
-        for factor, (size, text, image) in zip(self.rows.coefficients[0], self.rows.exponents, strict=True):
-            of_samples = plan.columns.totals(tokens**text * patches**image)
-            seconds += factor * (of_samples * counts ** (size - 1) if size else 1.0)
-        return seconds
+    def _step_s(self, plan: BatchPlan) -> NDArray[np.float64]:
+        shapes = plan.step_shapes(self.patch)
+        if plan.limits.streams is None or self.conditions.get("packed"):
+            return batch_costs(self, shapes)
+        counts = plan.columns.counts
+        return self.rows.at(counts, shapes[:, 1] / counts, shapes[:, 2] / self.patch / counts)
 
 
 def fit_seconds(

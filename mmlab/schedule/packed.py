@@ -9,6 +9,7 @@ would cost far more than its budget. Under a microsecond a sample.
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +18,11 @@ from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.collisions import images_of
 from mmlab.schedule.columns import Block, Ints, Limits
-from mmlab.schedule.cost import PaddedTokens
+from mmlab.schedule.cost import PaddedTokens, require_room
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_lengths
 from mmlab.schedule.metrics import cells, lengths, work
 from mmlab.schedule.ranks import balance, shorten_last_step
-from mmlab.types import PATCH, SampleSizes
+from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 _POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
 
@@ -35,6 +36,7 @@ class Packed(Scheduler):
     Args:
         budget: text tokens and image patches that a pack may hold together, shared by the streams in the ratio of the
             data; None takes 32 average samples. Where images come in tiles of equal size, the rooms are of whole tiles.
+        cost: a cost model of packs (`mmlab.price_model` fits one), of which `budget` is then the most that a pack may cost.
         text_room, image_room: room of each stream, instead of `budget`.
         patch: side of an image patch in pixels.
         allow_collisions: whether a pack may hold two samples of one image.
@@ -44,6 +46,7 @@ class Packed(Scheduler):
     """
 
     budget: float | None = None
+    cost: CostModel | None = None
     text_room: int | None = None
     image_room: int | None = None
     patch: int = PATCH
@@ -55,6 +58,8 @@ class Packed(Scheduler):
             raise OptionError("text_room and image_room go together; give both, or a budget")
         if self.budget is not None and self.text_room is not None:
             raise OptionError("give either budget, or text_room and image_room, not both")
+        if self.cost is not None and self.budget is None:
+            raise OptionError(f"cost goes with a budget in {self.cost.unit}; give both")
 
     def limits(self, sizes: SampleSizes) -> Limits:
         if self.text_room is not None and self.image_room is not None:
@@ -63,13 +68,9 @@ class Packed(Scheduler):
             text, image, tile = mean_lengths(sizes, self.patch)
             budget = float(self.budget or max(1.0, DEFAULT_MEAN_SAMPLES * (text + image)))
             share = text / (text + image) if text + image else 0.5
-            text_room, image_room = budget * share + 1e-6, budget * (1 - share) + 1e-6  # 9.9999... is 10
-            if image_room >= tile > 1:  # beside whole tiles no image fits, nor the text in proportion
-                text_room *= 1 - image_room % tile / image_room
-                image_room -= image_room % tile
-            streams = int(text_room), int(image_room + 1e-6)
+            streams = _rooms(self._most_tokens(sizes, share, budget), share, tile)
         self._warn_of_oversize(sizes, streams)
-        return Limits(PaddedTokens(self.patch), budget, streams)
+        return Limits(self.cost or PaddedTokens(self.patch), budget, streams)
 
     def block_size(self, num_samples: int) -> int:
         return BLOCK_SIZE
@@ -97,6 +98,18 @@ class Packed(Scheduler):
         pack_work = batches.totals(work(text) + work(image))
         return balance(batches, pack_work, pack_work, self.world_size, rng)
 
+    def _most_tokens(self, sizes: SampleSizes, share: float, budget: float) -> float:
+        """Tokens and patches of the largest pack within the budget, of which `share` are tokens."""
+        if (cost := self.cost) is None:
+            return budget
+        require_room(cost, sizes, budget, "raise the budget to this cost, or cut the text or the image")
+
+        def price(size: int) -> float:
+            text, image = _rooms(size, share)
+            return cost(BatchShape(1, text, image * self.patch, self.patch))
+
+        return bisect_right(range(1, 2**40), budget, key=price)
+
     def _warn_of_oversize(self, sizes: SampleSizes, streams: tuple[int, int]) -> None:
         columns = (sizes.num_tokens, sizes.height, sizes.width)
         text, height, width = (column.max(initial=0) for column in columns)
@@ -112,3 +125,12 @@ class Packed(Scheduler):
                 "a larger budget, or text_room and image_room, makes them fit",
                 stacklevel=4,
             )
+
+
+def _rooms(tokens: float, share: float, tile: int = 1) -> tuple[int, int]:
+    """Rooms for so many tokens and patches, of which `share` are tokens."""
+    text_room, image_room = tokens * share + 1e-6, tokens * (1 - share) + 1e-6  # 9.9999... is 10
+    if image_room >= tile > 1:  # beside whole tiles no image fits, nor the text in proportion
+        text_room *= 1 - image_room % tile / image_room
+        image_room -= image_room % tile
+    return int(text_room), int(image_room + 1e-6)

@@ -18,7 +18,8 @@ from mmlab.errors import OptionError
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.epoch import EpochBlocks, GivenBlock
-from mmlab.types import BatchShape, CostModel, SampleSizes
+from mmlab.schedule.metrics import lengths
+from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,16 +90,22 @@ class BatchPlan:
         """The padded shape of every batch."""
         return [BatchShape(*shape) for shape in self.shape_columns.tolist()]
 
+    def step_shapes(self, patch: int = PATCH) -> Ints:
+        """(num_batches, 4) what is computed: padded shapes, or of a packed plan one sample of all tokens and patches."""
+        if self.limits.streams is None:
+            return self.shape_columns
+        text, image = map(self.columns.totals, lengths(self.sizes, patch, self.columns.order))
+        one = np.ones_like(text)
+        return np.stack([one, text, patch * image, patch * one], axis=1)
+
     def costs(self, cost: CostModel | None = None) -> NDArray[np.float64]:
-        """(num_batches,) what each batch costs: its padded shape, or in a packed plan the sum of its samples.
+        """(num_batches,) what each batch costs: `step_shapes` under a cost model.
 
         Args:
             cost: a cost model; None takes the plan's own, or else padded tokens.
         """
         cost = cost or self.limits.cost or PaddedTokens()
-        if self.limits.streams is None:
-            return batch_costs(cost, self.shape_columns)
-        return self.columns.totals(batch_costs(cost, self.sizes.take(self.columns.order).alone))
+        return batch_costs(cost, self.step_shapes(getattr(cost, "patch", PATCH)))
 
     @property
     def times_drawn(self) -> Ints:
