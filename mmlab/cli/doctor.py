@@ -91,8 +91,6 @@ def diagnose(path: str | Path | None = None) -> Diagnosis:
     missing = {check.name for check in checks if check.status == "missing"}
     if missing.isdisjoint({"numpy", "pillow", "simplejpeg"}):
         checks.append(_reading(where))
-        if missing.isdisjoint({"torch", "import torch"}):
-            checks.append(_decoding())
     return Diagnosis(checks=tuple(checks))
 
 
@@ -262,14 +260,6 @@ def _reading(where: Path | None) -> Check:
     )
     slow = rates.really_cold and cold_mib_per_s < _SLOW_MIB_PER_S
     return _judged("reading", detail, remedy, bad=slow, **values)
-
-
-def _decoding() -> Check:
-    from mmlab.loading.speeds import decode_rate
-
-    images_per_s, num_bytes = decode_rate()
-    detail = f"{images_per_s:.0f} images/s a core: JPEG 640 x 480 ({num_bytes / 1000:.0f} kB) to 224 x 224"
-    return Check(name="decoding", status="ok", detail=detail, values={"images_per_s_per_core": images_per_s})
 
 
 def _first_line(error: object) -> str:

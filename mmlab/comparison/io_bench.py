@@ -24,10 +24,11 @@ from tqdm.auto import tqdm
 
 from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.copying import Copier
-from mmlab.loading.speeds import MIB, ReadRates, decode_rate, read_rates, work_rate
+from mmlab.loading.speeds import MIB, ReadRates, read_rates, work_rate
 from mmlab.loading.stages import as_html, as_text
 from mmlab.machine import num_usable_cores, resolve_device
 from mmlab.model.presets import build_model
@@ -194,7 +195,8 @@ def bench_io(
         reading = read_rates(_files(dataset, data))
         show("decoding")
         encoded = [records.read_image(row) for row in spread[:_NUM_IMAGES]]
-        decode_per_core, image_bytes = decode_rate(encoded, policy)
+        decode_per_core = work_rate(lambda: [decode_image(each, policy) for each in encoded], len(encoded))
+        image_bytes = sum(map(len, encoded)) / len(encoded)
         show("tokenising")
         texts = [text for text in records.texts[:_NUM_TEXTS] if text is not None] or [""]
         tokenise = partial(dataset.tokenizer, texts, truncation=False, verbose=False)

@@ -5,7 +5,6 @@ Reading is timed by the clock, work by the processor time of this process, so th
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import tempfile
@@ -16,9 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 
-from mmlab.data.decode import decode_image
 from mmlab.errors import DataError
-from mmlab.types import ImagePolicy, Square
 
 MIB = 2**20
 _READ_BYTES = 256 * MIB
@@ -78,35 +75,6 @@ def work_rate(work: Callable[[], object], num_items: int) -> float:
         work()
         num_calls += 1
     return num_items * num_calls / elapsed_s
-
-
-def decode_rate(
-    images: Sequence[bytes] | None = None, policy: ImagePolicy | None = None
-) -> tuple[float, float]:
-    """Images a second that one core decodes and resizes as the loader does.
-
-    Args:
-        images: encoded; unless given a JPEG of 640 x 480.
-        policy: size to decode to, `square(224)` unless given.
-
-    Returns:
-        Images/s a core, and the mean size of an encoded image in bytes.
-    """
-    images = [_sample_jpeg()] if images is None else images
-    size = Square(224) if policy is None else policy
-    rate = work_rate(lambda: [decode_image(encoded, size) for encoded in images], len(images))
-    return rate, sum(map(len, images)) / len(images)
-
-
-def _sample_jpeg() -> bytes:
-    import numpy as np
-    from PIL import Image
-
-    grain = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    photo = Image.fromarray(grain).resize((640, 480), Image.Resampling.BICUBIC)
-    encoded = io.BytesIO()
-    photo.save(encoded, "JPEG", quality=90)
-    return encoded.getvalue()
 
 
 _Piece = tuple[Path, int]  # of a file, and where it begins

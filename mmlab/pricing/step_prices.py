@@ -146,6 +146,8 @@ def price_model(
         precision: of the forward pass, as autocast has it: fp32, tf32, bf16 or fp16.
         options: `budget` and others of `price_steps`.
     """
+    from transformers import BatchFeature
+
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=0.0)
     device = next(model.parameters()).device
     computing = Precision.parse(precision, device)
@@ -153,7 +155,7 @@ def price_model(
     def train_step(rows: list[int]) -> None:
         batch = collate([dataset[row] for row in rows])
         with computing.autocast():
-            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss = model(**BatchFeature(batch).to(device)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -37,7 +37,6 @@ class Packed(Scheduler):
         budget: text tokens and image patches that a pack may hold together, shared by the streams in the ratio of the
             data; None takes 32 average samples. Where images come in tiles of equal size, the rooms are of whole tiles.
         cost: a cost model of packs (`mmlab.price_model` fits one), of which `budget` is then the most that a pack may cost.
-        text_room, image_room: room of each stream, instead of `budget`.
         patch: side of an image patch in pixels.
         allow_collisions: whether a pack may hold two samples of one image.
 
@@ -47,28 +46,19 @@ class Packed(Scheduler):
 
     budget: float | None = None
     cost: CostModel | None = None
-    text_room: int | None = None
-    image_room: int | None = None
     patch: int = PATCH
     allow_collisions: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.text_room is None) != (self.image_room is None):
-            raise OptionError("text_room and image_room go together; give both, or a budget")
-        if self.budget is not None and self.text_room is not None:
-            raise OptionError("give either budget, or text_room and image_room, not both")
         if self.cost is not None and self.budget is None:
             raise OptionError(f"cost goes with a budget in {self.cost.unit}; give both")
 
     def limits(self, sizes: SampleSizes) -> Limits:
-        if self.text_room is not None and self.image_room is not None:
-            streams, budget = (self.text_room, self.image_room), float(self.text_room + self.image_room)
-        else:
-            text, image, tile = mean_lengths(sizes, self.patch)
-            budget = float(self.budget or max(1.0, DEFAULT_MEAN_SAMPLES * (text + image)))
-            share = text / (text + image) if text + image else 0.5
-            streams = _rooms(self._most_tokens(sizes, share, budget), share, tile)
+        text, image, tile = mean_lengths(sizes, self.patch)
+        budget = float(self.budget or max(1.0, DEFAULT_MEAN_SAMPLES * (text + image)))
+        share = text / (text + image) if text + image else 0.5
+        streams = _rooms(self._most_tokens(sizes, share, budget), share, tile)
         self._warn_of_oversize(sizes, streams)
         return Limits(self.cost or PaddedTokens(self.patch), budget, streams)
 
@@ -122,7 +112,7 @@ class Packed(Scheduler):
             warnings.warn(
                 f"{len(oversize)} samples exceed a stream's room of {streams[0]} tokens or {streams[1]} patches "
                 f"and get a pack each (first: sample {row}, {text[row]} tokens, {image[row]} patches); "
-                "a larger budget, or text_room and image_room, makes them fit",
+                "a larger budget makes them fit",
                 stacklevel=4,
             )
 

@@ -30,7 +30,6 @@ def test_it_tells_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.Monk
     assert cpu_name() in diagnosis["cores"].detail
     assert diagnosis["memory"].values["total_bytes"] == total_memory_bytes() > 2**28
     assert diagnosis["reading"].values["num_bytes"] == 64 * 2**20
-    assert diagnosis["decoding"].values["images_per_s_per_core"] > 1
     assert not list(tmp_path.iterdir()), "the scratch file is gone"
     assert all(bool(check.remedy) == (check.status != "ok") for check in diagnosis.checks)
     assert json.loads(json.dumps(diagnosis.as_dict()))["ok"]

@@ -221,6 +221,9 @@ def test_a_comparison_trains_every_scheduler_on_the_batches_that_it_planned(
     assert [arm.shape_mismatches for arm in found.arms] == [0, 0, 0]
     assert [arm.image_to_text_r1 for arm in found.arms] == [None] * 3
     assert [arm.combined_waste for arm in found.arms][2] == 0
+    assert all(arm.peak_over_budget <= 1 for arm in found.arms), (
+        "packs are within the limit of memory as well"
+    )
     notes = " ".join(found.notes())
     assert "tokens of the answers" in notes
     assert "captions" not in notes

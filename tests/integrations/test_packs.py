@@ -101,7 +101,7 @@ def test_a_trainer_has_the_loss_of_padded_batches_and_says_that_nothing_was_padd
     trainer = PlannedTrainer(
         model, args, train_dataset=talks, processing_class=processor, callbacks=[TrainerEvents()],
         data_collator=ConversationCollator(processor, packed_for=model),
-        scheduler=make_scheduler("packed", text_room=10_000, image_room=10_000),
+        scheduler=make_scheduler("packed", budget=100_000),
     )  # fmt: skip
     trainer.train()
     assert trainer.seen == [(1, int(sizes.num_tokens.sum()))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,29 @@ from tests.integrations.test_conversations import conversations, folder  # noqa:
 from tests.integrations.vlm_families import FAMILIES, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, and of a busy machine
+
+
+def test_packs_are_priced_as_packs_and_none_needs_more_than_it_may(folder: Path) -> None:  # noqa: F811
+    processor, model = build("Qwen2-VL")
+    talks = conversations(folder, one_answer=False)
+    items = [talks[row % len(talks)] for row in range(40)]
+    sizes = conversation_sizes(talks, processor, progress=False).sizes().take(np.arange(40) % len(talks))
+    sizes = replace(sizes, group=np.arange(40))
+    collate, optimizer = (
+        ConversationCollator(processor, packed_for=model),
+        torch.optim.AdamW(model.parameters()),
+    )
+    prices = price_model(model, items, collate, sizes, budget=2500, repeats=1, progress=False)
+    assert prices.bytes_held_out["p50_ratio"] < 0.05
+    plan = make_scheduler("packed", cost=prices.bytes, budget=float(prices.bytes.at(1, 600, 600))).plan(sizes)
+    assert len(plan) > 1
+    costliest = list(plan)[int(plan.costs().argmax())]
+    for _ in range(2):  # the first step makes the optimizer's state
+        with LiveBytes().add(model, optimizer) as live:
+            model(**collate([items[row] for row in costliest])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 0.85 < live.peak_bytes / plan.costs().max() <= 1.05
 
 
 def test_bytes_of_real_steps_are_foretold_and_a_plan_follows_them(folder: Path) -> None:  # noqa: F811

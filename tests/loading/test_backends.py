@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -42,6 +43,30 @@ def test_batches_do_not_depend_on_the_backend(dataset, backend: str, prefetch: i
     plain = make_loader(dataset)
     plain.set_epoch(4)
     assert not torch.equal(next(iter(plain)).pixel_values, expected[0].pixel_values)
+
+
+def test_loading_threads_compute_on_one_core_and_others_on_all(dataset) -> None:
+    seen: list[int] = []
+
+    class Noting(Noise):
+        def __call__(self, image: torch.Tensor, **key: Any) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return super().__call__(image, **key)
+
+    def note() -> None:
+        seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        list(make_loader(dataset, "threads", augment=Noting()))
+        assert set(seen) == {1}
+        later = threading.Thread(target=note)
+        later.start()
+        later.join()
+        assert (torch.get_num_threads(), seen[-1]) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 class Drawn:

@@ -5,12 +5,17 @@ import pytest
 
 from mmlab.errors import OptionError
 from mmlab.schedule._pack_loops import fill_packs
+from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.metrics import padded_streams
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import SampleSizes
+from mmlab.types import PATCH, SampleSizes
 from tests.schedule.planning import make_sizes
 
 SIZES = make_sizes(6000)
+
+
+def patches_of(sizes):
+    return -(-sizes.height.astype(int) // PATCH) * -(-sizes.width.astype(int) // PATCH)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])
@@ -24,14 +29,8 @@ def test_both_streams_are_filled_and_every_rank_gets_as_many_packs(world_size):
     assert report.straggler < 0.02
 
 
-def test_rooms_follow_the_budget_or_are_given():
+def test_rooms_follow_the_budget():
     assert sum(make_scheduler("packed", budget=8000).plan(SIZES).limits.streams) in (7999, 8000)
-    given = make_scheduler("packed", text_room=900, image_room=5000).plan(SIZES)
-    assert given.limits.streams == (900, 5000)
-    with pytest.raises(OptionError, match="text_room and image_room go together"):
-        make_scheduler("packed", text_room=900)
-    with pytest.raises(OptionError, match="give either budget, or text_room and image_room"):
-        make_scheduler("packed", text_room=900, image_room=900, budget=1800)
     with pytest.raises(OptionError, match="budget must be above 0, found 0"):
         make_scheduler("packed", budget=0)
 
@@ -54,9 +53,24 @@ def test_an_oversize_sample_gets_a_pack_of_its_own_and_a_warning():
     tokens[77] = 5000
     sizes = SampleSizes(num_tokens=tokens, height=[64] * 200, width=[64] * 200, group=np.arange(200))
     with pytest.warns(UserWarning, match="1 samples exceed.*first: sample 77, 5000 tokens, 16 patches"):
-        plan = make_scheduler("packed", text_room=100, image_room=160).plan(sizes)
+        plan = make_scheduler("packed", budget=260).plan(sizes)
     assert [77] in list(plan)
     assert plan.report().coverage == 1
+
+
+def test_packs_fill_a_cost_that_grows_with_the_square_and_never_exceed_it():
+    cost = MaxPolynomial(
+        [[1e6, 3e3, 2e3, 0.5]], [(0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 2, 0)], unit="bytes", patch=PATCH
+    )
+    plan = make_scheduler("packed", cost=cost, budget=2e7).plan(SIZES)
+    sums = [(SIZES.num_tokens[rows].sum(), patches_of(SIZES)[rows].sum()) for rows in plan]
+    assert plan.costs().tolist() == pytest.approx([cost.at(1, *pack) for pack in sums])
+    assert plan.costs().max() <= 2e7
+    assert np.median(plan.costs()) > 0.97 * 2e7
+    with pytest.raises(OptionError, match="cost goes with a budget in bytes; give both"):
+        make_scheduler("packed", cost=cost)
+    with pytest.raises(OptionError, match=r"sample \d+ alone .* costs .* MiB, above the budget"):
+        make_scheduler("packed", cost=cost, budget=1.01e6).plan(SIZES)
 
 
 def test_texts_alone_and_images_alone_pack_too():
