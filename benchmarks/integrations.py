@@ -60,7 +60,9 @@ def main() -> None:
             talks = read_conversations(options.data, images=options.images)
         else:
             talks = made_talks(Path(temporary), 64 if options.quick else 800)
-        turn = {"num_rounds": 2, "min_samples": 200} if options.quick else {"num_rounds": 6, "min_samples": 700}
+        turn = (
+            {"num_rounds": 2, "min_samples": 200} if options.quick else {"num_rounds": 6, "min_samples": 700}
+        )
         rows = []
         for size in FIXED_SIZES[: 1 if options.quick else None]:
             rows += compared(talks, Path(temporary), fixed_size=size, **turn)

@@ -285,7 +285,8 @@ def _size(arm: ArmResult) -> str:
     """The batch size or the budget of a scheduler."""
     if "batch_size" in arm.options:
         return f"{arm.options['batch_size']} samples"
-    if arm.scheduler in ("memory", "fastest"):
+    packs_priced = arm.scheduler == "packed" and arm.options["cost"] != "None"
+    if arm.scheduler in ("memory", "fastest") or packs_priced:
         return "in bytes"
     return f"{arm.options['budget']} padded tokens" if "budget" in arm.options else "as configured"
 

@@ -23,7 +23,6 @@ from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.folders import fresh_folder
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.runs.monitor import DeviceMonitor
-from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.metrics import cells, lengths, waste
 from mmlab.types import PATCH, CostModel
 
@@ -168,14 +167,16 @@ class RunWriter:
             number, longest, high, wide = shapes.T
             padded = [number * longest, number * cells(high, PATCH) * cells(wide, PATCH)]
             self._counts = np.stack(counts + (counts if self._plan.limits.streams else padded))
+            self._bytes = self._plan.costs(self._memory)
         start = self._next if start is None else start
         self._next = start + num_batches
         shapes = self._plan.shape_columns[start : self._next]
         if not len(shapes):
             return {"num_batches": num_batches}
         tokens, patches, text, image = self._counts[:, start : self._next].sum(1)
-        memory = self._memory
-        bytes_ = {} if memory is None else {"predicted_bytes": int(batch_costs(memory, shapes).max())}
+        bytes_ = (
+            {} if self._memory is None else {"predicted_bytes": int(self._bytes[start : self._next].max())}
+        )
         return {
             "epoch": self.sampler.epoch,
             "num_samples": int(shapes[:, 0].sum()),

@@ -16,6 +16,7 @@ from mmlab.errors import OptionError
 from mmlab.integrations import PlannedBatches, TrainerEvents
 from mmlab.runs import read_events
 from mmlab.schedule import make_scheduler
+from mmlab.schedule.cost import MaxPolynomial
 from tests.integrations.test_conversations import REFUSED, conversations, folder
 from tests.integrations.vlm_families import FAMILIES, build
 
@@ -98,10 +99,11 @@ def test_a_trainer_has_the_loss_of_padded_batches_and_says_that_nothing_was_padd
         str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, num_train_epochs=1, save_strategy="no",
         remove_unused_columns=False, logging_steps=1, dataloader_num_workers=1,
     )  # fmt: skip
+    cost = MaxPolynomial([[1000, 2, 3]], [(0, 0, 0), (1, 1, 0), (1, 0, 1)], unit="bytes")
     trainer = PlannedTrainer(
         model, args, train_dataset=talks, processing_class=processor, callbacks=[TrainerEvents()],
         data_collator=ConversationCollator(processor, packed_for=model),
-        scheduler=make_scheduler("packed", budget=100_000),
+        scheduler=make_scheduler("packed", cost=cost, budget=100_000),
     )  # fmt: skip
     trainer.train()
     assert trainer.seen == [(1, int(sizes.num_tokens.sum()))]
@@ -111,3 +113,4 @@ def test_a_trainer_has_the_loss_of_padded_batches_and_says_that_nothing_was_padd
     assert step.values["combined_waste"] == step.values["text_waste"] == 0
     patches = sizes.sizes().height // 16
     assert step.values["predicted_cost"] == sizes.num_tokens.sum() + patches.sum()
+    assert step.values["predicted_bytes"] == 1000 + 2 * sizes.num_tokens.sum() + 3 * patches.sum()
