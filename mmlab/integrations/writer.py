@@ -174,9 +174,7 @@ class RunWriter:
         if not len(shapes):
             return {"num_batches": num_batches}
         tokens, patches, text, image = self._counts[:, start : self._next].sum(1)
-        bytes_ = (
-            {} if self._memory is None else {"predicted_bytes": int(self._bytes[start : self._next].max())}
-        )
+        peak_bytes = int(self._bytes[start : self._next].max())
         return {
             "epoch": self.sampler.epoch,
             "num_samples": int(shapes[:, 0].sum()),
@@ -186,7 +184,7 @@ class RunWriter:
             "image_waste": waste(patches, image),
             "combined_waste": waste(tokens + patches, text + image),
             "predicted_cost": float(text + image),
-            **bytes_,
+            **({} if self._memory is None else {"predicted_bytes": peak_bytes}),
         }
 
 
