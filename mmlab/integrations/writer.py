@@ -167,7 +167,7 @@ class RunWriter:
             number, longest, high, wide = shapes.T
             padded = [number * longest, number * cells(high, PATCH) * cells(wide, PATCH)]
             self._counts = np.stack(counts + (counts if self._plan.limits.streams else padded))
-            self._bytes = self._plan.costs(self._memory)
+            self._bytes = np.zeros(len(shapes)) if self._memory is None else self._plan.costs(self._memory)
         start = self._next if start is None else start
         self._next = start + num_batches
         shapes = self._plan.shape_columns[start : self._next]

@@ -6,16 +6,12 @@ import pytest
 from mmlab.errors import OptionError
 from mmlab.schedule._pack_loops import fill_packs
 from mmlab.schedule.cost import MaxPolynomial
-from mmlab.schedule.metrics import padded_streams
+from mmlab.schedule.metrics import lengths, padded_streams
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import PATCH, SampleSizes
 from tests.schedule.planning import make_sizes
 
 SIZES = make_sizes(6000)
-
-
-def patches_of(sizes):
-    return -(-sizes.height.astype(int) // PATCH) * -(-sizes.width.astype(int) // PATCH)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])
@@ -63,7 +59,8 @@ def test_packs_fill_a_cost_that_grows_with_the_square_and_never_exceed_it():
         [[1e6, 3e3, 2e3, 0.5]], [(0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 2, 0)], unit="bytes", patch=PATCH
     )
     plan = make_scheduler("packed", cost=cost, budget=2e7).plan(SIZES)
-    sums = [(SIZES.num_tokens[rows].sum(), patches_of(SIZES)[rows].sum()) for rows in plan]
+    text, image = lengths(SIZES, PATCH)
+    sums = [(text[rows].sum(), image[rows].sum()) for rows in plan]
     assert plan.costs().tolist() == pytest.approx([cost.at(1, *pack) for pack in sums])
     assert plan.costs().max() <= 2e7
     assert np.median(plan.costs()) > 0.97 * 2e7
