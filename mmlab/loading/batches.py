@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,10 +57,31 @@ class BadSample:
     replaced_by: str | None = None  # id of the record that came in its place
 
 
-class Upcoming(deque[int]):
-    """Rows that nobody has begun to load, in order."""
+class Upcoming:
+    """Rows that nobody has begun to load, in order. Many threads may take from it."""
 
-    num_told = 0  # of the next ones: the disk was told of them
+    def __init__(self, rows: Sequence[int] = ()) -> None:
+        self._rows = deque(rows)
+        self._num_announced = 0  # of the next ones: the disk was told of them
+        self._lock = Lock()
+
+    def extend(self, rows: Sequence[int]) -> None:
+        """More rows, behind the others."""
+        with self._lock:
+            self._rows.extend(rows)
+
+    def begin(self) -> None:
+        """One row fewer: somebody loads it."""
+        with self._lock:
+            self._rows.popleft()
+            self._num_announced = max(0, self._num_announced - 1)
+
+    def to_announce(self) -> list[int]:
+        """The next rows that the disk was not told of; each is given once."""
+        with self._lock:
+            rows = list(islice(self._rows, self._num_announced, _NUM_ANNOUNCED))
+            self._num_announced += len(rows)
+        return rows
 
 
 class LoadedSample(NamedTuple):
@@ -178,15 +200,12 @@ class SampleLoader:
         for place in places:
             row = request.rows[place]
             holding(row)
-            upcoming.popleft()
-            upcoming.num_told = max(0, upcoming.num_told - 1)
+            upcoming.begin()
             started = time.perf_counter()
             found = self.read(row, pixels[place])
             read = time.perf_counter()
             if read - started > _SLOW_READ_S:
-                untold = list(islice(upcoming, upcoming.num_told, _NUM_ANNOUNCED))
-                upcoming.num_told += len(untold)
-                for following in untold:
+                for following in upcoming.to_announce():
                     self.dataset.announce(following)
             loaded.append(self.sample(request, row, found, pixels[place]))
             busy_s["read"] += read - started

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import math
 import os
+import sys
 import tarfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -153,3 +155,27 @@ def test_the_disk_is_told_what_is_read_next_where_reading_is_slow(
     assert {start for start, _ in parts} <= starts
     (tmp_path / "0.tar").unlink()
     dataset.records.announce(0)  # who reads it says that it is gone
+
+
+def test_threads_announce_each_row_once_while_more_rows_come() -> None:
+    upcoming = batches.Upcoming()
+    announced: list[int] = []
+
+    def load() -> None:
+        for _ in range(5000):
+            upcoming.begin()
+            announced.extend(upcoming.to_announce())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        upcoming.extend(range(15_000))
+        with ThreadPoolExecutor(3) as pool:
+            loaders = [pool.submit(load) for _ in range(3)]
+            for first in range(15_000, 27_000, 10):
+                upcoming.extend(range(first, first + 10))
+        for loader in loaders:
+            loader.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(announced) == len(set(announced))
