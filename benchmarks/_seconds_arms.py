@@ -46,7 +46,9 @@ BATCH_SIZE = 32  # of `random`, whose predicted peak is the limit of all
 TOGETHER = " with collisions"  # of an arm's name: captions of one image may meet in a batch
 ARMS = tuple(name + rule for name in ("sorted", "bucket", "budget", "fastest") for rule in ("", TOGETHER))
 NUM_SAMPLES = {"tiny": 1000, "small": 400}
-NUM_ROUNDS = {"tiny": 4, "small": 3}  # measured, after one that warms up
+NUM_ROUNDS = {"tiny": 8, "small": 4}  # in each of which every arm trains an epoch
+NUM_TURNS = 4  # that an epoch is cut into, so that a machine that becomes slower does so for all arms
+NUM_WARM_UP = 4  # steps of each arm that are not measured
 OVER_RANDOM, OVER_OTHERS, LOWER_END = 1.4, 1.0, 0.97
 APART_OVER_TOGETHER = 0.95  # what keeping captions of one image apart may cost
 TEN_MILLION, PLANNING_S, FIRST_BATCH_MS = 10_000_000, 15.0, 60.0
@@ -111,8 +113,8 @@ def compared(
     num_rounds: int,
     fit_s: float,
 ) -> list[dict[str, Any]]:
-    """Epochs of every scheduler in turns, in another order each round."""
-    epochs = range(1 + num_rounds)
+    """Epochs of every scheduler, a part of each in turns, in another order each time."""
+    epochs = range(1, 1 + num_rounds)
     baseline = make_scheduler("random", batch_size=BATCH_SIZE)
     limit = peak_bytes(baseline, memory, sizes, epochs)
     fitted = fit_time(model, sizes, cost=memory, budget=limit, device="cpu", seconds=fit_s, progress=False)
@@ -128,16 +130,25 @@ def compared(
     trainer = FusionTrainer(model, device="cpu", lr=1e-4, total_steps=10**6)
     measured: dict[str, list[float]] = {name: [] for name in schedulers}
     rng = np.random.default_rng(0)
+
+    def train(batches: list[list[int]]) -> float:
+        started = time.perf_counter()
+        for rows in batches:
+            trainer.train_step([collate([samples[row] for row in rows])])
+        return time.perf_counter() - started
+
+    for scheduler in schedulers.values():
+        train(list(scheduler.plan(sizes, epoch=0))[:NUM_WARM_UP])
     for epoch in epochs:
-        for name in rng.permutation(list(schedulers)).tolist():
-            batches = list(schedulers[name].plan(sizes, epoch=epoch))
-            started = time.perf_counter()
-            for rows in batches:
-                trainer.train_step([collate([samples[row] for row in rows])])
-            taken_s = time.perf_counter() - started
-            if epoch:  # the first one warms up; a contrastive loss learns nothing from a batch of one sample
-                num_learnt = sum(len(rows) for rows in batches if len(rows) > 1)
-                measured[name].append(taken_s * len(sizes) / num_learnt if num_learnt else np.inf)
+        plans = {name: list(scheduler.plan(sizes, epoch=epoch)) for name, scheduler in schedulers.items()}
+        taken_s = dict.fromkeys(plans, 0.0)
+        for turn in range(NUM_TURNS):
+            for name in rng.permutation(list(plans)).tolist():
+                start, stop = (len(plans[name]) * place // NUM_TURNS for place in (turn, turn + 1))
+                taken_s[name] += train(plans[name][start:stop])
+        for name, batches in plans.items():  # a contrastive loss learns nothing from a batch of one sample
+            num_learnt = sum(len(rows) for rows in batches if len(rows) > 1)
+            measured[name].append(taken_s[name] * len(sizes) / num_learnt if num_learnt else np.inf)
     rows = []
     for name, all_s in measured.items():
         plan = schedulers[name].plan(sizes, epoch=1)
