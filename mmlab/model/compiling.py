@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 from mmlab.model.checkpointing import counts_batches
 from mmlab.types import Batch
 
@@ -49,9 +49,7 @@ class Compiled:
         max_variants: int = MAX_VARIANTS,
         on_limit: Callable[[str], object],
     ) -> None:
-        known = torch.compiler.list_backends(exclude_tags=None)
-        if backend not in known:
-            raise unknown_name("backend of torch.compile", backend, known)
+        check_name("backend of torch.compile", backend, torch.compiler.list_backends(exclude_tags=None))
         if backend == "inductor":
             _check_compiler(device)
         if backend.startswith("eager") and counts_batches(model):

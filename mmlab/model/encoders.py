@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 from mmlab.model.packing import Segments, attend
 from mmlab.types import PATCH
 
@@ -183,8 +183,7 @@ class ResNet(ImageEncoder):
         from torchvision import models
 
         known = models.list_models(include=["resnet*", "resnext*", "wide_resnet*"])
-        if name not in known:
-            raise unknown_name("torchvision ResNet", name, known)
+        check_name("torchvision ResNet", name, known)
         net = models.get_model(name, weights=weights)
         self.dim = net.fc.in_features
         self.stem = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool)

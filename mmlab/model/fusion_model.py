@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 from mmlab.model.encoders import ViT
 from mmlab.model.fusion import masked_mean
 from mmlab.model.fusions import FUSIONS
@@ -136,8 +136,7 @@ class FusionModel(nn.Module):
     ) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        if fusion not in FUSIONS:
-            raise unknown_name("fusion", fusion, FUSIONS)
+        check_name("fusion", fusion, FUSIONS)
         if fusion == "multiscale" and num_levels < 2:
             raise OptionError(f"multiscale fusion needs num_levels of at least 2, found {num_levels}")
         if not 0 <= modality_dropout < 1:

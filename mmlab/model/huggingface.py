@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_name
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.types import Batch, HostColumns
 
@@ -86,9 +86,8 @@ class LossModel(nn.Module):
                 "processor and conversations: --processor, or a ConversationModel and a ConversationDataset "
                 "(docs/guide/models.md)"
             )
-        if labels is not None and labels not in LABELS:
-            raise unknown_name("kind of labels", labels, LABELS)
-        self.labels = labels or _usual_labels(module)
+        self.labels = _usual_labels(module) if labels is None else labels
+        check_name("kind of labels", self.labels, LABELS)
         self.shifts_labels = self.labels == "text" and not getattr(config, "is_encoder_decoder", False)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.mask_id = getattr(tokenizer, "mask_token_id", None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 
 PARTS = ("image", "text", "fusion", "heads")
 _NAMES = (
@@ -95,8 +95,7 @@ def parameter_groups(
         OptionError: a part that does not exist, or a decay outside (0, 1].
     """
     for part in lr_factors or {}:
-        if part not in PARTS:
-            raise unknown_name("part of the model", part, PARTS)
+        check_name("part of the model", part, PARTS)
     if not 0 < layer_decay <= 1:
         raise OptionError(f"layer_decay must lie in (0, 1], found {layer_decay}")
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name
 from mmlab.model.encoders import ResNet, ViT
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.huggingface_encoders import HuggingFaceImages, HuggingFaceTexts, bert
@@ -77,8 +77,7 @@ def build_model(
     Raises:
         OptionError: no such preset, or sizes that do not divide.
     """
-    if preset not in PRESETS:
-        raise unknown_name("model preset", preset, PRESETS)
+    check_name("model preset", preset, PRESETS)
     config = replace(PRESETS[preset], **changes)
     if not 0 <= config.dropout < 1:
         raise OptionError(f"dropout must lie in [0, 1), found {config.dropout}")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mmlab.errors import unknown_name
+from mmlab.errors import check_name
 from mmlab.pricing.attention import cuda_attention
 from mmlab.pricing.backward import python_backward
 from mmlab.pricing.torch_internals import (
@@ -47,8 +47,7 @@ class FakeDevice:
     """
 
     def __init__(self, device: str = "cuda") -> None:
-        if device not in ("cuda", "cpu"):
-            raise unknown_name("device to price", device, ("cuda", "cpu"))
+        check_name("device to price", device, ("cuda", "cpu"))
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self._mode, self._answers = FakeTensorMode(allow_fallback_kernels=False), Answers()
         self._entered: list[ExitStack] = []

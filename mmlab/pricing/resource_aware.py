@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_name
 from mmlab.machine import GIB, available_memory_bytes, total_memory_bytes
 from mmlab.pricing.memory_policies import Halving, MemoryPolicy, Predictive
 from mmlab.runs.events import RunEvent
@@ -73,8 +73,7 @@ class ResourceAwareScheduler:
         agree: Callable[[float], float] | None = None,
         free_ram: Callable[[], float] = free_ram_ratio,
     ) -> None:
-        if policy not in POLICIES:
-            raise unknown_name("policy", policy, POLICIES)
+        check_name("policy", policy, POLICIES)
         limit_bytes = (
             max_memory_gb * GIB if max_memory_gb is not None else getattr(planner, "budget", None) or 16 * GIB
         )
