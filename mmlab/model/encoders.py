@@ -230,13 +230,8 @@ def _coarser(grid: Tensor, mask: Tensor, factor: int) -> Tensor:
 
 def fill_grid(pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Zero outside the mask, and pad bottom and right to whole patches, at least one."""
-    height, width = pixels.shape[-2:]
-    missing = (
-        0,
-        max(PATCH, -(-width // PATCH) * PATCH) - width,
-        0,
-        max(PATCH, -(-height // PATCH) * PATCH) - height,
-    )
+    below, right = (-side % PATCH if side else PATCH for side in pixels.shape[-2:])
+    missing = (0, right, 0, below)
     return F.pad(pixels * pixel_mask[:, None], missing), F.pad(pixel_mask, missing)
 
 
