@@ -10,6 +10,7 @@ import atexit
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch import distributed
 
 from mmlab.comparison.run import Run
 from mmlab.integrations.sampler import PlannedSampler, place_of_process
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.folders import fresh_folder
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.runs.monitor import DeviceMonitor
 from mmlab.schedule.metrics import cells, lengths, waste
+from mmlab.training.step_meter import clock
 from mmlab.types import PATCH, CostModel
 
 
@@ -70,12 +73,12 @@ class RunWriter:
         cost = None if sampler is None else sampler.plan.limits.cost
         self._memory = memory if memory is not None or getattr(cost, "unit", "") != "bytes" else cost
         self._live = LiveBytes() if live else None
-        self._run = Run(folder, rank=rank)
-        self._monitor = DeviceMonitor(self._run.emit, device=self.device, rank=rank)
-        self._plan: Any = None  # of which the columns below are
-        self._monitor.__enter__()
+        self._opened = ExitStack()
+        self._run = self._opened.enter_context(Run(folder, rank=rank))
+        self._opened.enter_context(DeviceMonitor(self._run.emit, device=self.device, rank=rank))
         if self._live is not None:
-            self._live.__enter__()
+            self._opened.enter_context(self._live)
+        self._plan: Any = None  # of which the columns below are
         about.setdefault("run_name", Path(folder).resolve().name)
         about.setdefault("scheduler", "" if sampler is None else type(sampler.scheduler).__name__.lower())
         self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
@@ -107,14 +110,12 @@ class RunWriter:
 
     def measure(self, num_batches: int = 1, *, start: int | None = None) -> dict[str, Any]:
         """What is known at a step's end without its loss: time, memory and the plan; the next step begins."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        step_s = time.perf_counter() - self._ended_s
+        step_s = clock(self.device) - self._ended_s
         values = self._planned(num_batches, start) | {"step_s": step_s, "data_wait_s": self._waited_s}
         values |= step_memory(self.device, self._live)
         self._run.step += 1
         self.stopped = self._run.control.wait_if_paused_or_stop(
-            agree=self._agree, emit=lambda kind, found: self._run.write(kind, **found)
+            agree=ProcessGroup(self.device).largest, emit=lambda kind, found: self._run.write(kind, **found)
         )
         self.leave_out_time()
         return values
@@ -134,10 +135,9 @@ class RunWriter:
         if self.is_open:
             self.is_open = False
             atexit.unregister(self._close_at_exit)
-            if self._live is not None:
-                self._live.__exit__(None, None, None)
-            self._monitor.__exit__()
-            self._run.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+            self._opened.__exit__(
+                type(error) if error else None, error, error.__traceback__ if error else None
+            )
 
     def __enter__(self) -> RunWriter:
         return self
@@ -147,14 +147,6 @@ class RunWriter:
 
     def _close_at_exit(self) -> None:
         self.close(getattr(sys, "last_value", None))
-
-    def _agree(self, level: float) -> float:
-        """The largest of the ranks' numbers."""
-        if self.world_size == 1 or not distributed.is_initialized():
-            return level
-        shared = torch.tensor(level, device=self.device)
-        distributed.all_reduce(shared, distributed.ReduceOp.MAX)
-        return shared.item()
 
     def _planned(self, num_batches: int, start: int | None) -> dict[str, Any]:
         """What the plan says of the next batches."""
