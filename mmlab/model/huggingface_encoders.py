@@ -1,4 +1,4 @@
-"""Encoders from the `transformers` library behind the interface of `mmlab.model.encoders`, and BERT built from sizes.
+"""Encoders from the `transformers` library behind the interface of `mmlab.model.encoders`.
 
 A vision model computes padding like pixels; only pooling and fusion leave it out, so prefer one image size (`square`).
 
@@ -128,26 +128,6 @@ class HuggingFaceTexts(nn.Module):
             output = self.model(input_ids=input_ids, attention_mask=keys.long(), **options)
         levels = [*_lower(output, num_levels), output.last_hidden_state]
         return levels if segments is None else [segments.unpack(level) for level in levels]
-
-
-def bert(
-    *, vocab_size: int, dim: int, depth: int, num_heads: int, max_tokens: int, dropout: float
-) -> HuggingFaceTexts:
-    """A BERT with random weights, built from its configuration."""
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=dim,
-        num_hidden_layers=depth,
-        num_attention_heads=num_heads,
-        intermediate_size=4 * dim,
-        max_position_embeddings=max_tokens,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        use_cache=False,  # of decoders
-    )
-    return HuggingFaceTexts(BertModel(config, add_pooling_layer=False))
 
 
 def _lower(output: Any, num_levels: int) -> list[Tensor]:

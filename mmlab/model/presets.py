@@ -11,7 +11,7 @@ from torch import nn
 from mmlab.errors import OptionError, check_name
 from mmlab.model.encoders import ResNet, ViT
 from mmlab.model.fusion_model import FusionModel
-from mmlab.model.huggingface_encoders import HuggingFaceImages, HuggingFaceTexts, bert
+from mmlab.model.huggingface_encoders import HuggingFaceImages, HuggingFaceTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +86,7 @@ def build_model(
             raise OptionError(f"head_dim must divide {name}, found {config.head_dim} for width {dim}")
     return FusionModel(
         _image_encoder(config) if image_encoder is None else HuggingFaceImages(image_encoder),
-        bert(
-            vocab_size=vocab_size,
-            dim=config.text_dim,
-            depth=config.text_depth,
-            num_heads=config.text_dim // config.head_dim,
-            max_tokens=config.max_tokens,
-            dropout=config.dropout,
-        )
-        if text_encoder is None
-        else HuggingFaceTexts(text_encoder),
+        HuggingFaceTexts(_bert(config, vocab_size) if text_encoder is None else text_encoder),
         embed_dim=config.embed_dim,
         fusion=config.fusion,
         hidden_dim=config.hidden_dim,
@@ -118,3 +109,20 @@ def _image_encoder(config: ModelConfig) -> nn.Module:
             conv_stem=config.image == "conv-vit",
         )
     return ResNet(config.image)
+
+
+def _bert(config: ModelConfig, vocab_size: int) -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    sizes = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.text_dim,
+        num_hidden_layers=config.text_depth,
+        num_attention_heads=config.text_dim // config.head_dim,
+        intermediate_size=4 * config.text_dim,
+        max_position_embeddings=config.max_tokens,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        use_cache=False,  # of decoders
+    )
+    return BertModel(sizes, add_pooling_layer=False)
