@@ -11,29 +11,17 @@ some GPUs, keeps the same tensors.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmlab.pricing.torch_internals import (
-    cuda_attention_replaced,
-    efficient_attention,
-    flash_attention,
-    math_attention,
-)
+from mmlab.pricing.torch_internals import efficient_attention, flash_attention, math_attention
 
 _HALVES = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # columns of a bias that the memory-efficient kernel reads at once
 
 
-def cuda_attention() -> AbstractContextManager[None]:
-    """Within it `scaled_dot_product_attention` on CUDA tensors calls the kernel that a GPU would take."""
-    return cuda_attention_replaced(_attend)
-
-
-def _attend(
+def cuda_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,6 +32,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """`scaled_dot_product_attention` on CUDA tensors, by the kernel that a GPU would take."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -21,6 +21,7 @@ from mmlab.pricing.attention import cuda_attention
 from mmlab.pricing.backward import python_backward
 from mmlab.pricing.torch_internals import (
     FakeTensorMode,
+    cuda_attention_replaced,
     mixed_precision_without_driver,
     reading_known_values,
 )
@@ -58,7 +59,7 @@ class FakeDevice:
                 if not torch.cuda.is_available():
                     stack.enter_context(python_backward())
                 stack.enter_context(mixed_precision_without_driver())
-                stack.enter_context(cuda_attention())
+                stack.enter_context(cuda_attention_replaced(cuda_attention))
             stack.enter_context(reading_known_values(self._answers.known))
             stack.enter_context(self._mode)
             stack.enter_context(self._answers)
