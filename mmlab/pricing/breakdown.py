@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmlab.machine import CONTEXT_BYTES
-from mmlab.pricing.trace import OptimizerFactory, StepTrace, StepTracer
+from mmlab.pricing.trace import OptimizerFactory, StepTracer
 from mmlab.types import BatchShape
 
 _MIB = 2**20
@@ -96,10 +96,7 @@ def price(
         OptionError: an unknown name, or an operation that cannot be priced, with the module it is in.
     """
     tracer = StepTracer(model, precision=precision, optimizer=optimizer, **setting)
-    return _breakdown(tracer(BatchShape(*shape)), tracer.setting.conditions)
-
-
-def _breakdown(trace: StepTrace, conditions: Mapping[str, Any]) -> MemoryBreakdown:
+    trace = tracer(BatchShape(*shape))
     at = int(trace.live_bytes.argmax())
     in_first_step = trace.step_peak_bytes > trace.live_bytes[at]
     batch = 0 if in_first_step else trace.batch_bytes
@@ -116,7 +113,7 @@ def _breakdown(trace: StepTrace, conditions: Mapping[str, Any]) -> MemoryBreakdo
         transient=rest - saved,
         peak_bytes=trace.peak_bytes,
         peak_operation=trace.peak_operation,
-        context_bytes=CONTEXT_BYTES["cuda"] if conditions["device"] == "cuda" else 0,
-        conditions=conditions,
+        context_bytes=CONTEXT_BYTES["cuda"] if tracer.setting.device == "cuda" else 0,
+        conditions=tracer.setting.conditions,
         assumptions=tuple(f"{place}, {count} times" for place, count in trace.reads.items()),
     )

@@ -71,9 +71,12 @@ class TimeModel(FittedModel):
         computes, so the longer of the two stages counts; what both need the same cores for is added to the step. A
         packed batch counts as so many samples of its mean lengths, unless packs are what was measured.
         """
-        steps = self._step_s(plan)
+        shapes, counts = plan.step_shapes(self.patch), plan.columns.counts
+        if plan.limits.streams is None or self.conditions.get("packed"):
+            steps = batch_costs(self, shapes)
+        else:
+            steps = self.rows.at(counts, shapes[:, 1] / counts, shapes[:, 2] / self.patch / counts)
         steps[np.unique(plan.shape_columns, axis=0, return_index=True)[1]] += self.new_shape_s
-        counts = plan.columns.counts
         return np.maximum(steps + counts * self.shared_s_per_sample, counts * self.data_s_per_sample)
 
     def epoch_s(self, plan: BatchPlan, *, num_ranks: int = 1) -> float:
@@ -85,13 +88,6 @@ class TimeModel(FittedModel):
         seconds = self.batch_s(plan)
         padded = np.pad(seconds, (0, -len(seconds) % num_ranks))
         return float(padded.reshape(-1, num_ranks).max(axis=1, initial=0.0).sum())
-
-    def _step_s(self, plan: BatchPlan) -> NDArray[np.float64]:
-        shapes = plan.step_shapes(self.patch)
-        if plan.limits.streams is None or self.conditions.get("packed"):
-            return batch_costs(self, shapes)
-        counts = plan.columns.counts
-        return self.rows.at(counts, shapes[:, 1] / counts, shapes[:, 2] / self.patch / counts)
 
 
 def fit_seconds(
