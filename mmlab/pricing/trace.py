@@ -33,6 +33,7 @@ from mmlab.runs.meters import LiveBytes
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives
 from mmlab.training.precision import Precision
+from mmlab.training.split import running_statistics
 from mmlab.types import Batch, BatchShape
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -138,12 +139,7 @@ class StepTracer:
             with self._live.add(self.model):
                 self.parameter_bytes = self._live.current_bytes
                 self.precision.scaled(torch.zeros((), device=self.fake.device))  # makes the loss scale
-        self._statistics = [  # the trainer keeps a copy of running statistics, to do a step again
-            buffer
-            for module in self.model.modules()
-            if getattr(module, "track_running_stats", False)
-            for buffer in module.buffers(recurse=False)
-        ]
+        self._statistics = running_statistics(self.model)  # of which the trainer keeps a copy
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
         self._learnt: list[nn.Parameter] = []  # weights with a gradient, known after the first step
 
