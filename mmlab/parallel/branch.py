@@ -105,7 +105,7 @@ class BranchStrategy(RanksStrategy):
 
     def owns(self, name: str) -> bool:
         """Whether this rank trains the weight of that name."""
-        return (self._owner(name) == 0) == self.has_images
+        return self._owner(name) == self.rank
 
     def _owner(self, name: str) -> int:
         """The rank that trains a weight."""
@@ -182,7 +182,7 @@ class BranchStrategy(RanksStrategy):
     def gather_weights(self) -> None:
         """Give each rank the weights and running statistics that the other one trains."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            self._share(tensor.data, name)
+            self.broadcast(tensor, self._owner(name))
 
     def _share_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Give each rank AdamW's state of the other one's weights; `_forget_moments` undoes it."""
@@ -193,7 +193,7 @@ class BranchStrategy(RanksStrategy):
             if not own:
                 state[weight] = fresh_state(weight)
             for key in ("step", "exp_avg", "exp_avg_sq"):  # in one order on both ranks
-                self._share(state[weight][key], name)
+                self.broadcast(state[weight][key], self._owner(name))
 
     def _forget_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the optimizer's state of the weights that this rank does not train."""
@@ -209,14 +209,6 @@ class BranchStrategy(RanksStrategy):
                 f"{doing}: the ranks have different batches; with branch both must read the same samples in the same "
                 "order: give both the whole plan, and no sampler that shares samples out"
             )
-
-    def _share(self, tensor: Tensor, name: str) -> None:
-        """Copy from the rank that trains it to the other."""
-        message = tensor.detach().to(self.device).contiguous()
-        with self.waiting():
-            distributed.broadcast(message, self._owner(name))
-        if not self.owns(name):
-            tensor.copy_(message)
 
     def _run_images(self, batches: Sequence[Batch]) -> None:
         """Rank 0: encode ahead, and run each backward pass once its gradient has come."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.parallel.process_group import ProcessGroup
@@ -65,6 +65,14 @@ class RanksStrategy(ProcessGroup, Strategy):
         super().__init__()
         self.options = options
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy one rank's tensor to the others; a collective."""
+        message = tensor.detach().to(self.device).contiguous()
+        with self.waiting():
+            distributed.broadcast(message, source)
+        if self.rank != source:
+            tensor.data.copy_(message)
+
     def step_values(self) -> dict[str, float]:
         return {"rank_wait_s": self.waited_s}
 
@@ -79,7 +87,7 @@ class ReduceStrategy(RanksStrategy):
 
     def prepare(self, model: nn.Module, trainer: TrainerSetup) -> nn.Module:
         self.device = trainer.device
-        self._broadcast(model)
+        self._make_alike(model)
         return self._prepare(model)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -88,7 +96,7 @@ class ReduceStrategy(RanksStrategy):
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
         return model
 
-    def _broadcast(self, model: nn.Module) -> None:
+    def _make_alike(self, model: nn.Module) -> None:
         """Give every rank the weights and buffers of rank 0.
 
         Raises:
@@ -104,10 +112,7 @@ class ReduceStrategy(RanksStrategy):
                     f"the ranks' models differ: rank {rank} and rank 0 disagree on {first}; build the same model on all"
                 )
         for tensor in tensors.values():
-            message = tensor.detach().to(self.device).contiguous()
-            with self.waiting():
-                distributed.broadcast(message, 0)
-            tensor.data.copy_(message)
+            self.broadcast(tensor, 0)
 
     def gradient(self, window: Window) -> dict[str, float]:
         counts, length, overlaps = self._exchange_counts(window)
