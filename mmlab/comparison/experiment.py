@@ -26,13 +26,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, scheduler_names
-from mmlab.comparison.preparation import (
-    COST,
-    augmentation,
-    describe_machine,
-    make_conversation_sets,
-    make_datasets,
-)
+from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
 from mmlab.comparison.sizing import as_configured, size_schedulers
 from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
@@ -141,22 +135,19 @@ def compare(
 
 def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[Any, Any]:
     """Training and held-out samples: conversations where there is a processor, else pairs."""
-    shared: dict[str, Any] = {"images": options.images, "limit": options.limit, "seed": options.seed}
-    if options.processor is None:
-        return make_datasets(
-            data, image=options.image, tokenizer=options.tokenizer, progress=progress, **shared
-        )
-    if options.model in PRESETS:
-        raise OptionError(
-            f"model={options.model!r} takes pairs; name the vision-language model of the processor"
-        )
-    default = ComparisonOptions()
-    of_pairs = ("image", "tokenizer", "augment", "adaptive")
-    if given := [name for name in of_pairs if getattr(options, name) != getattr(default, name)]:
-        raise OptionError(
-            f"{', '.join(given)}: the processor makes the batches of conversations; leave that out"
-        )
-    return make_conversation_sets(data, options.processor, progress=progress, **shared)
+    if options.processor is not None:
+        if options.model in PRESETS:
+            raise OptionError(
+                f"model={options.model!r} takes pairs; name the vision-language model of the processor"
+            )
+        default = ComparisonOptions()
+        of_pairs = ("image", "tokenizer", "augment", "adaptive")
+        if given := [name for name in of_pairs if getattr(options, name) != getattr(default, name)]:
+            raise OptionError(
+                f"{', '.join(given)}: the processor makes the batches of conversations; leave that out"
+            )
+    names = ("processor", "image", "images", "tokenizer", "limit", "seed")
+    return make_datasets(data, progress=progress, **{name: getattr(options, name) for name in names})
 
 
 def _warm_page_cache(dataset: Any, progress: bool) -> None:

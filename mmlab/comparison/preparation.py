@@ -6,7 +6,7 @@ Shared by comparisons and single runs, so that both hold out the same pairs and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,65 +68,63 @@ def augmentation(name: str) -> Augment | None:
 
 
 def make_datasets(
-    data: str | Path | Records,
+    data: Any,
     *,
-    image: str,
+    processor: str | None = None,
+    image: str = "aspect:128",
     images: str | None = None,
     tokenizer: str = "builtin",
     limit: int | None = None,
     max_tokens: int = 512,
+    cache: str | Path | None = None,
+    cache_limit_gib: float | None = None,
     seed: int = 0,
     progress: bool = True,
     save_tokenizer_to: str | Path | None = None,
-) -> tuple[MultimodalDataset, MultimodalDataset]:
-    """Training and held-out pairs under one tokenizer and one image policy.
+) -> tuple[Any, Any]:
+    """Training and held-out samples, which share no image and are prepared alike.
 
     Args:
-        data: anything that `read_records` takes, or records.
+        data: anything that `read_records` takes, or records; with a processor, anything that `read_conversations` takes,
+            or conversations.
+        processor: name of what prepares conversations; None where the data are pairs, for which the tokenizer, the image
+            policy and the limits of cache and tokens are.
         image: image policy in short form, see `parse_image_policy`.
         images: folder of the images, where they are not beside the data.
-        limit: use so many pairs, drawn by `seed` from every split.
+        limit: use so many samples, drawn by `seed` from every split.
+        cache: folder that keeps what is decoded, and gets now what it lacks; under `torchrun` every rank adds a part. A
+            sample that cannot be decoded is left to the loader. Of conversations it remembers the sizes.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
         OptionError: an option cannot work; the message names it.
+        RunError: another rank has failed while the cache was filled.
     """
     if limit is not None and limit < 2:
-        raise OptionError(f"limit must be at least 2 pairs, found {limit}")
-    policy = parse_image_policy(image)
-    if not isinstance(data, Records):
-        data = read_records(data, images=images, progress=progress)
+        raise OptionError(f"limit must be at least 2 samples, found {limit}")
+    kind: type[Any] = Records
+    read: Any = read_records
+    if processor is None:
+        policy = parse_image_policy(image)
+    else:
+        loaded, kind, read = named_processor(processor), Conversations, read_conversations
+    if not isinstance(data, kind):
+        data = read(data, images=images, progress=progress)
     elif images is not None:
         raise OptionError("images= goes with the path of the data; records know where their images are")
     train, held_out = hold_out(data.sample(limit, seed=seed), seed=seed)
-    shared: dict[str, Any] = {"image_policy": policy, "max_tokens": max_tokens}
-    shared["tokenizer"] = load_tokenizer(tokenizer, records=train, save_to=save_tokenizer_to)
-    return MultimodalDataset(train, **shared), MultimodalDataset(held_out, **shared)
-
-
-def make_conversation_sets(
-    data: Any,
-    processor: str,
-    *,
-    images: str | None = None,
-    limit: int | None = None,
-    cache: str | None = None,
-    seed: int = 0,
-    progress: bool = True,
-) -> tuple[ConversationDataset, ConversationDataset]:
-    """Training and held-out conversations, which share no image, under a named processor.
-
-    Args:
-        data: anything that `read_conversations` takes, or conversations.
-        images, limit: as for `make_datasets`.
-        cache: folder that remembers their sizes.
-    """
-    loaded = named_processor(processor)
-    if not isinstance(data, Conversations):
-        data = read_conversations(data, images=images, progress=progress)
-    train, held_out = hold_out(data.sample(limit, seed=seed), seed=seed)
-    make = partial(ConversationDataset, processor=loaded, cache=cache, progress=progress)
-    return make(train), make(held_out)
+    if processor is not None:
+        talks = partial(ConversationDataset, processor=loaded, cache=cache, progress=progress)
+        return talks(train), talks(held_out)
+    words = load_tokenizer(tokenizer, records=train, save_to=save_tokenizer_to)
+    pairs = partial(MultimodalDataset, image_policy=policy, max_tokens=max_tokens, tokenizer=words)
+    both = pairs(train), pairs(held_out)
+    if cache is not None:
+        limit_bytes = None if cache_limit_gib is None else int(cache_limit_gib * GIB)
+        for dataset in both:
+            dataset.cache = SampleCache(cache, key=cache_key(dataset, among=both), limit_bytes=limit_bytes)
+            build_cache(dataset, progress=progress)
+    return both
 
 
 def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
@@ -175,29 +173,6 @@ def model_of(options: ComparisonOptions, dataset: Any) -> nn.Module:
     if options.processor is not None:
         return ConversationModel(named_vlm(options.model))
     return make_model({"preset": options.model}, vocab_size=len(dataset.tokenizer), seed=options.seed)
-
-
-def fill_cache(
-    datasets: Sequence[MultimodalDataset],
-    folder: str | Path,
-    *,
-    limit_gib: float | None = None,
-    progress: bool = True,
-) -> None:
-    """Give data sets one cache, and add what it lacks; under `torchrun` every rank adds a part.
-
-    The data sets must be prepared alike, as those of `make_datasets` are. A sample that cannot be decoded is left to
-    the loader, which knows what to do with it.
-
-    Raises:
-        OptionError: the folder holds other things, or the limit is too low.
-        RunError: another rank has failed.
-    """
-    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-    for dataset in datasets:
-        key = cache_key(dataset, among=datasets)
-        dataset.cache = SampleCache(folder, key=key, limit_bytes=limit_bytes)
-        build_cache(dataset, progress=progress)
 
 
 def sampled(

@@ -27,9 +27,7 @@ from mmlab.comparison.plan import plan_run
 from mmlab.comparison.preparation import (
     costs_of,
     describe_machine,
-    fill_cache,
     held_out_loader,
-    make_conversation_sets,
     make_datasets,
     make_model,
     suit,
@@ -211,24 +209,20 @@ class _Training:
 
     def _data_and_model(self) -> tuple[Any, Any, torch.nn.Module]:
         """Training and held-out samples, and the model before its first step."""
-        config, data, progress = self.config, self.config.data, not self._bar.disable
-        shared: dict[str, Any] = {"images": data.images, "limit": data.limit, "seed": config.trainer.seed}
-        shared["progress"] = progress
-        if config.processor is not None:
-            talks = make_conversation_sets(data.path, config.processor, cache=data.cache, **shared)
-            return *talks, ConversationModel(named_vlm(**config.model))
-        pairs = make_datasets(
-            data.path,
-            image=data.image,
-            tokenizer=data.tokenizer,
-            max_tokens=data.max_tokens,
+        config, seed = self.config, self.config.trainer.seed
+        names = ("image", "images", "tokenizer", "limit", "max_tokens", "cache", "cache_limit_gib")
+        train_set, held_out_set = make_datasets(
+            config.data.path,
+            processor=config.processor,
+            seed=seed,
+            progress=not self._bar.disable,
             save_tokenizer_to=self.folder / _TOKENIZER if self._run.rank == 0 else None,
-            **shared,
+            **{name: getattr(config.data, name) for name in names},
         )
-        if data.cache is not None:
-            fill_cache(pairs, data.cache, limit_gib=data.cache_limit_gib, progress=progress)
-        vocab_size = len(pairs[0].tokenizer)
-        return *pairs, make_model(config.model, vocab_size=vocab_size, seed=config.trainer.seed)
+        if config.processor is not None:
+            return train_set, held_out_set, ConversationModel(named_vlm(**config.model))
+        model = make_model(config.model, vocab_size=len(train_set.tokenizer), seed=seed)
+        return train_set, held_out_set, model
 
     def checkpoint_of(self, resume: str, *, restarted: bool) -> Path | None:
         """The checkpoint to go on from; None where the run starts anew.

@@ -291,7 +291,7 @@ def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
         ({"epochs": 0}, "epochs must be at least 1, found 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
         ({"seed": -3}, "seed must be at least 0, found -3"),
-        ({"limit": 1}, "limit must be at least 2 pairs"),
+        ({"limit": 1}, "limit must be at least 2 samples"),
         ({"batch_size": 1.5}, "compare batch_size: expected a valid integer, found 1.5"),
         ({"batch_size": 100_000}, "compare: batch_size must be at most 65,536, found 100000"),
         ({"memory_gb": float("inf")}, "memory_gb"),
