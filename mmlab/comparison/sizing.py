@@ -10,13 +10,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.comparison.plan import named_scheduler
 from mmlab.comparison.preparation import COST, augmentation, model_of, sampled
 from mmlab.machine import device_limit
 from mmlab.model.conversation_model import ConversationModel
@@ -104,33 +102,23 @@ class _Sizing:
     def by_budget(self, names: Sequence[str]) -> Sized:
         """One budget, or one batch size, for all."""
         options, dataset, planners = self.options, self.dataset, {}
-        budget, model = _token_budget(options, dataset), partial(model_of, options, dataset)
+        budget = _token_budget(options, dataset)
         shared = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget, **_ALIKE}
-        time = self._fit_time(model(), COST, budget) if "fastest" in names else None
+        time = self._fit_time(model_of(options, dataset), COST, budget) if "fastest" in names else None
         for name in names:
-            if name != "memory":
+            if name == "memory":
+                limit_bytes = device_limit(options.device, memory_gb=options.memory_gb)
+                memory, _ = self._fit_memory(model_of(options, dataset))
+                planners[name] = make_scheduler(name, cost=memory, budget=limit_bytes, seed=options.seed)
+            else:
                 own = {**shared, "time": time if name == "fastest" else None}
                 planners[name] = make_scheduler(name, **scheduler_type(name).options_among(own))
-                continue
-            own = {"seed": options.seed, "memory_gb": options.memory_gb}
-            setting: dict[str, Any] = {"device": options.device, "precision": options.precision}
-            planners[name] = named_scheduler(
-                name, own, model, dataset=dataset, progress=self.progress, **setting
-            )
         return as_configured(planners, options, dataset, time)
 
     def by_memory(self, names: Sequence[str]) -> Sized:
         """One limit of bytes for all."""
         options, dataset, model = self.options, self.dataset, model_of(self.options, self.dataset)
-        time = None
-        if isinstance(model, ConversationModel):  # whose steps are measured: seconds come with the bytes
-            memory, time = self._price(model)
-        else:
-            setting: dict[str, Any] = {
-                "device": options.device.partition(":")[0],
-                "precision": options.precision,
-            }
-            memory = fit_memory(model, num_held_out=0, progress=self.progress, **setting)
+        memory, time = self._fit_memory(model)
         self.memory = memory
         if options.memory_gb is None:
             baseline = self._make("random", options.batch_size)
@@ -198,6 +186,16 @@ class _Sizing:
 
     def _peak_bytes(self, plan: BatchPlan) -> float:
         return float(batch_costs(self.memory, plan.shape_columns).max())
+
+    def _fit_memory(self, model: nn.Module) -> tuple[MemoryModel, TimeModel | None]:
+        """What predicts the bytes of a step, and its seconds where the steps are measured for that."""
+        if isinstance(model, ConversationModel):
+            return self._price(model)
+        device, precision = self.options.device.partition(":")[0], self.options.precision
+        memory = fit_memory(
+            model, num_held_out=0, progress=self.progress, device=device, precision=precision
+        )
+        return memory, None
 
     def _price(self, model: ConversationModel) -> tuple[MemoryModel, TimeModel]:
         options = self.options
