@@ -28,12 +28,11 @@ from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs, require_room
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.schedulers import make_scheduler, scheduler_type
+from mmlab.schedule.schedulers import scheduler_type
 from mmlab.types import CostModel
 
 # of the time model: enough to rank schedulers, some seconds for a small model
 _SHORT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
-_ALIKE = {"allow_collisions": False}  # for every scheduler that has the option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +102,15 @@ class _Sizing:
         """One budget, or one batch size, for all."""
         options, dataset, planners = self.options, self.dataset, {}
         budget = _token_budget(options, dataset)
-        shared = {"seed": options.seed, "batch_size": options.batch_size, "budget": budget, **_ALIKE}
         time = self._fit_time(model_of(options, dataset), COST, budget) if "fastest" in names else None
         for name in names:
             if name == "memory":
                 limit_bytes = device_limit(options.device, memory_gb=options.memory_gb)
                 memory, _ = self._fit_memory(model_of(options, dataset))
-                planners[name] = make_scheduler(name, cost=memory, budget=limit_bytes, seed=options.seed)
+                planners[name] = self._scheduler(name, cost=memory, budget=limit_bytes)
             else:
-                own = {**shared, "time": time if name == "fastest" else None}
-                planners[name] = make_scheduler(name, **scheduler_type(name).options_among(own))
+                own = {"time": time} if name == "fastest" else {}
+                planners[name] = self._scheduler(name, batch_size=options.batch_size, budget=budget, **own)
         return as_configured(planners, options, dataset, time)
 
     def by_memory(self, names: Sequence[str]) -> Sized:
@@ -135,14 +133,10 @@ class _Sizing:
             if name == "random":
                 planners[name] = baseline
             elif name in ("memory", "fastest"):
-                planners[name] = make_scheduler(
-                    name, cost=memory, budget=limit_bytes, time=time, seed=options.seed
-                )
+                planners[name] = self._scheduler(name, cost=memory, budget=limit_bytes, time=time)
             elif name == "packed" and isinstance(model, ConversationModel):
                 self.packs = self._price(packing(model, dataset))
-                planners[name] = make_scheduler(
-                    name, cost=self.packs[0], budget=limit_bytes, seed=options.seed
-                )
+                planners[name] = self._scheduler(name, cost=self.packs[0], budget=limit_bytes)
             elif name == "packed":  # cannot be priced: as many tokens, without padding
                 tokens = max(float(plan.costs(COST).max()) for plan in self._plans(baseline))
                 planners[name] = self._make(name, int(tokens))
@@ -153,18 +147,15 @@ class _Sizing:
                 planners[name] = self._largest(name, first, limit_bytes)
         return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=self.packs)
 
+    def _scheduler(self, name: str, **values: Any) -> Scheduler:
+        """A scheduler with those of the values that it has; all keep captions apart and share a seed."""
+        kind = scheduler_type(name)
+        return kind(**kind.options_among({"seed": self.options.seed, "allow_collisions": False, **values}))
+
     def _make(self, name: str, size: int) -> Scheduler:
         """A scheduler with so many samples, or padded tokens, a batch."""
-        values = {
-            "batch_size": size,
-            "budget": size,
-            "cost": PaddedTokens(self.memory.patch),
-            "time": self.time,
-            "seed": self.options.seed,
-            **_ALIKE,
-        }
-        kind = scheduler_type(name)
-        return kind(**kind.options_among(values))
+        cost = PaddedTokens(self.memory.patch)
+        return self._scheduler(name, batch_size=size, budget=size, cost=cost, time=self.time)
 
     def _plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
         """The plans of all epochs."""
@@ -192,9 +183,7 @@ class _Sizing:
         if isinstance(model, ConversationModel):
             return self._price(model)
         device, precision = self.options.device.partition(":")[0], self.options.precision
-        memory = fit_memory(
-            model, num_held_out=0, progress=self.progress, device=device, precision=precision
-        )
+        memory = fit_memory(model, num_held_out=0, progress=self.progress, device=device, precision=precision)
         return memory, None
 
     def _price(self, model: ConversationModel) -> tuple[MemoryModel, TimeModel]:
