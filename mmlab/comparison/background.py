@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -39,6 +40,7 @@ from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
 if TYPE_CHECKING:
     from mmlab.comparison.config import RunConfig
 
+_POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
 _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
 _DONE: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
@@ -84,15 +86,9 @@ class BackgroundRun:
 
     def sleep(self, seconds: float) -> None:
         """Wait so long, or less if the run ends."""
-        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
-            if self._child is not None:
-                self._child.wait(seconds)
-            elif (process := find_process(self._identity)) is not None:
-                process.wait(seconds)
-            else:  # of another machine: only its files tell
-                until_s = time.monotonic() + seconds
-                while self._is_alive() and time.monotonic() < until_s:
-                    time.sleep(0.2)
+        until_s = time.monotonic() + seconds
+        while self._is_alive() and time.monotonic() < until_s:
+            time.sleep(min(seconds, _POLL_S))
 
     def ask_to_stop(self) -> None:
         """Ask for a clean stop after the step in hand; returns at once.
@@ -126,8 +122,7 @@ class BackgroundRun:
             RunError: the run failed, or was stopped before there was a result.
         """
         try:
-            while self._is_alive():
-                self.sleep(60)
+            self.sleep(math.inf)
         except KeyboardInterrupt:
             self.stop()
         self._let_go()
