@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmlab.runs.figures import colours_of
@@ -11,37 +12,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from mmlab.comparison.result import Comparison
+
 WASTES = {"text_waste": "#56B4E9", "image_waste": "#E69F00", "combined_waste": "#444444"}
 
 
-def draw_comparison(
-    table: pd.DataFrame,
-    epochs: dict[str, pd.DataFrame],
-    steps: pd.DataFrame,
-    *,
-    title: str,
-    unit: str,
-    budget: float | None,
-    limit_bytes: float | None = None,
-) -> Figure:
-    """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss.
-
-    Args:
-        table: a row a scheduler, as `Comparison.table`.
-        epochs: by scheduler, a row an epoch.
-        steps: `run`, `predicted_cost` and `predicted_bytes` of every training step; may be empty.
-        budget: what a batch may cost, in `unit`; None where memory is what is limited.
-        limit_bytes: what a batch's memory may be.
-    """
+def draw_comparison(comparison: Comparison) -> Figure:
+    """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
     import pandas as pd
     from matplotlib.figure import Figure
 
+    config, table, steps = comparison.config, comparison.table, comparison.steps
     figure = Figure(figsize=(13, 7.2), layout="constrained")
-    figure.suptitle(title, fontsize=13)
+    data = "/".join(Path(config["data"]).parts[-2:])  # short enough for a heading
+    figure.suptitle(f"What each batch scheduler costs on {data}", fontsize=13)
     colours = colours_of(table.index)
-    key, scale, limit = "predicted_cost", 1.0, budget
-    if budget is None:
-        key, scale, limit, unit = "predicted_bytes", 2.0**20, limit_bytes, "predicted MiB"
+    key, scale, limit, unit = "predicted_cost", 1.0, config["budget"], config["budget_unit"]
+    if limit is None:  # memory is what is limited
+        key, scale, limit, unit = "predicted_bytes", 2.0**20, config["memory_limit_bytes"], "predicted MiB"
     (waste, throughput, time), (memory, costs, loss) = figure.subplots(2, 3)
     draw_waste(waste, table[list(WASTES)])
     planned = 100 * table["planned_combined_waste"]
@@ -58,8 +46,9 @@ def draw_comparison(
         )
     for axes in (throughput, time):
         axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
-    for index, (name, colour) in enumerate(colours.items()):
-        speeds, losses = epochs[name]["samples_per_s"], epochs[name]["held_out_loss"]
+    for index, arm in enumerate(comparison.arms):
+        name, epochs = arm.scheduler, pd.DataFrame(arm.epochs)
+        colour, speeds, losses = colours[name], epochs["samples_per_s"], epochs["held_out_loss"]
         throughput.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
         loss.plot(range(1, len(losses) + 1), losses, marker="o", ms=4, color=colour, label=name)
         if key in steps:

@@ -119,11 +119,6 @@ class Comparison:
         """Whether every scheduler had all its epochs."""
         return not self.interrupted
 
-    @property
-    def title(self) -> str:
-        """The data's name, short enough for a heading."""
-        return "/".join(Path(self.config["data"]).parts[-2:])
-
     def notes(self) -> list[str]:
         """How to read the figures: what was held equal, and what was not."""
         config = self.config
@@ -212,17 +207,7 @@ class Comparison:
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
-        import pandas as pd
-
-        return draw_comparison(
-            self.table,
-            {arm.scheduler: pd.DataFrame(arm.epochs) for arm in self.arms},
-            self.steps,
-            title=f"What each batch scheduler costs on {self.title}",
-            unit=self.config["budget_unit"],
-            budget=self.config["budget"],
-            limit_bytes=self.config["memory_limit_bytes"],
-        )
+        return draw_comparison(self)
 
     def html(self, picture: bytes | None = None) -> str:
         """One self-contained page: configuration, table, figure (drawn unless given, as a PNG file), notes."""
