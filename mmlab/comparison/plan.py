@@ -83,7 +83,7 @@ def _priced(
     """
     group, training, seconds = ProcessGroup(device), config.trainer, None
     once = partial(group.run_on_main, doing="price the model")
-    setting = {
+    setting: dict[str, Any] = {
         "precision": training.precision,
         "checkpointing": training.checkpointing,
         "objectives": objectives,
