@@ -45,7 +45,7 @@ from mmlab.types import BatchShape
 COUNT_EVERY = 64  # steps, on a CPU: counting live tensors can double a short step
 NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
 _RUN_KEYS = ("samples_per_s", "data_wait_ratio", "text_waste", "image_waste", "combined_waste")
-_MEDIAN_KEYS = (*_RUN_KEYS, "step_s", "planned_combined_waste")
+_MEDIAN_KEYS = (*_RUN_KEYS, "step_s", "planned_combined_waste", "predicted_samples_per_s")
 _RETRIEVAL_KEYS = ("image_to_text_r1", "text_to_image_r1", "chance_r1")
 
 
@@ -188,10 +188,8 @@ class ComparisonRun:
         """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
         epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
         peak_bytes, peak_source = self._setup.peak_of_one_step(self._loader.plan, self._costliest[1])
-        predicted = None
-        if self._setup.sized.time is not None:
-            predicted = float(np.median([epoch["predicted_samples_per_s"] for epoch in epochs]))
-        medians = {key: float(np.median([epoch[key] for epoch in epochs])) for key in _MEDIAN_KEYS}
+        keys = [key for key in _MEDIAN_KEYS if key in last]
+        medians = {key: float(np.median([epoch[key] for epoch in epochs])) for key in keys}
         return ArmResult(
             scheduler=self.name,
             options={key: repr(value) for key, value in vars(self._scheduler).items()},
@@ -204,7 +202,6 @@ class ComparisonRun:
             peak_source=peak_source,
             num_unlearnt_samples=int(sum(epoch["num_unlearnt_samples"] for epoch in epochs)),
             final_loss=last["held_out_loss"],
-            predicted_samples_per_s=predicted,
             epochs=epochs,
             **{key: last.get(key) for key in _RETRIEVAL_KEYS},  # type: ignore[arg-type]
             **medians,
