@@ -295,7 +295,7 @@ class _Training:
             "scheduler": config.scheduler.get("name", "budget"),
             "model": config.model.get("name") or config.model.get("preset", "small"),
             **trainer.description(),
-            "num_steps": self._num_steps(),
+            "num_steps": trainer.step + trainer.steps_left(self._loader, config.trainer.num_epochs),
             "num_epochs": config.trainer.num_epochs,
             "device_name": machine["device_name"],
             "world_size": self._world_size,
@@ -310,14 +310,6 @@ class _Training:
         if isinstance(model, ConversationModel) and strategy.rank == 0 and not strategy.saves_on_every_rank:
             for part in (model.module, self._loader.dataset.collator.processor):
                 part.save_pretrained(self.folder / _MODEL)
-
-    def _num_steps(self) -> int:
-        """Of the whole run, as far as this epoch's plan tells."""
-        trainer, num_epochs = self.trainer, self.config.trainer.num_epochs
-        known = trainer.last_epoch == num_epochs and trainer.saved_on == trainer.strategy.num_shares
-        if trainer.total_steps is not None and known:
-            return trainer.total_steps
-        return trainer.step + trainer.steps_left(self._loader, num_epochs)
 
     def _epochs_done(self) -> float:
         """The one in hand by what its batches cost: they differ, so steps are no measure of time."""

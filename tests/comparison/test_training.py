@@ -182,13 +182,16 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_step(
 
 
 def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: Path, tmp_path: Path) -> None:
-    small = ["trainer.num_epochs=1", "data.limit=40"]
+    small = ["trainer.num_epochs=1", "data.limit=40", "trainer.total_steps=1000"]
     first = train(load_config(config, small), runs=tmp_path, progress=False)
     assert first.resumed_from is None
     assert (first.num_epochs, first.num_steps) == (1, len(steps_of(tmp_path / "small")))
     assert {"loss", "image_to_text_r1", "chance_r1"} <= first.evaluation.keys()
     done_already = train(load_config(config, small), runs=tmp_path, resume="auto", progress=False)
     assert done_already.num_steps == first.num_steps
+    events, _ = read_events(tmp_path / "small" / "events-rank0.jsonl")
+    planned = [event.values["num_steps"] for event in events if event.kind == "start"]
+    assert planned == [first.num_steps] * 2, "steps of the run, not of the learning rate's schedule"
 
     small[0] = "trainer.num_epochs=2"
     more = train(
