@@ -1,7 +1,7 @@
 """The one table of every kind of event and every key that an event may carry, with units.
 
 The table is `event_keys.toml`. `RunLog` refuses keys that are not in it, so no view has to guess a unit.
-`python -m mmlab.runs.event_keys` prints the tables of docs/internals/event_keys.md.
+`python tests/project/print_event_keys.py` prints the tables of docs/internals/event_keys.md.
 """
 
 from __future__ import annotations
@@ -23,19 +23,3 @@ _TABLE = tomllib.loads(resources.files(__package__).joinpath("event_keys.toml").
 EVENT_KINDS: dict[str, str] = _TABLE["kinds"]
 EVENT_KEYS = {name: Key(*row) for name, row in _TABLE["keys"].items()}
 USER_PREFIX = "user_"  # keys that begin so are the user's own and need no row in the table
-
-
-def keys_table() -> str:
-    """The tables of kinds and keys in Markdown."""
-    lines = ["| kind | when |", "|---|---|"]
-    lines += [f"| `{kind}` | {when} |" for kind, when in EVENT_KINDS.items()]
-    lines += ["", "| key | in | unit | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{name}` | {', '.join(key.kinds.split())} | {key.unit} | {key.meaning} |"
-        for name, key in EVENT_KEYS.items()
-    ]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(keys_table())

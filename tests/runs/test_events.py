@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmlab.errors import DataError, OptionError
-from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS, keys_table
+from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS
 from mmlab.runs.events import RunEvent, RunLog, read_events, read_runs
+from tests.project.print_event_keys import keys_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,7 +202,7 @@ def test_all_that_a_training_run_emits_stands_in_the_table_under_its_kind(tmp_pa
 def test_the_documentation_holds_the_table() -> None:
     text = (ROOT / "docs/internals/event_keys.md").read_text(encoding="utf-8")
     assert keys_table() in text, (
-        "docs/internals/event_keys.md is out of step: run python -m mmlab.runs.event_keys and paste its output"
+        "docs/internals/event_keys.md is out of step: run python tests/project/print_event_keys.py and paste its output"
     )
 
 
