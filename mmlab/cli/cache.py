@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
+from mmlab.cli.printed import Printed
 from mmlab.errors import DataError
 from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes, slot_files
-from mmlab.machine import GIB
-
-if TYPE_CHECKING:
-    from mmlab.data.dataset import MultimodalDataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +32,6 @@ class CacheInfo:
             f"{self.folder}: {self.num_images:,} images of {self.num_slots:,} in {self.num_files} files, "
             f"{self.cache_bytes / 2**20:,.1f} MiB; last used {self.last_used}\nmade with {settings}"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """What `verify_cache` found."""
-
-    num_images: int
-    num_bytes: int
-    damage: tuple[str, ...]  # a line on each damaged part
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.damage
-
-    def __str__(self) -> str:
-        found = f"{self.num_images:,} images with {self.num_bytes / 2**20:,.1f} MiB read, {len(self.damage)} damaged"
-        remedy = [] if self.ok else ["Training makes these again when it reads them; or clear the cache."]
-        return "\n".join([found, *self.damage, *remedy])
 
 
 def cache_info(folder: str | Path) -> CacheInfo:
@@ -82,14 +60,17 @@ def cache_info(folder: str | Path) -> CacheInfo:
     )
 
 
-def verify_cache(folder: str | Path, *, progress: bool = True) -> Verification:
+def verify_cache(folder: str | Path, *, progress: bool = True) -> Printed:
     """Read every image and compare it with its checksum. Changes nothing, not even the time of last use.
+
+    Returns:
+        How many images and bytes were read, and a line on each damaged part.
 
     Raises:
         DataError: the folder is no cache.
     """
     num_images = num_bytes = 0
-    damage = []
+    damage: list[str] = []
     for path, _ in _files(folder):
         try:
             file = SlotFile(path, Layout.of(path), writable=False)
@@ -103,23 +84,11 @@ def verify_cache(folder: str | Path, *, progress: bool = True) -> Verification:
             except Damaged as error:
                 damage.append(str(error))
             num_images += 1
-    return Verification(num_images=num_images, num_bytes=num_bytes, damage=tuple(damage))
-
-
-def make_cache(
-    dataset: MultimodalDataset, folder: str, *, engine: str, threads: int | None, limit_gib: float | None
-) -> Any:
-    """Decode a data set into a cache, by threads of every rank or by Ray."""
-    from mmlab.loading.cache.build import build_cache
-    from mmlab.loading.cache.key import cache_key
-    from mmlab.loading.cache.on_ray import build_cache_on_ray
-    from mmlab.loading.cache.store import SampleCache
-
-    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-    dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
-    if engine == "ray":
-        return build_cache_on_ray(dataset, num_actors=threads)
-    return build_cache(dataset, num_threads=threads)
+    lines = [f"{num_images:,} images with {num_bytes / 2**20:,.1f} MiB read, {len(damage)} damaged", *damage]
+    if damage:
+        lines.append("Training makes these again when it reads them; or clear the cache.")
+    document = {"num_images": num_images, "num_bytes": num_bytes, "damage": damage}
+    return Printed(document=document, text="\n".join(lines), ok=not damage)
 
 
 def clear_cache(folder: str | Path) -> dict[str, Any]:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.errors import OptionError
+from mmlab.machine import GIB
 
 Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
 Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
@@ -30,20 +32,6 @@ Names = Annotated[str, "names of schedulers, separated by commas"]
 Plot = Annotated[str | None, "a file to draw it into as well, as PNG, SVG or PDF"]
 Seed = Annotated[int, "of all that is drawn"]
 CacheFolder = Annotated[str, "the cache's folder"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Printed:
-    """What a command prints, where that is not what a function of the library returns."""
-
-    document: dict[str, Any]
-    text: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return self.document
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def compare(
@@ -279,9 +267,9 @@ def cache_build(
     limit_gib: Annotated[float | None, "size that the cache may have (default: no limit)"] = None,
 ) -> Any:
     """Decode, resize and tokenise a data set into a cache; goes on where it stopped."""
-    from mmlab.cli.cache import make_cache
     from mmlab.data.dataset import MultimodalDataset
     from mmlab.data.readers import read_records
+    from mmlab.loading.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
     from mmlab.types import parse_image_policy
 
     dataset = MultimodalDataset(
@@ -290,7 +278,11 @@ def cache_build(
         image_policy=parse_image_policy(image),
         max_tokens=max_tokens,
     )
-    return make_cache(dataset, folder, engine=engine, threads=threads, limit_gib=limit_gib)
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
+    if engine == "ray":
+        return build_cache_on_ray(dataset, num_actors=threads)
+    return build_cache(dataset, num_threads=threads)
 
 
 def cache_info(folder: CacheFolder) -> Any:

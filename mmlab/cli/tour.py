@@ -3,29 +3,18 @@
 A wheel has them in `mmlab/tour` (setup.py puts them there), a checkout beside the package.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from typing import Annotated
 
+from mmlab.cli.printed import Printed
 from mmlab.errors import DataError
 
 _FOLDERS = ("notebooks", "data", "examples", "docs")  # as in setup.py
 _SKIPPED = ignore_patterns(".*", "__pycache__", "site", "notebooks")  # the last two: those below docs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tour:
-    """Where the notebooks were copied to, and which they are."""
-
-    folder: str
-    notebooks: list[str]  # relative to the folder
-
-    def __str__(self) -> str:
-        return f"Copied {len(self.notebooks)} notebooks. Begin with:\n\ncd {self.folder}\njupyter lab {self.notebooks[0]}"
-
-
-def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Tour:
+def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Printed:
     """Copy the notebooks, with a sample and examples, into a folder to work in; one with something in it is left alone."""
     target, package = Path(folder), Path(__file__).parents[1]
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -34,4 +23,5 @@ def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Tour:
     for name in _FOLDERS:
         copytree(source / name, target / name, ignore=_SKIPPED)
     names = sorted(path.relative_to(target).as_posix() for path in target.glob("notebooks/*.ipynb"))
-    return Tour(folder=folder, notebooks=names)
+    text = f"Copied {len(names)} notebooks. Begin with:\n\ncd {folder}\njupyter lab {names[0]}"
+    return Printed(document={"folder": folder, "notebooks": names}, text=text)
