@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.lab.panels import WIDE, Panel
+from mmlab.lab.panels import WIDE, Panel, slider
 from mmlab.lab.plan_figure import GREY, page_png
 from mmlab.loading.cache import SampleCache, build_cache, cache_key
 from mmlab.loading.loader import PlannedLoader
@@ -42,13 +42,13 @@ class LoadingPanel(Panel):
         self._dataset, self._batch_size = copy(dataset), batch_size
         self._dataset.cache, self._cache_folder = None, Path(cache)
         self.reports: dict[str, StageReport] = {}
-        self.workers = _slider("workers", 0, 0, 8)
+        self.workers = slider("workers", 0, 0, 8)
         self.backend = widgets.Dropdown(
             options={"threads": "threads", "processes": "torch"}, description="kind", style=WIDE
         )
-        self.prefetch = _slider("batches ahead", 4, 1, 16)
+        self.prefetch = slider("batches ahead", 4, 1, 16)
         self.cached = widgets.Checkbox(value=False, description="cache", style=WIDE)
-        self.step_ms = _slider("a step takes, ms", 0, 0, 1000)
+        self.step_ms = slider("a step takes, ms", 0, 0, 1000)
         self.button = widgets.Button(description="Measure", button_style="primary")
         self.progress = widgets.IntProgress(description="", max=2, layout={"width": "20rem"})
         self.table = widgets.HTML()
@@ -144,9 +144,3 @@ def loading_figure(figures: pd.DataFrame) -> Figure:
     for axis in (speed, busy):
         axis.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
-    return widgets.IntSlider(
-        value, low, high, description=name, style=WIDE, layout={"width": "26rem", "margin": "2px"}
-    )

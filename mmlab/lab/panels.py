@@ -20,6 +20,7 @@ from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.saved import HIDDEN, SavedView
 
 WIDE = {"description_width": "9rem"}  # labels of one column, as wide as each other
+LONG = {"width": "26rem", "margin": "2px"}  # a SelectionSlider has no margin of its own, as others do
 
 
 class Panel(widgets.VBox):
@@ -81,6 +82,13 @@ class Panel(widgets.VBox):
                 )
 
         return acting
+
+
+def slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
+    """A slider that reports its value when it is let go."""
+    return widgets.IntSlider(
+        value, low, high, description=name, continuous_update=False, style=WIDE, layout=LONG
+    )
 
 
 def _parts(widget: widgets.Widget) -> Iterator[str]:

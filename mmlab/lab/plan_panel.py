@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
-from mmlab.lab.panels import WIDE, Panel
+from mmlab.lab.panels import LONG, WIDE, Panel, slider
 from mmlab.lab.plan_figure import page_png, plan_figure
 from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_EXPLORED = 16_384  # samples that a slider's answer is worked out from; more would take too long
 _NUM_EPOCHS = 2  # planned with each scheduler, of which the first is drawn
-_LONG = {"width": "26rem", "margin": "2px"}  # a SelectionSlider has no margin of its own, as others do
 _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
 
 
@@ -61,18 +60,18 @@ class PlanExplorer(Panel):
         self.schedulers = widgets.SelectMultiple(
             options=offered, value=tuple(schedulers), rows=len(offered), description="schedulers", style=WIDE
         )
-        self.samples = _slider("budget, samples", 32, 4, 256)
+        self.samples = slider("budget, samples", 32, 4, 256)
         self.window = widgets.SelectionSlider(
             options=[2**power for power in range(8, 15)],
             value=2**14,
             description="budget's window",
             continuous_update=False,
             style=WIDE,
-            layout=_LONG,
+            layout=LONG,
         )
-        self.text_step = _slider("bucket, tokens", 8, 1, 64)
-        self.classes = _slider("bucket, aspects", 4, 1, 16)
-        self.ranks = _slider("ranks", 1, 1, 16)
+        self.text_step = slider("bucket, tokens", 8, 1, 64)
+        self.classes = slider("bucket, aspects", 4, 1, 16)
+        self.ranks = slider("ranks", 1, 1, 16)
         self.table = widgets.HTML()
         self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
         sliders = [self.samples, self.window, self.text_step, self.classes, self.ranks]
@@ -123,13 +122,6 @@ class PlanExplorer(Panel):
         self.picture.value = (
             page_png(plan_figure, plans, found.budget, self._prices, self._photo) if plans else b""
         )
-
-
-def _slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
-    """A slider that reports its value when it is let go."""
-    return widgets.IntSlider(
-        value, low, high, description=name, continuous_update=False, style=WIDE, layout=_LONG
-    )
 
 
 def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:
