@@ -64,6 +64,15 @@ class RunError(MmlabError, RuntimeError):
     """A run failed for a reason that is not the user's input."""
 
 
+def first_line(error: object) -> str:
+    """The kind of an error or a warning and the first line of what it says.
+
+    >>> first_line(ValueError("no driver\\nsee the log"))
+    'ValueError: no driver'
+    """
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> OptionError:
     """Build the error for a name that is not in a table of names.
 

@@ -21,7 +21,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from mmlab.errors import DataError
+from mmlab.errors import DataError, first_line
 from mmlab.machine import GIB, cpu_name, num_usable_cores, total_memory_bytes, versions
 
 _SLOW_MIB_PER_S = 50
@@ -48,9 +48,6 @@ class Diagnosis:
     def ok(self) -> bool:
         """Nothing is missing; there may be warnings."""
         return all(check.status != "missing" for check in self.checks)
-
-    def __getitem__(self, name: str) -> Check:
-        return {check.name: check for check in self.checks}[name]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: `ok`, and every check with its figures."""
@@ -87,7 +84,13 @@ def diagnose(path: str | Path | None = None) -> Diagnosis:
         raise DataError(f"{where}: no such file or folder; give a path to data that exists")
     python = f"{platform.python_version()} ({sys.executable}) on {platform.platform()}"
     checks = [Check(name="python", status="ok", detail=python), *_libraries(), *_torch()]
-    checks += [_cores(), _memory(), *_shared_memory(), _free_disk(where or Path())]
+    checks += [_cores(), _memory()]
+    # workers hand batches over there; a container gives 64 MB by default, and workers die when it is full
+    if (shared := Path("/dev/shm")).is_dir():
+        remedy = "start the container with --shm-size=8g or --ipc=host, or load with num_workers=0"
+        checks.append(_space("shared memory", shared, 1, remedy))
+    remedy = "free some space: caches, checkpoints and runs need it"
+    checks.append(_space("free disk", (where or Path()).resolve(), 2, remedy))
     missing = {check.name for check in checks if check.status == "missing"}
     if missing.isdisjoint({"numpy", "pillow", "simplejpeg"}):
         checks.append(_reading(where))
@@ -128,7 +131,7 @@ def _torch() -> Iterator[Check]:
         import torch
     except (ImportError, OSError) as error:  # not installed, or a shared library of it is missing
         remedy = "pip install --force-reinstall torch torchvision"
-        yield Check(name="import torch", status="missing", detail=_first_line(error), remedy=remedy)
+        yield Check(name="import torch", status="missing", detail=first_line(error), remedy=remedy)
         return
     try:
         import torchvision
@@ -136,7 +139,7 @@ def _torch() -> Iterator[Check]:
         # one of the operators that torchvision compiles
         torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        detail = f"they do not fit each other: {_first_line(error)}"
+        detail = f"they do not fit each other: {first_line(error)}"
         remedy = "pip install --upgrade torch torchvision, both from the same index"
         yield Check(name="torch and torchvision", status="missing", detail=detail, remedy=remedy)
     yield from _devices()
@@ -156,7 +159,7 @@ def _devices() -> Iterator[Check]:
     detail = "no GPU that torch can use"
     remedy = "mmlab runs on the CPU; to use a GPU, run where `nvidia-smi` lists one"
     if caught:
-        detail, remedy = f"{detail}: {_first_line(caught[0].message)}", "update the NVIDIA driver"
+        detail, remedy = f"{detail}: {first_line(caught[0].message)}", "update the NVIDIA driver"
     elif driver is not None:
         detail += f": NVIDIA driver {driver} is there, torch {torch.__version__} sees no device"
         remedy = "install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES and `nvidia-smi`"
@@ -222,17 +225,6 @@ def _memory() -> Check:
     )
 
 
-def _shared_memory() -> Iterator[Check]:
-    """Workers hand batches over in /dev/shm; a container gives 64 MB by default, and workers die when it is full."""
-    if Path("/dev/shm").is_dir():
-        remedy = "start the container with --shm-size=8g or --ipc=host, or load with num_workers=0"
-        yield _space("shared memory", Path("/dev/shm"), 1, remedy)
-
-
-def _free_disk(where: Path) -> Check:
-    return _space("free disk", where.resolve(), 2, "free some space: caches, checkpoints and runs need it")
-
-
 def _space(name: str, folder: Path, least_gib: int, remedy: str) -> Check:
     usage = shutil.disk_usage(folder)
     detail = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free at {folder}"
@@ -260,7 +252,3 @@ def _reading(where: Path | None) -> Check:
     )
     slow = rates.really_cold and cold_mib_per_s < _SLOW_MIB_PER_S
     return _judged("reading", detail, remedy, bad=slow, **values)
-
-
-def _first_line(error: object) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

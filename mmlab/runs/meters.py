@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmlab.errors import first_line
 from mmlab.machine import num_usable_cores, process_rss_bytes, total_memory_bytes
 from mmlab.runs.nvml import Gpu
 
@@ -81,7 +82,7 @@ class DeviceMeter:
             try:
                 self._gpu = Gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
             except Exception as error:  # whatever the driver says: every reading keeps it as its note
-                self._no_nvml = _reason(error)
+                self._no_nvml = first_line(error)
 
     def read(self) -> DeviceReading:
         """Read memory and use now, each from the first source that answers."""
@@ -259,12 +260,8 @@ def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -
         try:
             return sources[name](), name
         except Exception as error:  # whatever the driver says: it is noted and the next source takes over
-            notes.append(f"{what} not from {name}: {_reason(error)}")
+            notes.append(f"{what} not from {name}: {first_line(error)}")
     return sources[last](), last
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _held_by(thing: Held) -> Iterator[torch.Tensor]:

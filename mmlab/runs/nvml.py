@@ -13,6 +13,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mmlab.errors import first_line
+
 KIB = 1024
 _REASONS = {  # bits of nvmlDeviceGetCurrentClocksEventReasons
     0x1: "idle",
@@ -78,7 +80,7 @@ class Gpu:
                 value = read(self._nvml, self._handle, process_id)
             except Exception as error:  # whatever the driver says: the value is left out and the reason kept
                 code = getattr(error, "value", None)
-                reason = f"no {key} from NVML: {type(error).__name__}: {error}".splitlines()[0]
+                reason = f"no {key} from NVML: {first_line(error)}"
                 if code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
                     self._unsupported[key] = reason
                 elif (

@@ -25,11 +25,12 @@ def test_it_tells_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     diagnosis = diagnose()
     assert diagnosis.ok
-    assert diagnosis["torch"].detail == versions(["torch"])["torch"]
-    assert diagnosis["cores"].values["num_usable"] == num_usable_cores()
-    assert cpu_name() in diagnosis["cores"].detail
-    assert diagnosis["memory"].values["total_bytes"] == total_memory_bytes() > 2**28
-    assert diagnosis["reading"].values["num_bytes"] == 64 * 2**20
+    checks = {check.name: check for check in diagnosis.checks}
+    assert checks["torch"].detail == versions(["torch"])["torch"]
+    assert checks["cores"].values["num_usable"] == num_usable_cores()
+    assert cpu_name() in checks["cores"].detail
+    assert checks["memory"].values["total_bytes"] == total_memory_bytes() > 2**28
+    assert checks["reading"].values["num_bytes"] == 64 * 2**20
     assert not list(tmp_path.iterdir()), "the scratch file is gone"
     assert all(bool(check.remedy) == (check.status != "ok") for check in diagnosis.checks)
     assert json.loads(json.dumps(diagnosis.as_dict()))["ok"]
