@@ -103,10 +103,6 @@ class LivePanel(anywidget.AnyWidget):
         state = "" if self.controller is None else f"{self.controller.state}; "
         return f"LivePanel: {state}{', '.join(runs)}"
 
-    def clear(self) -> None:
-        """Show the present runs no more; their files stay. A run that is written anew appears again."""
-        self._pump.clear()
-
     def close(self) -> None:
         """End the thread and remove the panel from the page."""
         if hasattr(self, "_pump"):

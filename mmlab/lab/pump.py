@@ -99,11 +99,10 @@ class Pump:
         self._seen_s = 0.0  # when the page was last heard from
         self._acked = 0
         self._rewind: list[dict[str, int]] = []  # what pages say they have
-        self._to_clear: list[str | None] = []
+        self._cleared: set[str] = set()  # ids of runs that are shown no more; only added to
         self._errors: list[dict[str, str]] = []
         # the thread's own
         self._sent: dict[str, int] = {}  # rows of each series that were sent
-        self._cleared: set[str] = set()  # ids of runs that are shown no more
         self._names: dict[str, None] = {}  # of runs, in the order in which they were first seen
         self._said: dict[str, Any] = {}  # facts as they were last sent
         self._saved: list[str] = []  # ids of the runs whose end was saved
@@ -135,13 +134,6 @@ class Pump:
                 self._thread = threading.Thread(target=self._run, name="mmlab-live-panel", daemon=True)
                 self._thread.start()
 
-    def clear(self, run_id: str | None = None) -> None:
-        """Show a run (or all there are) no more. One that is written anew has another id."""
-        with self._wake:
-            self._to_clear.append(run_id)
-            self._urgent = True
-            self._wake.notify()
-
     def close(self) -> None:
         """End the thread; nothing is sent once this returns."""
         with self._wake:
@@ -167,9 +159,10 @@ class Pump:
             if kind == "hidden":
                 self._shown = False
                 return
-        if kind == "clear":
-            self.clear(content.get("run"))
-        elif kind == "action" and content.get("name") in ACTIONS and self._controller is not None:
+            if kind == "clear":  # a run that is written anew has another id
+                self._cleared.add(content["run"])
+                return
+        if kind == "action" and content.get("name") in ACTIONS and self._controller is not None:
             with self._wake:
                 self._errors = [error for error in self._errors if error["where"] != "callback"]
             getattr(self._controller, content["name"])()
@@ -205,14 +198,11 @@ class Pump:
         with self._wake:
             urgent, self._urgent = self._urgent, False
             rewind, self._rewind = self._rewind, []
-            cleared, self._to_clear = self._to_clear, []
             if not self._shown:
                 return None
         for have in rewind:
             self._said = {}
             self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}
-        for run_id in cleared:
-            self._cleared |= {run.id for run in self._runs.states.values() if run_id in (None, run.id)}
         if self._follows_controller and (folder := self._asked("folder")) != self._runs.source:
             self._runs.follow(folder)
         if self._runs.poll():
