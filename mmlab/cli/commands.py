@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,13 +88,14 @@ def app(
     port: Annotated[int, "0 takes a free one"] = 0,
 ) -> Any:
     """Serve a notebook as a page without code, on this machine only (needs voila)."""
-    from mmlab.lab.app import App
+    from mmlab.lab.app import serve
 
     _exit_on_sigterm()  # so that the server and its kernels end as well
-    with App(notebook, port=port) as server:
-        print(f"Serving at {server.url}\nCtrl-C ends it.", flush=True)
-        server.wait()
-    return Printed(document={"url": server.url}, text="Ended.")
+    with serve(notebook, port=port) as (url, server):
+        print(f"Serving at {url}\nCtrl-C ends it.", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.wait()
+    return Printed(document={"url": url}, text="Ended.")
 
 
 def export(

@@ -6,7 +6,6 @@ you. Each visitor gets a kernel of their own. Needs the extra `app` (voila), whi
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -20,8 +19,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,87 +35,76 @@ STOP_S = 10.0  # within which the server must end its kernels and itself, before
 _HOST = "127.0.0.1"
 
 
-class App:
-    """A notebook that is being served. A context manager: leaving it ends the server and its kernels.
+@contextmanager
+def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Serve a notebook; leaving the context ends the server and its kernels.
 
     Args:
         notebook: to serve; the live dashboard of this project unless given.
         port: 0 takes a free one.
+
+    Returns:
+        The page's address, with its token, and the server's process.
 
     Raises:
         DataError: the notebook is not there.
         OptionError: voila is not installed, or the port is taken.
         RunError: the page did not come up.
     """
-
-    def __init__(self, notebook: str | Path | None = None, *, port: int = 0) -> None:
-        path = find_notebook(notebook)
-        if importlib.util.find_spec("voila") is None:
-            raise OptionError("`mmlab app` needs voila, which is not installed: pip install 'mmlab[app]'")
-        token = secrets.token_urlsafe(24)
-        port = port or _free_port()
-        self.url = f"http://{_HOST}:{port}/?token={token}"
-        self._files = ExitStack()
-        settings = Path(self._files.enter_context(TemporaryDirectory(prefix="mmlab-app-")))
-        # in a file that only this user can read: a command line can be read by everybody
-        chosen = {"token": token, "ip": _HOST, "port": port, "port_retries": 0, "open_browser": False}
-        # each cell is shown when it has run; until the last one has, voila answers no ping, which would end it after 90 s
-        chosen["tornado_settings"] = {"ws_ping_interval": 0}
-        live = {"progressive_rendering": True}
-        (settings / "voila.json").write_text(json.dumps({"Voila": chosen, "VoilaConfiguration": live}))
-        self._log = self._files.enter_context((settings / "log.txt").open("w+"))
-        paths = [str(settings), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
-        self._server = subprocess.Popen(
+    path = find_notebook(notebook)
+    if importlib.util.find_spec("voila") is None:
+        raise OptionError("`mmlab app` needs voila, which is not installed: pip install 'mmlab[app]'")
+    token = secrets.token_urlsafe(24)
+    port = port or _free_port()
+    url = f"http://{_HOST}:{port}/?token={token}"
+    # in a file that only this user can read: a command line can be read by everybody
+    chosen = {"token": token, "ip": _HOST, "port": port, "port_retries": 0, "open_browser": False}
+    # each cell is shown when it has run; until the last one has, voila answers no ping, which would end it after 90 s
+    chosen["tornado_settings"] = {"ws_ping_interval": 0}
+    live = {"progressive_rendering": True}
+    with (
+        TemporaryDirectory(prefix="mmlab-app-") as settings,
+        Path(settings, "log.txt").open("w+") as log,
+    ):
+        Path(settings, "voila.json").write_text(json.dumps({"Voila": chosen, "VoilaConfiguration": live}))
+        paths = [settings, *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
+        server = subprocess.Popen(
             [sys.executable, "-m", "mmlab.lab.app", str(path)],
             cwd=path.parent,
             env={**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,  # nothing is written: when it breaks, we are gone
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,  # signals from the terminal are for us: `close` ends the server and its kernels
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # signals from the terminal are for us: we end the server and its kernels
         )
         try:
-            self._wait_until(lambda: _answers(_HOST, port))
-        except BaseException:
-            self.close()
-            raise
+            deadline_s = time.monotonic() + START_S
+            while not _answers(port):
+                if server.poll() is not None:
+                    log.seek(0)
+                    said = log.read().strip().splitlines() or ["it said nothing"]
+                    raise RunError(f"voila ended before it served anything: {said[-1]}")
+                if time.monotonic() > deadline_s:
+                    raise RunError(f"voila did not answer at {url} within {START_S:.0f} s")
+                time.sleep(0.1)
+            yield url, server
+        finally:
+            _end(server)
 
-    def wait(self) -> None:
-        """Until the server ends, or an interrupt."""
-        with contextlib.suppress(KeyboardInterrupt):
-            self._server.wait()
 
-    def close(self) -> None:
-        """End the server and its kernels."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            server = psutil.Process(self._server.pid)
-            family = [server, *server.children(recursive=True)]  # kernels have process groups of their own
-            server.terminate()  # it ends its kernels
-            end_s = time.monotonic() + STOP_S
-            while any(map(_is_alive, family)) and time.monotonic() < end_s:
-                time.sleep(0.05)
-            for process in filter(_is_alive, family):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        self._server.communicate()  # waits, and closes the pipe
-        self._files.close()
-
-    def __enter__(self) -> App:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + START_S
-        while not ready():
-            if self._server.poll() is not None:
-                self._log.seek(0)
-                said = self._log.read().strip().splitlines() or ["it said nothing"]
-                raise RunError(f"voila ended before it served anything: {said[-1]}")
-            if time.monotonic() > deadline_s:
-                raise RunError(f"voila did not answer at {self.url} within {START_S:.0f} s")
-            time.sleep(0.1)
+def _end(server: subprocess.Popen) -> None:
+    """End the server and its kernels."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(server.pid)
+        family = [process, *process.children(recursive=True)]  # kernels have process groups of their own
+        process.terminate()  # it ends its kernels
+        end_s = time.monotonic() + STOP_S
+        while any(map(_is_alive, family)) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        for process in filter(_is_alive, family):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    server.communicate()  # waits, and closes the pipe
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -153,10 +141,10 @@ def _serve() -> None:
     runpy.run_module("voila", run_name="__main__", alter_sys=True)
 
 
-def _answers(host: str, port: int) -> bool:
+def _answers(port: int) -> bool:
     """Whether a server is there; one that asks for the token is."""
     try:
-        urllib.request.urlopen(f"http://{host}:{port}/voila/static/", timeout=2).close()
+        urllib.request.urlopen(f"http://{_HOST}:{port}/voila/static/", timeout=2).close()
     except OSError as error:
         return isinstance(error, urllib.error.HTTPError)
     return True

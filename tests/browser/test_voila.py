@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from mmlab.lab.app import App
+from mmlab.lab.app import serve
 from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
 from tests.browser.jupyter import BLUE, ORANGE, PATIENCE_MS, Panel, Server
 from tests.browser.writing_runs import write_run
@@ -125,10 +125,10 @@ def test_the_command_shows_each_cell_when_it_has_run_and_a_live_panel_meanwhile(
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells])
     made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(made, tmp_path / "page.ipynb")
-    with App(tmp_path / "page.ipynb") as app:
+    with serve(tmp_path / "page.ipynb") as (url, _):
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.set_default_timeout(PATIENCE_MS)
-        page.goto(app.url)
+        page.goto(url)
         panel = shown(page.locator(".mmlp"))
         assert panel.wait_points(40) == 40
         write_run(tmp_path / "runs" / "random", 20)
