@@ -17,7 +17,7 @@ from mmlab.runs.events import RunEvent
 from mmlab.runs.figures import to_png
 from mmlab.runs.folders import ASIDE
 from mmlab.runs.follow import ACTIVE, RunState
-from mmlab.runs.summaries import draw_runs, progress_of, summarize, verdict_of
+from mmlab.runs.summaries import draw_runs, duration, progress_of, summarize, verdict_of
 
 TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and the columns of each
     "step": (
@@ -91,7 +91,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         else None,
         "GPU busy" if source == "NVML" else "CPU busy": _per_cent(busy.mean() if len(busy) else None),
         "waiting": _per_cent(found["data_wait_ratio"]),
-        "left": f"{left_s // 60:.0f}:{left_s % 60:02.0f}" if isfinite(left_s) else None,
+        "left": duration(left_s) if isfinite(left_s) else None,
     }
     for before in earlier:
         speed = summarize(before)["samples_per_s"]

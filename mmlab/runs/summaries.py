@@ -238,6 +238,19 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
     return figure
 
 
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, for a person.
+
+    >>> duration(59.7), duration(3725), duration(None)
+    ('1:00', '1:02:05', '-')
+    """
+    if seconds is None or not isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def _planned_and_done(run: RunState) -> tuple[float, float]:
     """Cost of the whole run and of what is done, in steps where no cost is known; NaN where neither is."""
     start = run.latest("start")

@@ -17,10 +17,10 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError
 from mmlab.machine import GIB
 from mmlab.runs.follow import ACTIVE, Runs, RunState
-from mmlab.runs.summaries import progress_of, summarize
+from mmlab.runs.summaries import duration, progress_of, summarize
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -86,12 +86,7 @@ def follow(folder: str | Path, *, interval_s: float = 0.5) -> dict[str, Any]:
 
     Returns:
         What was shown last.
-
-    Raises:
-        OptionError: `interval_s` is not above 0.
     """
-    if not interval_s > 0:
-        raise OptionError(f"interval: expected seconds above 0, found {interval_s}")
     from rich.console import Console
     from rich.live import Live
 
@@ -162,14 +157,6 @@ def _number(value: float | None, factor: float = 1.0, unit: str = "", *, digits:
     return "-" if value is None or not isfinite(value) else f"{factor * value:.{digits}f}{unit}"
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None or not isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def _memory(row: Mapping[str, Any]) -> str:
     """Memory in use, and where the figure comes from: a process's memory is never shown as a GPU's."""
     if row["memory_bytes"] is None:
@@ -183,7 +170,7 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {  # heading -> how a 
     "rank": lambda row: row["rank"],
     "status": lambda row: row["status"],
     "done": lambda row: _number(row["done_ratio"], 100, "%"),
-    "left": lambda row: _duration(row["left_s"]) if row["status"] in ACTIVE else "",
+    "left": lambda row: duration(row["left_s"]) if row["status"] in ACTIVE else "",
     "step": lambda row: f"{row['steps']}" + (f"/{row['planned_steps']}" if row["planned_steps"] else ""),
     "loss": lambda row: _number(row["loss"], digits=3),
     "samples/s": lambda row: _number(row["samples_per_s"], digits=1),
