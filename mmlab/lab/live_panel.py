@@ -22,7 +22,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 
 from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, saved_view
-from mmlab.lab.pump import Controller, Pump
+from mmlab.lab.pump import Pump
 from mmlab.lab.saved import SavedView
 from mmlab.runs.follow import RunState, Source, run_files, summary_line
 
@@ -40,7 +40,8 @@ class LivePanel(anywidget.AnyWidget):
     Args:
         source: what to follow: a run's folder, a folder of runs (a comparison, or its `runs`), or several of those.
             None follows the controller's folder.
-        controller: what the buttons call (`mmlab.lab.pump.Controller`); without one the panel only watches.
+        controller: what the buttons call, a `Lab` or what has its `start`, `pause`, `resume`, `stop`, `state`, `progress`,
+            `error` and `folder`: any thread may ask, and every answer comes at once. Without one the panel only watches.
         hz: updates a second at most; more than the screen shows is no use.
         title: heading; the folder's name by default.
 
@@ -59,7 +60,7 @@ class LivePanel(anywidget.AnyWidget):
     def __init__(
         self,
         source: Source = None,
-        controller: Controller | None = None,
+        controller: Any = None,
         *,
         hz: float = 10.0,
         title: str | None = None,
@@ -128,7 +129,7 @@ class LivePanel(anywidget.AnyWidget):
         self._pump.receive(content)
 
 
-def _name(source: Any, controller: Controller | None) -> str:
+def _name(source: Any, controller: Any) -> str:
     if source is None:
         return str(getattr(controller, "folder", "run"))
     return str(source) if isinstance(source, str | Path) else ", ".join(str(item) for item in source)

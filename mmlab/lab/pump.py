@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,38 +41,6 @@ ENDED = ("done", "stopped", "failed", "killed")
 ACTIONS = ("start", "pause", "resume", "stop")
 
 
-class Controller(Protocol):
-    """What starts and stops a run, as far as a panel knows. Any thread may call it, and every call returns at once."""
-
-    @property
-    def state(self) -> str:
-        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped` or `failed`."""
-
-    @property
-    def progress(self) -> tuple[float, float]:
-        """Share of the run that is done (0 to 1) and seconds that are left; NaN where unknown."""
-
-    @property
-    def error(self) -> str | None:
-        """Traceback of what ended the run, if anything did."""
-
-    @property
-    def folder(self) -> Path:
-        """What to follow: a run's folder, or a folder of runs."""
-
-    def start(self) -> object:
-        """Begin."""
-
-    def pause(self) -> object:
-        """Hold after the step in hand."""
-
-    def resume(self) -> object:
-        """Go on."""
-
-    def stop(self) -> object:
-        """End after the step in hand."""
-
-
 class Pump:
     """The thread between the files and the page: reads, paces, sends.
 
@@ -83,7 +51,7 @@ class Pump:
     def __init__(
         self,
         source: Source,
-        controller: Controller | None,
+        controller: Any,
         send: Callable[[dict[str, Any], list[bytes]], object],
         save: Callable[[list[RunState]], object],
         *,
