@@ -110,7 +110,7 @@ def killed_builder(corpus: Corpus) -> int:
 def num_cached(folder: Path) -> int:
     """How many images a cache has; none where it is not there yet."""
     try:
-        return cache_info(folder).num_images
+        return cache_info(folder).document["num_images"]
     except DataError:
         return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,8 @@ from mmlab.errors import DataError
 from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes, slot_files
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheInfo:
-    """What a cache has on the disk."""
-
-    folder: str
-    settings: dict[str, str]  # what it was made with
-    num_files: int  # one for every list of images
-    num_images: int  # that are there
-    num_slots: int  # for images
-    cache_bytes: int
-    last_used: str  # local time
-
-    def __str__(self) -> str:
-        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
-        return (
-            f"{self.folder}: {self.num_images:,} images of {self.num_slots:,} in {self.num_files} files, "
-            f"{self.cache_bytes / 2**20:,.1f} MiB; last used {self.last_used}\nmade with {settings}"
-        )
-
-
-def cache_info(folder: str | Path) -> CacheInfo:
-    """What a cache has. Reads the tables only.
+def cache_info(folder: str | Path) -> Printed:
+    """What a cache has, and what it was made with. Reads the tables only.
 
     Raises:
         DataError: the folder is no cache, or what a file says of itself is damaged.
@@ -49,15 +28,21 @@ def cache_info(folder: str | Path) -> CacheInfo:
         len(SlotFile(path, layout, writable=False).filled())
         for (path, _), layout in zip(files, layouts, strict=True)
     )
-    return CacheInfo(
-        folder=str(folder),
-        settings=layouts[-1].settings,
-        num_files=len(files),
-        num_images=num_images,
-        num_slots=sum(len(layout.shapes) for layout in layouts),
-        cache_bytes=sum(disk_bytes(stat) for _, stat in files),
-        last_used=f"{datetime.fromtimestamp(files[-1][1].st_mtime):%Y-%m-%d %H:%M:%S}",
+    document: dict[str, Any] = {
+        "folder": str(folder),
+        "settings": layouts[-1].settings,
+        "num_files": len(files),  # one for every list of images
+        "num_images": num_images,
+        "num_slots": sum(len(layout.shapes) for layout in layouts),
+        "cache_bytes": sum(disk_bytes(stat) for _, stat in files),
+        "last_used": f"{datetime.fromtimestamp(files[-1][1].st_mtime):%Y-%m-%d %H:%M:%S}",  # local time
+    }
+    settings = ", ".join(f"{name} {value}" for name, value in layouts[-1].settings.items())
+    text = (
+        f"{folder}: {num_images:,} images of {document['num_slots']:,} in {len(files)} files, "
+        f"{document['cache_bytes'] / 2**20:,.1f} MiB; last used {document['last_used']}\nmade with {settings}"
     )
+    return Printed(document=document, text=text)
 
 
 def verify_cache(folder: str | Path, *, progress: bool = True) -> Printed:
@@ -91,7 +76,7 @@ def verify_cache(folder: str | Path, *, progress: bool = True) -> Printed:
     return Printed(document=document, text="\n".join(lines), ok=not damage)
 
 
-def clear_cache(folder: str | Path) -> dict[str, Any]:
+def clear_cache(folder: str | Path) -> Printed:
     """Remove all that a cache has; a training that uses it goes on.
 
     Returns:
@@ -103,7 +88,10 @@ def clear_cache(folder: str | Path) -> dict[str, Any]:
     files = _files(folder)
     for path, _ in files:
         path.unlink(missing_ok=True)
-    return {"num_files": len(files), "num_bytes": sum(disk_bytes(stat) for _, stat in files)}
+    gone = {"num_files": len(files), "num_bytes": sum(disk_bytes(stat) for _, stat in files)}
+    return Printed(
+        document=gone, text=f"Removed {gone['num_files']} files, {gone['num_bytes'] / 2**20:,.1f} MiB"
+    )
 
 
 def _files(folder: str | Path) -> list[Any]:

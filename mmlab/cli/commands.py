@@ -305,9 +305,7 @@ def cache_clear(folder: CacheFolder) -> Any:
     """Remove all that a cache has."""
     from mmlab.cli.cache import clear_cache
 
-    gone = clear_cache(folder)
-    text = f"Removed {gone['num_files']} files, {gone['num_bytes'] / 2**20:,.1f} MiB"
-    return Printed(document=gone, text=text)
+    return clear_cache(folder)
 
 
 def bench_io(

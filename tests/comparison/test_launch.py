@@ -112,7 +112,7 @@ def test_two_ranks_fill_the_cache_and_train(scenes: Path, tmp_path: Path) -> Non
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
     result = train_on(load_config(path), num_processes=2, runs=tmp_path / "runs")
     assert result.status == "done"
-    assert cache_info(tmp_path / "cache").num_images == 24
+    assert cache_info(tmp_path / "cache").document["num_images"] == 24
     both = []
     for rank in range(2):
         events, _ = read_events(tmp_path / "runs" / "pair" / f"events-rank{rank}.jsonl")

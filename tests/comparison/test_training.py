@@ -107,7 +107,7 @@ def test_a_cache_is_filled_before_training_and_changes_no_step(config: Path, tmp
     for folder, changes in (("plain", []), ("cached", [f"data.cache={cache}"])):
         train(load_config(config, ["trainer.num_epochs=1", *changes]), runs=tmp_path / folder, progress=False)
     assert steps_of(tmp_path / "cached" / "small") == steps_of(tmp_path / "plain" / "small")
-    assert cache_info(cache).num_images == 24  # those held out too
+    assert cache_info(cache).document["num_images"] == 24  # those held out too
     events, _ = read_events(tmp_path / "cached" / "small" / "events-rank0.jsonl")
     ratios = [event.values["cache_hit_ratio"] for event in events if "cache_hit_ratio" in event.values]
     assert ratios

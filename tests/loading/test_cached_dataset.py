@@ -165,8 +165,8 @@ def test_building_goes_on_where_it_stopped(dataset: MultimodalDataset, tmp_path:
     again = build_cache(cached, progress=False)
     assert (again.num_made, again.num_images) == (0, num_images)
     assert all(same(cached[row], dataset[row]) for row in range(len(dataset)))
-    info = cache_info(tmp_path / "cache")
-    assert (info.num_images, info.num_slots) == (num_images, num_images)
+    info = cache_info(tmp_path / "cache").document
+    assert (info["num_images"], info["num_slots"]) == (num_images, num_images)
 
 
 def test_building_names_what_it_could_not_make(tmp_path: Path) -> None:

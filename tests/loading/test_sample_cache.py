@@ -129,8 +129,8 @@ def test_other_images_have_a_file_of_their_own(tmp_path: Path, key: CacheKey) ->
     other = fill(tmp_path / "cache", make_key(tmp_path / "others", 10))
     assert all(is_right(row, cache.get(row)) for row in range(NUM_ROWS))
     assert all(is_right(row, other.get(row)) for row in range(10))
-    info = cache_info(tmp_path / "cache")
-    assert (info.num_files, info.num_images, info.num_slots) == (2, NUM_ROWS + 10, NUM_ROWS + 10)
+    info = cache_info(tmp_path / "cache").document
+    assert (info["num_files"], info["num_images"], info["num_slots"]) == (2, NUM_ROWS + 10, NUM_ROWS + 10)
 
 
 def test_however_the_same_images_are_divided_they_share_a_file(tmp_path: Path, key: CacheKey) -> None:
@@ -183,7 +183,7 @@ def test_under_a_limit_files_of_other_images_make_room(tmp_path: Path) -> None:
     assert cache.stats().cache_bytes <= 2 * one_bytes
     left = SampleCache(tmp_path / "cache", key=newer)
     assert all(is_right(row, left.get(row)) for row in range(20))  # the least recently used one went
-    assert cache_info(tmp_path / "cache").num_files == 2
+    assert cache_info(tmp_path / "cache").document["num_files"] == 2
 
 
 def test_who_has_a_removed_file_open_goes_on_with_it(tmp_path: Path, key: CacheKey) -> None:
@@ -202,7 +202,7 @@ def test_threads_share_a_cache(tmp_path: Path, key: CacheKey) -> None:
     with ThreadPoolExecutor(8) as pool:
         hits = list(pool.map(lambda row: take(cache, row), rows))
     assert all(is_right(row, cache.get(row)) for row in set(rows))
-    assert cache_info(tmp_path / "cache").num_images == len(set(rows))
+    assert cache_info(tmp_path / "cache").document["num_images"] == len(set(rows))
     assert sum(hits) >= len(rows) - 8 * NUM_ROWS
 
 
@@ -237,5 +237,5 @@ def test_strange_folders_and_limits_are_refused(tmp_path: Path, key: CacheKey) -
 
 def test_clear_removes_all_but_the_folder(tmp_path: Path, key: CacheKey) -> None:
     cache_bytes = fill(tmp_path / "cache", key).stats().cache_bytes
-    assert clear_cache(tmp_path / "cache") == {"num_files": 1, "num_bytes": cache_bytes}
+    assert clear_cache(tmp_path / "cache").document == {"num_files": 1, "num_bytes": cache_bytes}
     assert list((tmp_path / "cache").iterdir()) == []
