@@ -48,8 +48,8 @@ def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tupl
 
     Raises:
         DataError: the notebook is not there.
-        OptionError: voila is not installed, or the port is taken.
-        RunError: the page did not come up.
+        OptionError: voila is not installed.
+        RunError: the page did not come up, as where the port is taken.
     """
     path = find_notebook(notebook)
     if importlib.util.find_spec("voila") is None:
