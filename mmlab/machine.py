@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab import __version__
-from mmlab.errors import OptionError, check_numbers
+from mmlab.errors import OptionError, check_numbers, first_line
 
 if TYPE_CHECKING:
     import psutil
@@ -337,7 +337,7 @@ def require_device(name: str) -> None:
     try:
         torch.empty(1, device=name).cpu()  # `meta` is made, and cannot be read
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -177,7 +177,7 @@ def _load(name: str) -> PreTrainedTokenizerFast:
         return _loader(folder).from_pretrained(name)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"tokenizer {name!r} is not in the local cache and cannot be downloaded: {str(error).splitlines()[0]} "
+            f"tokenizer {name!r} is not in the local cache and cannot be downloaded: {first_line(error)} "
             f"Download it where there is a network (hf download {name}) and pass the folder, or use 'builtin', which "
             "is trained on your texts and needs none."
         ) from error

@@ -55,7 +55,7 @@ class PlannedDataModule(LightningDataModule):
 class LightningEvents(Callback):
     """Writes mmlab's events: `Trainer(callbacks=[LightningEvents("runs/mine")])`; the live panel pauses and stops the run.
 
-    The loss is what `training_step` returns.
+    The loss is what `training_step` returns; a batch for which it returns None is counted without one.
 
     Args:
         folder: of the run; Lightning's `default_root_dir` unless given.
@@ -68,7 +68,7 @@ class LightningEvents(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step = trainer.global_step
-        self._losses: list[float] = []  # of the batches since the last step
+        self._losses: list[float | None] = []  # of the batches since the last step
         folder, sampler = self.folder or trainer.default_root_dir, planned_sampler(trainer.train_dataloader)
         about = {"num_steps": int(trainer.estimated_stepping_batches), "num_epochs": trainer.max_epochs}
         options = {"device": pl_module.device, "step": trainer.global_step, **about, **self.options}
@@ -81,12 +81,15 @@ class LightningEvents(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        self._losses.append(None if loss is None else float(loss))
         if trainer.global_step == self._step:
             return  # more batches of this step follow
         num, self._step = len(self._losses), trainer.global_step
         lr = trainer.optimizers[0].param_groups[0]["lr"]
-        self.run.step(num, start=batch_idx + 1 - num, loss=sum(self._losses) / num, lr=lr)
+        told = [loss for loss in self._losses if loss is not None]
+        loss = {"loss": sum(told) / len(told)} if told else {}
+        self.run.step(num, start=batch_idx + 1 - num, lr=lr, **loss)
         self._losses.clear()
         trainer.should_stop = trainer.should_stop or self.run.stopped
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmlab.errors import DataError, OptionError, check_name
+from mmlab.errors import DataError, OptionError, check_name, first_line
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.types import Batch, HostColumns
 
@@ -141,7 +141,7 @@ class LossModel(nn.Module):
             height, width = self.image_size
             raise OptionError(
                 f"{type(self.module).__name__} takes images of {height} x {width} pixels, the batch has {size[0]} x "
-                f"{size[1]} ({str(error).splitlines()[0]}); use the image policy square:{height}"
+                f"{size[1]} ({first_line(error)}); use the image policy square:{height}"
             ) from error
         if isinstance(output, Tensor):
             output = Loss(output)

@@ -243,7 +243,8 @@ def _probes(
 ) -> tuple[list[list[int]], NDArray[np.int64]]:
     """Batches of neighbours in order of tokens, or of patches, of a number spread evenly on a logarithmic scale."""
     rng = np.random.default_rng(0)
-    orders = [np.argsort(column, kind="stable") for column in (sizes.num_tokens, sizes.height * sizes.width)]
+    areas = sizes.height.astype(np.int64) * sizes.width
+    orders = [np.argsort(column, kind="stable") for column in (sizes.num_tokens, areas)]
     batches: list[list[int]] = []
     for probe in range(number):
         order = orders[probe % 2]

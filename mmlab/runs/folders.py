@@ -18,7 +18,8 @@ def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
     """
     old = [path for name in written for path in folder.glob(name)]
     if old:
-        number = 1 + sum(1 for _ in folder.glob(f"{ASIDE}*"))
+        numbers = (path.name.removeprefix(ASIDE) for path in folder.glob(f"{ASIDE}*"))
+        number = 1 + max((int(text) for text in numbers if text.isdecimal()), default=0)
         aside = folder / f"{ASIDE}{number}"
         aside.mkdir()
         for path in old:

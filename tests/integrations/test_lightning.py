@@ -87,6 +87,14 @@ def test_the_events_tell_each_steps_loss_and_batches(tmp_path: Path) -> None:
     assert (state.column("loss") > 0).all()
 
 
+def test_a_batch_without_a_loss_is_counted_without_one(tmp_path: Path) -> None:
+    events = LightningEvents()
+    model = fit(tmp_path, callbacks=[events], accumulate_grad_batches=2, max_epochs=1, leaves_out=(1, 2, 3))
+    steps = [event for event in read_events(events.run.path)[0] if event.kind == "step"]
+    assert ["loss" in step for step in steps[:3]] == [True, False, True]
+    assert len(steps) == -(-len(model.seen) // 2)
+
+
 def test_a_run_is_stopped_and_a_failure_is_told(tmp_path: Path) -> None:
     class Stopping(LightningEvents):
         def on_train_batch_start(self, trainer: Any, *more: Any) -> None:

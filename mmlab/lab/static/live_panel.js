@@ -297,8 +297,9 @@ function logTicks(low, high) {
 }
 function duration(s) {
 	if (!Number.isFinite(s)) return "";
-	if (s < 60) return `${Math.round(s)} s`;
-	if (s < 5400) return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
+	const whole = Math.round(s);
+	if (whole < 60) return `${whole} s`;
+	if (whole < 5400) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 	return `${(s / 3600).toFixed(1)} h`;
 }
 const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
