@@ -18,9 +18,10 @@ from PIL import Image
 from mmlab.cli.main import main
 from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
-from mmlab.data.synthetic.captions import num_words, write_captions
+from mmlab.data.synthetic.captions import write_captions
 from mmlab.data.synthetic.painting import paint
 from mmlab.data.synthetic.scenes import Scene, draw_size, make_scene, table
+from mmlab.data.text import estimate_num_tokens
 from mmlab.errors import OptionError
 
 DATA = Path(__file__).parents[2] / "data"
@@ -145,7 +146,9 @@ def test_image_sizes_follow_coco() -> None:
 
 
 def test_caption_lengths_follow_coco() -> None:
-    lengths = [num_words(text) + 2 for index in range(1000) for text in write_captions(make_scene(1, index))]
+    lengths = [
+        estimate_num_tokens(text) for index in range(1000) for text in write_captions(make_scene(1, index))
+    ]
     assert np.mean(lengths) == pytest.approx(13.4, abs=0.4)
     assert np.std(lengths) == pytest.approx(2.6, abs=0.4)
     assert min(lengths) >= 8

@@ -7,9 +7,9 @@ pattern, relation, backdrop and light come in as the length allows. Lengths are 
 from __future__ import annotations
 
 import random
-import re
 
-from mmlab.data.synthetic.scenes import Group, Scene, table, weighted, weights
+from mmlab.data.synthetic.scenes import Group, Scene, draw_one, table
+from mmlab.data.text import estimate_num_tokens
 
 
 def write_captions(scene: Scene, num_captions: int = 5) -> list[str]:
@@ -22,18 +22,9 @@ def write_captions(scene: Scene, num_captions: int = 5) -> list[str]:
     return captions
 
 
-def num_words(text: str) -> int:
-    """Words and punctuation marks.
-
-    >>> num_words("Two red balls, on sand.")
-    7
-    """
-    return len(re.findall(r"\w+|[^\w\s]", text))
-
-
 def _sentence(scene: Scene, rng: random.Random) -> str:
     """A core of two parts, then whatever else still fits into a length drawn beforehand."""
-    target = int(weighted(rng, weights("caption_lengths"))) - 2  # without the special tokens
+    target = int(draw_one(rng, table("caption_lengths")))
     order = rng.sample(range(len(scene.groups)), len(scene.groups))
     groups = [scene.groups[number] for number in order]
     parts = {"subject": _plain_name(groups[0]), "ground": _phrase("grounds", scene.ground, rng)}
@@ -50,15 +41,15 @@ def _sentence(scene: Scene, rng: random.Random) -> str:
         richer["other"] = f"{relation} {_full_name(groups[1], rng)}"
         if len(groups) > 2:
             richer["third"] = f"and {_full_name(groups[2], rng)}"
-        if num_words(_join(parts)) > target:
+        if estimate_num_tokens(_join(parts)) > target:
             del parts["ground" if rng.random() < 0.3 else "other"]
     for name in rng.sample(list(richer), len(richer)):
         longer = {**parts, name: richer[name]}
-        if num_words(_join(longer)) <= target:
+        if estimate_num_tokens(_join(longer)) <= target:
             parts = longer
     text = _join(parts)
     for extra in _extras(scene, rng):
-        if num_words(text) + num_words(extra) <= target:
+        if estimate_num_tokens(f"{text} {extra}") <= target:
             text += " " + extra
     return text
 

@@ -14,12 +14,8 @@ import random
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
-
-Key = TypeVar("Key")
+from typing import Any, NamedTuple
 
 _TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("scenes.toml").read_text("utf-8"))
 
@@ -29,10 +25,10 @@ def table(name: str) -> dict[str, Any]:
     return _TABLES[name]
 
 
-@cache
-def weights(name: str) -> dict[str, int]:
-    """How often each entry of a table is drawn, by its `percent` or as the table says itself."""
-    return {key: entry["percent"] if isinstance(entry, dict) else entry for key, entry in table(name).items()}
+def draw_one(rng: random.Random, entries: Mapping[str, Any]) -> str:
+    """The name of one of a table's entries, drawn by its `percent` or by the weight that it is itself."""
+    weights = [entry["percent"] if isinstance(entry, dict) else entry for entry in entries.values()]
+    return rng.choices(list(entries), weights)[0]
 
 
 class Place(NamedTuple):
@@ -87,13 +83,13 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
     ground = rng.choice(tuple(table("grounds")))
     horizon = rng.uniform(0.22, 0.42)
     groups: list[Group] = []
-    for _ in range(int(weighted(rng, weights("group_counts")))):
-        size = weighted(rng, weights("sizes"))
+    for _ in range(int(draw_one(rng, table("group_counts")))):
+        size = draw_one(rng, table("sizes"))
         group = Group(
-            count=min(int(weighted(rng, weights("group_sizes"))), 2 if size == "large" else 4),
+            count=min(int(draw_one(rng, table("group_sizes"))), 2 if size == "large" else 4),
             size=size,
             colour=rng.choice([name for name in table("colours") if name not in {g.colour for g in groups}]),
-            pattern=weighted(rng, weights("patterns")),
+            pattern=draw_one(rng, table("patterns")),
             shape=rng.choice(tuple(table("shapes"))),
         )
         groups.append(group)
@@ -107,7 +103,7 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
         height=height,
         ground=ground,
         backdrop=rng.choice(backdrops),
-        light=weighted(rng, weights("lights")),
+        light=draw_one(rng, table("lights")),
         light_from_left=rng.random() < 0.5,
         horizon=horizon,
         arrangement="depth" if deep else "row",
@@ -120,21 +116,15 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
 def draw_size(rng: random.Random, max_side: int = 640) -> tuple[int, int]:
     """Width and height in pixels, from COCO's distribution, scaled by `max_side` / 640."""
     known = table("image_sizes")
-    common = {(width, height): share for width, height, share in known["common"]}
-    size = weighted(rng, {**common, (0, 0): known["tail_per_mille"]})
-    if size == (0, 0):
-        long, deciles = int(weighted(rng, known["tail_long_sides"])), known["tail_short_to_long"]
+    shares = [share for *_, share in known["common"]]
+    width, height, _ = rng.choices([*known["common"], (0, 0, 0)], [*shares, known["tail_per_mille"]])[0]
+    if not width:  # one of the tail
+        long, deciles = int(draw_one(rng, known["tail_long_sides"])), known["tail_short_to_long"]
         rank = rng.random() * (len(deciles) - 1)
         low, high = deciles[int(rank)], deciles[int(rank) + 1]
         short = round(long * (low + (high - low) * (rank % 1)))
-        size = (long, short) if rng.random() < known["tail_landscape_ratio"] else (short, long)
-    return max(1, round(size[0] * max_side / 640)), max(1, round(size[1] * max_side / 640))
-
-
-def weighted(rng: random.Random, weights: Mapping[Key, int]) -> Key:
-    """One key of a dict of integer weights."""
-    ticket = rng.random() * sum(weights.values())
-    return next(key for key, mark in zip(weights, accumulate(weights.values()), strict=True) if ticket < mark)
+        width, height = (long, short) if rng.random() < known["tail_landscape_ratio"] else (short, long)
+    return max(1, round(width * max_side / 640)), max(1, round(height * max_side / 640))
 
 
 _SPACING = 0.85  # of the diameter, from one object of a group to the next
