@@ -56,13 +56,9 @@ class ConversationBatch(Batch):
         }
         return replace(changed, inputs=inputs)  # type: ignore[call-arg]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**fields, "dataset": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        return None, {**fields, "dataset": None}  # the second is set by setattr, as the slots of `Batch` need
 
 
 class ConversationDataset(Dataset[Sample]):

@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.data.readers.headers import Size, image_sizes
-from mmlab.data.readers.hub import is_dataset
+from mmlab.data.readers.hub import as_stored, is_dataset
 from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, read_json
 from mmlab.data.readers.paths import FileResolver
 from mmlab.data.readers.rows import open_file, report_bad_rows
 from mmlab.data.readers.sidecar import Stamp
 from mmlab.data.records import BadRow, Grouped
-from mmlab.errors import DataError, OptionError, unknown_name
+from mmlab.errors import DataError, OptionError, check_name
 
 PLACEHOLDER = "<image>"  # in a text: here belongs the next image
 ROLES = {
@@ -124,8 +124,7 @@ def read_conversations(
     Raises:
         DataError: an unknown format, or bad rows (all of them in the error's `.bad_rows`).
     """
-    if errors not in ("raise", "report"):
-        raise unknown_name("errors=", errors, ("raise", "report"))
+    check_name("errors=", errors, ("raise", "report"))
     folder = None if images is None else Path(images).expanduser()
     if folder is not None and not folder.is_dir():
         raise OptionError(f"images={images}: not a folder")
@@ -184,7 +183,7 @@ def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], P
 
 def _undecoded(dataset: Any) -> Any:
     """The same `datasets.Dataset` with images as they are stored."""
-    from datasets import Dataset, Image
+    from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
         raise DataError(
@@ -192,13 +191,8 @@ def _undecoded(dataset: Any) -> Any:
         )
     dataset = dataset.with_format(None)
     for name in _IMAGES:
-        if (feature := dataset.features.get(name)) is not None:
-            inner = getattr(feature, "feature", feature)
-            if isinstance(inner, Image):
-                stored = Image(decode=False)
-                dataset = dataset.cast_column(
-                    name, stored if inner is feature else replace(feature, feature=stored)
-                )
+        if name in dataset.features:
+            dataset = as_stored(dataset, name)
     return dataset
 
 
@@ -302,12 +296,9 @@ def _listed_images(value: Any) -> list[_Image]:
     if isinstance(value, list | tuple):
         return [image for item in value for image in _listed_images(item if item is not None else 0)]
     if isinstance(value, dict) and value.keys() & {"path", "bytes"}:
-        content = value.get("bytes")
-        return (
-            [_Image(str(value.get("path") or ""), content)]
-            if content
-            else _listed_images(value.get("path") or 0)
-        )
+        if content := value.get("bytes"):
+            return [_Image(str(value.get("path") or ""), content)]
+        return _listed_images(value.get("path") or 0)
     if isinstance(value, bytes):
         return [_Image("", value)]
     if isinstance(value, str):
@@ -329,10 +320,10 @@ def _measure(
 ) -> dict[int, tuple[tuple[_Image, ...], list[Size]]]:
     """Images of each row with the paths of their files, and their sizes; fills `reasons` where there is none."""
     find, stamps = FileResolver(root), dict[str, Stamp | None]()
-    keys: dict[int, list[str]] = {}
+    keyed: dict[int, list[tuple[str, _Image]]] = {}
     inside: dict[str, bytes] = {}
     for row, (_, images) in parsed.items():
-        keys[row] = []
+        keyed[row] = []
         for place, image in enumerate(images):
             if image.content is not None:
                 key = f"{row}#{place}"
@@ -342,7 +333,8 @@ def _measure(
                 break
             else:
                 key, stamps[key] = found
-            keys[row].append(key)
+                image = _Image(key)
+            keyed[row].append((key, image))
     measured = image_sizes(
         stamps,
         lambda key: io.BytesIO(inside[key]) if key in inside else open_file(key),
@@ -350,20 +342,15 @@ def _measure(
         progress=progress,
     )
     rows = {}
-    for row, (_, images) in parsed.items():
-        if row in reasons:
-            continue
-        sizes = [measured[key] for key in keys[row]]
-        if wrong := [
-            f"{key}: {size}" for key, size in zip(keys[row], sizes, strict=True) if isinstance(size, str)
-        ]:
-            reasons[row] = wrong[0]
-            continue
-        found_images = [
-            image if image.content is not None else _Image(key)
-            for key, image in zip(keys[row], images, strict=True)
-        ]
-        rows[row] = tuple(found_images), [size for size in sizes if not isinstance(size, str)]
+    for row, own in keyed.items():
+        sizes: list[Size] = []
+        for key, _ in own:
+            if isinstance(size := measured[key], str):
+                reasons.setdefault(row, f"{key}: {size}")
+            else:
+                sizes.append(size)
+        if row not in reasons:
+            rows[row] = tuple(image for _, image in own), sizes
     return rows
 
 

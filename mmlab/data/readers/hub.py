@@ -117,17 +117,15 @@ def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> D
     Raises:
         DataError: a column of another kind.
     """
-    from datasets import Image, LargeList, List
+    from datasets import Image
 
     if "image" not in columns:
         return None
-    column = dataset.select_columns(columns["image"])
+    column = as_stored(dataset.select_columns(columns["image"]), columns["image"])
     stated = dataset.features[columns["image"]]
-    in_list = isinstance(stated, List | LargeList)
-    feature = stated.feature if in_list else stated
+    feature = getattr(stated, "feature", stated)
     if isinstance(feature, Image):
-        encoded = Image(decode=False)
-        return column.cast_column(columns["image"], replace(stated, feature=encoded) if in_list else encoded)
+        return column
     kind = getattr(feature, "dtype", "")
     if kind in ("string", "large_string"):
         return None
@@ -138,6 +136,18 @@ def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> D
     raise DataError(
         f"{what}: column {columns['image']} holds {stated}, expected images, encoded bytes or paths, or lists of them"
     )
+
+
+def as_stored(dataset: Dataset, name: str) -> Dataset:
+    """The dataset with a column of images, or of lists of them, not decoded; as it is where the column has none."""
+    from datasets import Image
+
+    stated, encoded = dataset.features[name], Image(decode=False)
+    if isinstance(stated, Image):
+        return dataset.cast_column(name, encoded)
+    if isinstance(getattr(stated, "feature", None), Image):
+        return dataset.cast_column(name, replace(stated, feature=encoded))
+    return dataset
 
 
 def _keys(inside: Dataset, split: str) -> Iterator[str | list[str | None] | None]:
