@@ -86,8 +86,8 @@ def to_records(
     if split is not None and not rows:
         known = ", ".join(sorted({row.split for row in table.rows if row.split})) or "none"
         raise DataError(f"{source}: no split {split!r}; known: {known}")
-    reasons = {index: row.problem for index, row in enumerate(rows) if row.problem}
-    _check_presence(rows, reasons, allow_missing_modality)
+    problems = (row.problem or _what_is_missing(row, allow_missing_modality) for row in rows)
+    reasons = {index: problem for index, problem in enumerate(problems) if problem}
     images, stamps = _find_images(table, rows, reasons)
     measured = image_sizes(stamps, table.open_image, root=table.root, progress=progress)
     for index, image in images.items():
@@ -132,20 +132,17 @@ def _fill_ids(rows: list[Row]) -> None:
             seen[image] += 1
 
 
-def _check_presence(rows: list[Row], reasons: dict[int, str], allow_missing_modality: bool) -> None:
-    for index, row in enumerate(rows):
-        if index in reasons:
-            continue
-        if row.text is None and row.image is None:
-            reasons[index] = "neither image nor text"
-        elif row.text is None and not allow_missing_modality:
-            reasons[index] = "no text (allow_missing_modality=True keeps image-only rows)"
-        elif row.image is None and not allow_missing_modality:
-            reasons[index] = "no image (allow_missing_modality=True keeps text-only rows)"
-        elif row.text is not None and not isinstance(row.text, str):
-            reasons[index] = f"text must be a string, found {type(row.text).__name__} {row.text!r:.40}"
-        elif isinstance(row.text, str) and not row.text.strip():
-            reasons[index] = "empty text"
+def _what_is_missing(row: Row, allow_missing_modality: bool) -> str:
+    """Why a row's image and text are too little; empty if they are not."""
+    if row.text is None and row.image is None:
+        return "neither image nor text"
+    if row.text is None and not allow_missing_modality:
+        return "no text (allow_missing_modality=True keeps image-only rows)"
+    if row.image is None and not allow_missing_modality:
+        return "no image (allow_missing_modality=True keeps text-only rows)"
+    if row.text is not None and not isinstance(row.text, str):
+        return f"text must be a string, found {type(row.text).__name__} {row.text!r:.40}"
+    return "empty text" if isinstance(row.text, str) and not row.text.strip() else ""
 
 
 def _find_images(
