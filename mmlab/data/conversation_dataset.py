@@ -21,7 +21,7 @@ from mmlab.data.conversation_batches import ConversationCollator
 from mmlab.data.conversation_packs import IGNORED
 from mmlab.data.conversation_sizes import answer_tokens, conversation_sizes
 from mmlab.data.conversations import Conversations, decode
-from mmlab.errors import DataError
+from mmlab.data.records import reading_image
 from mmlab.types import Batch, HostColumns, SampleSizes
 
 
@@ -102,10 +102,8 @@ class ConversationDataset(Dataset[Sample]):
         Raises:
             DataError: one cannot be read.
         """
-        try:
+        with reading_image(self.records, row):
             return self.records.read(row)
-        except OSError as error:
-            raise self._bad_image(row, error) from error
 
     @property
     def most_pixels(self) -> int:
@@ -121,10 +119,8 @@ class ConversationDataset(Dataset[Sample]):
         Raises:
             DataError: an image cannot be decoded.
         """
-        try:
+        with reading_image(self.records, row):
             images = [decode(image) for image in found]
-        except (OSError, ValueError) as error:
-            raise self._bad_image(row, error) from error
         messages = self.records.messages[row]
         return Sample(id=self.records.ids[row], row=row, image=None, messages=messages, images=images)
 
@@ -159,10 +155,4 @@ class ConversationDataset(Dataset[Sample]):
             inputs=inputs,
             rows=rows,
             dataset=self,
-        )
-
-    def _bad_image(self, row: int, error: Exception) -> DataError:
-        return DataError(
-            f"conversation {self.records.ids[row]!r}: cannot read its image {self.records.image_paths[row]}: {error}; "
-            "mend or remove the file, then read the conversations again"
         )

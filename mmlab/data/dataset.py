@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 from mmlab.data.collate import Sample, collate
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
-from mmlab.data.records import Records
+from mmlab.data.records import Records, reading_image
 from mmlab.data.text import encode_texts, load_tokenizer
-from mmlab.errors import DataError, check_numbers
+from mmlab.errors import check_numbers
 from mmlab.types import Batch, ImagePolicy, Region, SampleSizes, Square, processor_policy
 
 if TYPE_CHECKING:
@@ -123,10 +123,8 @@ class MultimodalDataset(Dataset[Sample]):
             return None
         if self.cache is not None and (pixels := self.cache.get(row, out=out)) is not None:
             return pixels
-        try:
+        with reading_image(self.records, row):
             return self.records.read_image(row)
-        except (OSError, ValueError) as error:
-            raise self._bad_image(row, error) from error
 
     @property
     def most_pixels(self) -> int:
@@ -148,14 +146,17 @@ class MultimodalDataset(Dataset[Sample]):
         Raises:
             DataError: the image cannot be decoded.
         """
-        pixels = self._pixels(row, found, region) if isinstance(found, bytes) else found
-        if isinstance(found, bytes) and self.cache is not None:
-            self.cache.put(row, pixels)
+        if isinstance(found, bytes):
+            with reading_image(self.records, row):
+                pixels = decode_image(found, self.image_policy, region)
+            found = np.ascontiguousarray(pixels.transpose(2, 0, 1))
+            if self.cache is not None:
+                self.cache.put(row, found)
         token_ids = self._token_ids[self._offsets[row] : self._offsets[row + 1]]
         records = self.records
         return Sample(
             id=records.ids[row],
-            image=None if pixels is None else torch.from_numpy(pixels),
+            image=None if found is None else torch.from_numpy(found),
             text=records.texts[row],
             input_ids=torch.from_numpy(token_ids.astype(np.int64)),
             label=None if records.labels is None else int(records.labels[row]),
@@ -165,19 +166,6 @@ class MultimodalDataset(Dataset[Sample]):
     def collate(self, samples: Sequence[Sample], pixels: Pixels | None = None) -> Batch:
         """`mmlab.data.collate` with the tokenizer's padding."""
         return collate(samples, pad_token_id=self.tokenizer.pad_token_id, pixels=pixels)
-
-    def _pixels(self, row: int, encoded: bytes, region: Region | None) -> Pixels:
-        try:
-            return np.ascontiguousarray(decode_image(encoded, self.image_policy, region).transpose(2, 0, 1))
-        except (OSError, ValueError) as error:
-            raise self._bad_image(row, error) from error
-
-    def _bad_image(self, row: int, error: Exception) -> DataError:
-        record = self.records[row]
-        return DataError(
-            f"record {record.id!r}: cannot read image {record.image_path}: {error}; "
-            "mend or remove the file, then read the records again"
-        )
 
 
 MultiModalDataset = MultimodalDataset  # as an article spells it

@@ -7,8 +7,8 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -217,3 +217,20 @@ class Records(Grouped, Sequence[Record]):
         """The columns that the data set has, each of N rows."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         return {name: column for name, column in columns.items() if column is not None}
+
+
+@contextmanager
+def reading_image(records: Any, row: int) -> Iterator[None]:
+    """While the image of a row of `Records` or `Conversations` is read or decoded: let an error name it.
+
+    Raises:
+        DataError: the image cannot be read.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        kind = "record" if isinstance(records, Records) else "conversation"
+        raise DataError(
+            f"{kind} {records.ids[row]!r}: cannot read image {records.image_paths[row]}: {error}; "
+            f"mend or remove the file, then read the {kind}s again"
+        ) from error

@@ -321,6 +321,6 @@ def test_an_image_that_is_gone_is_named(folder: Path, tmp_path: Path) -> None:  
     lost.unlink()
     with (
         PlannedLoader(dataset, make_scheduler("random", batch_size=2), num_workers=0) as loader,
-        pytest.raises(DataError, match=r"conversation 'gone': cannot read its image .*lost.png"),
+        pytest.raises(DataError, match=r"conversation 'gone': cannot read image .*lost.png"),
     ):
         list(loader)
