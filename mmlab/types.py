@@ -98,13 +98,9 @@ class HostColumns:
 
     def part(self, rows: slice) -> HostColumns:
         """The same of some rows."""
+        columns = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         return HostColumns(
-            input_ids=self.input_ids[rows],
-            attention_mask=self.attention_mask[rows],
-            height=self.height[rows],
-            width=self.width[rows],
-            groups=None if self.groups is None else self.groups[rows],
-            labels=None if self.labels is None else self.labels[rows],
+            **{name: None if column is None else column[rows] for name, column in columns.items()}
         )
 
 
@@ -229,12 +225,7 @@ class SampleSizes:
     def take(self, rows: Sequence[int] | NDArray[np.integer]) -> SampleSizes:
         """The rows asked for, in that order."""
         rows = np.asarray(rows)
-        return SampleSizes(
-            num_tokens=self.num_tokens[rows],
-            height=self.height[rows],
-            width=self.width[rows],
-            group=self.group[rows],
-        )
+        return SampleSizes(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 
 PATCH = 16  # pixels; the grid in which image waste is counted

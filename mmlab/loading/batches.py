@@ -212,12 +212,10 @@ class SampleLoader:
             busy_s["decode"] += time.perf_counter() - read
         return loaded, busy_s
 
-    def _padded(self, rows: list[int]) -> tuple[int, int, int]:
+    def _padded(self, rows: list[int]) -> tuple[int, ...]:
+        """Height, width and tokens of a batch of these rows."""
         sizes = self.sizes
-        height, width, num_tokens = (
-            int(column[rows].max()) for column in (sizes.height, sizes.width, sizes.num_tokens)
-        )
-        return height, width, num_tokens
+        return tuple(int(column[rows].max()) for column in (sizes.height, sizes.width, sizes.num_tokens))
 
     def _decode(self, request: BatchRequest, row: int, found: Any) -> Sample:
         if isinstance(found, DataError):

@@ -31,6 +31,8 @@ from mmlab.loading.backends import Backend, Pending, Setting, receive
 from mmlab.loading.batches import BatchRequest, LoadedBatch, SampleLoader
 
 _MAX_DEATHS = 2  # of workers, without a batch delivered in between
+# worker processes start from a server without threads, or afresh where the system has no such server
+_START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 class ProcessBackend(Backend):
@@ -46,7 +48,7 @@ class ProcessBackend(Backend):
         self._holding: Any = []  # process id and row of each worker, in shared memory; -1 between two samples
         self._retired: list[Any] = []  # workers of pools before the present one
         self._num_deaths = self._worker_bytes = 0
-        self._num_abandoned = multiprocessing.get_context(start_method()).Value("q", 0)  # epochs left so far
+        self._num_abandoned = multiprocessing.get_context(_START).Value("q", 0)  # epochs left so far
 
     def ram_bytes(self, setting: Setting) -> int:
         """Memory that a setting may take: batches, and what a worker was seen to have for itself."""
@@ -73,8 +75,8 @@ class ProcessBackend(Backend):
 
     def _new_pool(self) -> Executor:
         content, num_workers = _pickled(self.loader), self.setting.num_workers
-        context = multiprocessing.get_context(start_method())
-        if start_method() == "forkserver":
+        context = multiprocessing.get_context(_START)
+        if _START == "forkserver":
             context.set_forkserver_preload(
                 [__name__, "mmlab.data.dataset", "pandas", type(self.loader.dataset.tokenizer).__module__]
             )
@@ -145,12 +147,6 @@ class ProcessBackend(Backend):
                 "look at that record, and at the machine's free memory"
             ) from error
         self._warn(f"data workers were killed or crashed: {held}; new workers do their batches again")
-
-
-def start_method() -> str:
-    """How worker processes start: from a server without threads, or afresh where the system has no such server."""
-    methods = multiprocessing.get_all_start_methods()
-    return "forkserver" if "forkserver" in methods else "spawn"
 
 
 def _processes(pools: list[Executor]) -> list[Any]:
