@@ -56,7 +56,7 @@ class CostModel(Protocol):
     def __call__(self, shape: BatchShape) -> float: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class HostColumns:
     """What objectives and meters count, in the host's memory: reading it never waits for the device.
 
@@ -78,20 +78,13 @@ class HostColumns:
 
     def __post_init__(self) -> None:
         mask = self.attention_mask.numpy()
-        is_pair = (self.height > 0) & mask.any(1)
-        num_pairs = num_images = int(is_pair.sum())
+        self.is_pair = (self.height > 0) & mask.any(1)
+        self.num_pairs = self.num_images = int(self.is_pair.sum())
         if self.groups is not None:
-            known = self.groups[is_pair & (self.groups >= 0)]
-            num_images += len(np.unique(known)) - len(known)
-        counts = {
-            "is_pair": is_pair,
-            "num_pairs": num_pairs,
-            "num_images": num_images,
-            "num_tokens": int(np.count_nonzero(mask)),
-            "num_patches": int((-(-self.height // PATCH) * -(-self.width // PATCH)).sum()),
-        }
-        for name, count in counts.items():
-            object.__setattr__(self, name, count)
+            known = self.groups[self.is_pair & (self.groups >= 0)]
+            self.num_images += len(np.unique(known)) - len(known)
+        self.num_tokens = int(np.count_nonzero(mask))
+        self.num_patches = int((-(-self.height // PATCH) * -(-self.width // PATCH)).sum())
 
     def __len__(self) -> int:
         return len(self.height)
@@ -150,11 +143,15 @@ class Batch:
         if self.columns is not None:
             return self.columns
         pixels = self.pixel_mask.cpu().numpy()
+        return self.columns_with(pixels.any(2).sum(1), pixels.any(1).sum(1))
+
+    def columns_with(self, height: NDArray[np.int64], width: NDArray[np.int64]) -> HostColumns:
+        """The columns on the host, given the pixels (B,) of each image's height and width."""
         return HostColumns(
             input_ids=self.input_ids.cpu(),
             attention_mask=self.attention_mask.cpu(),
-            height=pixels.any(2).sum(1),
-            width=pixels.any(1).sum(1),
+            height=height,
+            width=width,
             groups=None if self.groups is None else self.groups.cpu().numpy(),
             labels=None if self.labels is None else self.labels.cpu(),
         )

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from mmlab.types import PATCH, Batch, HostColumns
+from mmlab.types import PATCH, Batch
 
 
 class Sample(dict[str, Any]):
@@ -61,14 +61,7 @@ def collate(
         record_ids=[sample["id"] for sample in samples],
         groups=torch.tensor([sample["group"] for sample in samples]),
     )
-    batch.columns = HostColumns(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        height=sides[:, 0],
-        width=sides[:, 1],
-        groups=None if batch.groups is None else batch.groups.numpy(),
-        labels=batch.labels,
-    )
+    batch.columns = batch.columns_with(*sides.T)
     return batch
 
 
