@@ -105,8 +105,6 @@ class Budget(Scheduler):
         )  # fmt: skip
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
-        if not len(batches.ends):
-            return batches
         text, high, wide = sides(sizes, self._patch, batches.order)
         longest, tallest, widest = (batches.largest(side) for side in (text, high, wide))
         if (seconds := polynomial_of(self.time)) is not None:

@@ -82,8 +82,6 @@ class Packed(Scheduler):
         return shorten_last_step(packs, work(text[order]) + work(image[order]), self.world_size)
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
-        if not len(batches.ends):
-            return batches
         text, image = lengths(sizes, self.patch, batches.order)
         pack_work = batches.totals(work(text) + work(image))
         return balance(batches, pack_work, pack_work, self.world_size, rng)
