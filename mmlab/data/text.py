@@ -122,13 +122,13 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     those numbers. Naming every character as a special token in a fixed order fixes the numbers; a second tokenizer
     then takes over the vocabulary without them being special.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import BertWordPieceTokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    normalizer = normalizers.BertNormalizer(lowercase=True)
+    draft = BertWordPieceTokenizer()
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(normalizer.normalize_str(text))
+        counts.update(draft.normalize(text))
     by_count = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
     alphabet = sorted(by_count[:_MAX_ALPHABET])
     first = [*_SPECIAL.values(), *alphabet, *(f"##{char}" for char in alphabet)]
@@ -136,30 +136,16 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
         raise OptionError(
             f"vocab_size {vocab_size} cannot hold the texts' characters: give at least {len(first)}"
         )
-
-    draft = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
-    draft.normalizer = normalizer
-    draft.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
+    draft.train_from_iterator(
+        texts,
         vocab_size=vocab_size,
+        min_frequency=0,
         special_tokens=first,
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    draft.train_from_iterator(texts, trainer)
-
-    vocab = draft.get_vocab()
-    final = Tokenizer(models.WordPiece(vocab, unk_token=_SPECIAL["unk_token"]))
-    final.normalizer = normalizer
-    final.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    final.decoder = decoders.WordPiece()
-    cls, sep = _SPECIAL["cls_token"], _SPECIAL["sep_token"]
-    final.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1",
-        special_tokens=[(cls, vocab[cls]), (sep, vocab[sep])],
-    )
+    final = Tokenizer.from_str(BertWordPieceTokenizer(draft.get_vocab()).to_str())
     return PreTrainedTokenizerFast(tokenizer_object=final, model_max_length=512, **_SPECIAL)
 
 
