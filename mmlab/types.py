@@ -92,9 +92,10 @@ class HostColumns:
     def part(self, rows: slice) -> HostColumns:
         """The same of some rows."""
         columns = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-        return HostColumns(
-            **{name: None if column is None else column[rows] for name, column in columns.items()}
-        )
+        part: dict[str, Any] = {
+            name: None if column is None else column[rows] for name, column in columns.items()
+        }
+        return HostColumns(**part)
 
 
 @dataclass(slots=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 
@@ -93,14 +93,10 @@ class PaddedTokens:
 
     patch: int = PATCH
 
-    def __post_init__(self) -> None:
-        if self.patch < 1:
-            raise OptionError(f"patch must be at least 1 pixel, found {self.patch}")
+    unit: ClassVar[str] = "padded tokens"
 
-    @property
-    def unit(self) -> str:
-        """What the number counts."""
-        return "padded tokens"
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
     def __call__(self, shape: BatchShape) -> float:
         patches = -(-shape.height // self.patch) * -(-shape.width // self.patch)

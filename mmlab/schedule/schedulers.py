@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmlab.errors import OptionError, check_name
+from mmlab.errors import check_name
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import AspectBucket, BatchScheduler, Bucket, LengthGrouped, Random
 from mmlab.schedule.dense import Budget, Fastest, Memory
@@ -48,10 +48,6 @@ def make_scheduler(name: str, **options: Any) -> Scheduler:
         OptionError: an unknown name, an option that this scheduler does not have, or a value out of range.
     """
     kind = scheduler_type(name)
-    known = kind.__dataclass_fields__
     for option in options:
-        if option not in known:
-            raise OptionError(
-                f"scheduler {name!r} has no option {option!r}; it has {', '.join(sorted(known))}"
-            )
+        check_name(f"option of the {name} scheduler", option, kind.__dataclass_fields__)
     return kind(**options)

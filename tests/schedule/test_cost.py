@@ -60,7 +60,7 @@ def test_polynomials_that_make_no_sense_are_refused(coefficients, exponents, nam
 
 
 def test_a_patch_without_size_is_refused():
-    with pytest.raises(OptionError, match="patch must be at least 1 pixel, found 0"):
+    with pytest.raises(OptionError, match="patch must be at least 1, found 0"):
         PaddedTokens(0)
 
 

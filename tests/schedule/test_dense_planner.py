@@ -189,7 +189,7 @@ def test_small_batches_are_pointed_out():
         ({"time": replace(TIME, patch=32)}, "time counts image patches of 32 pixels and cost those of 16"),
         ({"max_batch_size": 0}, "max_batch_size must be at least 1, found 0"),
         ({"world_size": 0}, "world_size must be at least 1"),
-        ({"bugdet": 5}, "has no option 'bugdet'"),
+        ({"bugdet": 5}, "unknown option of the budget scheduler 'bugdet'; did you mean 'budget'"),
     ],
 )
 def test_impossible_options_are_refused(options, named):
