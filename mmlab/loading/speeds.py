@@ -81,17 +81,14 @@ _Piece = tuple[Path, int]  # of a file, and where it begins
 
 
 def _read_twice(files: Sequence[Path], what: str) -> ReadRates:
-    pieces, cold_s = _at_random(files), None
-    if hasattr(os, "posix_fadvise"):
-        for path in files:
-            with open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        num_pieces, _, cold_s = _read(pieces)
-        pieces = pieces[:num_pieces]
-    else:
-        _read(pieces)
-    num_pieces, num_bytes, warm_s = _read(pieces)
+    pieces, can_drop = _at_random(files), hasattr(os, "posix_fadvise")
+    for path in files if can_drop else ():
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    num_pieces, _, first_s = _read(pieces)
+    num_pieces, num_bytes, warm_s = _read(pieces[:num_pieces])
     num_files = len({path for path, _ in pieces[:num_pieces]})
+    cold_s = first_s if can_drop else None
     return ReadRates(what=what, num_files=num_files, num_bytes=num_bytes, cold_s=cold_s, warm_s=warm_s)
 
 

@@ -105,3 +105,16 @@ def test_datasets_with_lists_of_images(folder, kind):
     assert [records.read_image(row) for row in range(3)] == [encoded(width, 30) for width in (40, 50, 60)]
     texts = read_records(table, allow_missing_modality=True)
     assert (len(texts), texts.image_paths.count(None)) == (5, 2)
+
+
+def test_a_dataset_with_lists_of_a_fixed_length():
+    column = [
+        [{"bytes": encoded(width, 30), "path": None} for width in widths] for widths in ([40, 50], [60, 70])
+    ]
+    features = {"image": datasets.List(datasets.Image(), length=2), "text": datasets.Value("string")}
+    table = datasets.Dataset.from_dict(
+        {"image": column, "text": ["a", "b"]}, features=datasets.Features(features)
+    )
+    records = read_records(table)
+    assert records.width.tolist() == [40, 50, 60, 70]
+    assert records.ids == ["0#0", "0#1", "1#0", "1#1"]

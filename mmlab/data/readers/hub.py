@@ -153,17 +153,14 @@ def as_stored(dataset: Dataset, name: str) -> Dataset:
 def _keys(inside: Dataset, split: str) -> Iterator[str | list[str | None] | None]:
     """The store's key of each row, or its list of them; None without an image. The images stay where they are."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     number = 0
     for batch in inside.with_format("arrow").iter(_BATCH_SIZE):
-        column = batch.column(0)
-        in_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        absent = iter(pc.is_null(pc.list_flatten(column) if in_list else column).to_pylist())
-        for length in pc.list_value_length(column).to_pylist() if in_list else [None] * len(column):
+        for image in batch.column(0):
             row = f"{split}/{number}"
-            if in_list:
-                yield [None if next(absent) else f"{row}#{place}" for place in range(length or 0)]
+            if isinstance(image, pa.ListScalar):
+                own = enumerate(image.values or ())
+                yield [f"{row}#{place}" if item.is_valid else None for place, item in own]
             else:
-                yield None if next(absent) else row
+                yield row if image.is_valid else None
             number += 1
