@@ -124,7 +124,7 @@ def run(
             changes.append(np.subtract(list(weighting.shares.values()), before))
         shares.append(before)
     run_s = time.perf_counter() - started_s
-    precision = Precision.parse("fp32", CPU)
+    precision = Precision("fp32", CPU)
     found = evaluate(model, held_out, precision, CPU, objectives=objectives)
     return {
         **oscillation(np.array(changes), num_steps),

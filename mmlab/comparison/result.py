@@ -213,7 +213,8 @@ class Comparison:
         """One self-contained page: configuration, table, figure (drawn unless given, as a PNG file), notes."""
         from jinja2 import Template
 
-        return Template(_PAGE, autoescape=True).render(
+        return Template(PAGE_HEAD + _PAGE, autoescape=True).render(
+            title=self.config["data"],
             comparison=self,
             table=self.summary().to_html(border=0),
             picture=base64.b64encode(picture or to_png(self.figure())).decode(),
@@ -276,17 +277,18 @@ def _size(arm: ArmResult) -> str:
     return f"{arm.options['budget']} padded tokens" if "budget" in arm.options else "as configured"
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>mmlab comparison: {{ comparison.config.data }}</title>
+PAGE_HEAD = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>mmlab: {{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
 body { color: #222; background: #fff }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
 img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
 </style>
-<h1>What each batch scheduler costs</h1>
-<p>{{ comparison.config.data }} · {{ comparison.config.device }} · {{ comparison.config.date }}</p>
+"""
+_PAGE = """<h1>What each batch scheduler costs</h1>
+<p>{{ title }} · {{ comparison.config.device }} · {{ comparison.config.date }}</p>
 {{ table | safe }}
 <ul>{% for note in comparison.notes() %}<li>{{ note }}</li>{% endfor %}</ul>
 <img alt="Padding waste, throughput, time, memory, batch cost and loss of each scheduler"

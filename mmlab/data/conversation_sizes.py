@@ -12,6 +12,7 @@ longest question of all and its own answer: no batch is then longer than its lon
 from __future__ import annotations
 
 import hashlib
+import uuid
 import warnings
 from collections.abc import Sequence
 from inspect import signature
@@ -78,7 +79,7 @@ def conversation_sizes(
         found = found._replace(num_tokens=found.num_tokens.max(initial=0) + np.array(answers, dtype=np.int32))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft.npz")
+        draft = path.with_suffix(f".{uuid.uuid4().hex}.npz")  # another process may write the same
         np.savez(draft, **found._asdict())
         draft.replace(path)
     return found

@@ -48,14 +48,14 @@ def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tupl
 
     Raises:
         DataError: the notebook is not there.
-        OptionError: voila is not installed.
-        RunError: the page did not come up, as where the port is taken.
+        OptionError: voila is not installed, or the port is taken.
+        RunError: the page did not come up.
     """
     path = find_notebook(notebook)
     if importlib.util.find_spec("voila") is None:
         raise OptionError("`mmlab app` needs voila, which is not installed: pip install 'mmlab[app]'")
     token = secrets.token_urlsafe(24)
-    port = port or _free_port()
+    port = _free_port(port)
     url = f"http://{_HOST}:{port}/?token={token}"
     # in a file that only this user can read: a command line can be read by everybody
     chosen = {"token": token, "ip": _HOST, "port": port, "port_retries": 0, "open_browser": False}
@@ -130,9 +130,13 @@ def find_notebook(notebook: str | Path | None) -> Path:
     raise DataError(f"found no {DEFAULT_NOTEBOOK} here or in notebooks/; name a notebook: mmlab app NOTEBOOK")
 
 
-def _free_port() -> int:
-    with socket.create_server((_HOST, 0)) as server:
-        return server.getsockname()[1]
+def _free_port(asked: int) -> int:
+    """The port that is asked for, or of 0 any."""
+    try:
+        with socket.create_server((_HOST, asked)) as server:
+            return server.getsockname()[1]
+    except OSError as error:
+        raise OptionError(f"port {asked}: {error.strerror}; leave it out to take a free one") from error
 
 
 def _serve() -> None:

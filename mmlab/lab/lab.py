@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
 from mmlab.comparison.options import COMPARED, PRECISIONS, ComparisonOptions, read_options, scheduler_names
-from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.comparison.result import PAGE_HEAD, Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError, unknown_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_png
@@ -340,7 +340,7 @@ class Lab:
     def _page(self) -> str:
         from jinja2 import Template
 
-        return Template(_PAGE, autoescape=True).render(
+        return Template(PAGE_HEAD + _PAGE, autoescape=True).render(
             title=str(self.data),
             state=self.state,
             table=self.table().to_html(border=0),
@@ -376,16 +376,7 @@ def _job_of(folder: Path) -> dict[str, Any]:
     return {"data": config.get("data"), "schedulers": tuple(runs.states), "options": options}
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>mmlab: {{ title }}</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-body { color: #222; background: #fff }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
-img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
-</style>
-<h1>Batch schedulers side by side, so far</h1>
+_PAGE = """<h1>Batch schedulers side by side, so far</h1>
 <p>{{ title }} · {{ state }}</p>
 {{ table | safe }}
 <img alt="Loss, batch cost, throughput and memory of each run" src="data:image/png;base64,{{ picture }}">

@@ -150,7 +150,7 @@ def price_model(
 
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=0.0)
     device = next(model.parameters()).device
-    computing = Precision.parse(precision, device)
+    computing = Precision(precision, device)
 
     def train_step(rows: list[int]) -> None:
         batch = collate([dataset[row] for row in rows])

@@ -56,7 +56,7 @@ Retry = Callable[[Callable[[], Any]], Any]  # calls work, again where memory ran
 class Precision:
     """One run's precision on one device.
 
-    >>> precision = Precision.parse("bf16", "cpu")
+    >>> precision = Precision("bf16", "cpu")
     >>> with precision.autocast():
     ...     torch.nn.Linear(2, 2)(torch.zeros(1, 2)).dtype
     torch.bfloat16
@@ -82,11 +82,6 @@ class Precision:
                 "use fp16"
             )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
-
-    @classmethod
-    def parse(cls, precision: str | Precision, device: torch.device | str = "cpu") -> Precision:
-        """A `Precision` from its name; one that exists is passed through."""
-        return precision if isinstance(precision, Precision) else cls(precision, device)
 
     @property
     def scales(self) -> bool:

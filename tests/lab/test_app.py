@@ -69,8 +69,9 @@ def test_a_page_is_served_behind_its_token_and_ends_with_the_command(
 @needs_voila
 def test_a_port_that_is_taken_is_told(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert main(["app", str(notebook), "--port", str(server.getsockname()[1])]) != 0
-    assert "port" in capsys.readouterr().err
+        port = server.getsockname()[1]
+        assert main(["app", str(notebook), "--port", str(port)]) == 2
+    assert f"port {port}: Address already in use" in capsys.readouterr().err
 
 
 def test_a_notebook_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

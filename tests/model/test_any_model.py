@@ -257,6 +257,16 @@ def test_one_image_size_names_the_policy_to_use(dataset, tokenizer):
     assert math.isfinite(trainer.train_step([make_batch([(4, 32, 32), (5, 32, 32)])])["loss"])
 
 
+def test_one_image_size_is_named_where_the_error_says_nothing(tokenizer):
+    def fail(*_: object) -> None:
+        raise RuntimeError
+
+    model = LossModel(dual(tokenizer))
+    model.module.register_forward_pre_hook(fail)
+    with pytest.raises(OptionError, match=r"32 x 32 pixels, the batch has 48 x 64 \(RuntimeError: \)"):
+        model(make_batch([(4, 48, 64)]))
+
+
 def test_a_text_too_long_names_the_option_to_use(tokenizer):
     with pytest.raises(
         DataError, match=r"a text has 65 tokens, ViltForMaskedLM takes 64; use .*max_tokens=64"

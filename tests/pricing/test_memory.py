@@ -144,7 +144,7 @@ def test_a_model_of_other_versions_is_refused(tmp_path):
         MemoryModel.load(tmp_path / "memory.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', "{}"])
+@pytest.mark.parametrize("text", ["", "[]", "3", '"text"', '{"rows": {}}', "{}"])
 def test_another_file_is_no_memory_model(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(DataError, match=r"other\.json is not a memory model"):
