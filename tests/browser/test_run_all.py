@@ -58,11 +58,12 @@ def test_the_panel_steers_while_cells_run_and_queue_and_a_run_of_its_button_ends
     found = find_run(notebook.server.files / "run_all")
     assert found is not None
     notebook.page.evaluate(
-        "() => { jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart(); }"
+        "() => { window.restarted = jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart(); }"
     )
     panel.wait_state("lost")
     found.sleep(60)
     assert found.state == "stopped", "the run that the button started goes on without its kernel"
+    notebook.page.evaluate("() => window.restarted")  # a kernel that is being restarted cannot be shut down
 
 
 def test_rows_come_without_a_word_from_the_page_and_a_busy_kernel_is_called_busy(
