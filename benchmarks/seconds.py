@@ -60,7 +60,8 @@ NUM_WORKERS = (
     0,
     1,
 )  # of the loader: none, and one thread, which wants the cores that a step on a CPU computes on
-NUM_ROUNDS = {"tiny": 8, "small": 4}  # of epochs under every scheduler
+NUM_IMAGES = {"tiny": 200, "small": 100}
+NUM_ROUNDS = {"tiny": 6, "small": 4}  # of epochs under every scheduler
 ARMS = ("random", "sorted", "bucket", "budget", "fastest")
 CALIBRATED_ON = "tiny"  # judged: its small steps show the launch time and its large ones the arithmetic
 NUM_REFERENCE = 4  # shapes that tell the machine's pace
@@ -116,22 +117,21 @@ def steps(quick: bool) -> list[dict[str, Any]]:
 def epochs(quick: bool) -> list[dict[str, Any]]:
     """Epochs of every scheduler in turns, predicted and measured."""
     rows = []
-    with TemporaryDirectory() as temporary:
-        scenes = make_dataset(
-            Path(temporary) / "scenes",
-            num_images=40 if quick else 200,
-            val_fraction=0,
-            max_side=160,
-            num_workers=0,
-            progress=False,
-        )
-        dataset = MultimodalDataset(read_records(scenes, progress=False), image_policy=Aspect(SIDE**2))
-        dataset.cache = SampleCache(Path(temporary) / "cache", key=cache_key(dataset))
-        build_cache(dataset, progress=False)
-        for name in PRESETS[:1] if quick else PRESETS[:2]:
-            rows += epochs_of(
-                name, dataset, num_rounds=1 if quick else NUM_ROUNDS[name], seconds=4 if quick else 50
+    for name in PRESETS[:1] if quick else PRESETS[:2]:
+        with TemporaryDirectory() as temporary:
+            scenes = make_dataset(
+                Path(temporary) / "scenes",
+                num_images=40 if quick else NUM_IMAGES[name],
+                val_fraction=0,
+                max_side=160,
+                num_workers=0,
+                progress=False,
             )
+            dataset = MultimodalDataset(read_records(scenes, progress=False), image_policy=Aspect(SIDE**2))
+            dataset.cache = SampleCache(Path(temporary) / "cache", key=cache_key(dataset))
+            build_cache(dataset, progress=False)
+            num_rounds = 1 if quick else NUM_ROUNDS[name]
+            rows += epochs_of(name, dataset, num_rounds=num_rounds, seconds=4 if quick else 50)
     return rows
 
 
