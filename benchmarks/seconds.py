@@ -154,23 +154,25 @@ def epochs_of(
     turns = [(arm, num_workers) for arm in ARMS for num_workers in NUM_WORKERS]
     measured: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
     paces: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
-    before_s = reference_s(trainer, reference)
     rng = np.random.default_rng(0)
     for number in range(1 + num_rounds):  # the first one warms up
+        before_s = reference_s(trainer, reference)
         for place in rng.permutation(len(turns)):
             arm, num_workers = turns[place]
             with PlannedLoader(dataset, schedulers[arm], num_workers=num_workers) as loader:
                 trainer.epoch, started = number, time.perf_counter()
                 trainer.fit(loader)
-                measured[turns[place]].append(time.perf_counter() - started)
-            after_s = reference_s(trainer, reference)
-            paces[turns[place]].append((before_s + after_s) / sum(at_fit_s))
-            before_s = after_s
+                taken_s = time.perf_counter() - started
+            if number:
+                after_s = reference_s(trainer, reference)
+                measured[turns[place]].append(taken_s)
+                paces[turns[place]].append((before_s + after_s) / sum(at_fit_s))
+                before_s = after_s
     rows = []
     for arm, num_workers in turns:
         plans = [schedulers[arm].plan(sizes, epoch=epoch) for epoch in range(1, 1 + num_rounds)]
         predicted_s = float(np.mean([times[num_workers].epoch_s(plan) for plan in plans]))
-        all_s, all_paces = measured[arm, num_workers][1:], paces[arm, num_workers][1:]
+        all_s, all_paces = measured[arm, num_workers], paces[arm, num_workers]
         paced_s = median(taken_s / pace for taken_s, pace in zip(all_s, all_paces, strict=True))
         rows.append(
             {
