@@ -87,9 +87,9 @@ class LightningEvents(Callback):
             return  # more batches of this step follow
         num, self._step = len(self._losses), trainer.global_step
         lr = trainer.optimizers[0].param_groups[0]["lr"]
-        told = [loss for loss in self._losses if loss is not None]
-        loss = {"loss": sum(told) / len(told)} if told else {}
-        self.run.step(num, start=batch_idx + 1 - num, lr=lr, **loss)
+        told = [own for own in self._losses if own is not None]
+        values = {"loss": sum(told) / len(told)} if told else {}
+        self.run.step(num, start=batch_idx + 1 - num, lr=lr, **values)
         self._losses.clear()
         trainer.should_stop = trainer.should_stop or self.run.stopped
 
