@@ -102,8 +102,11 @@ class ConversationDataset(Dataset[Sample]):
         Raises:
             DataError: one cannot be read.
         """
-        with reading_image(self.records, row):
-            return self.records.read(row)
+        found = []
+        for image in self.records.images[row]:
+            with reading_image("conversation", self.records.ids[row], image.path):
+                found.append(image.read())
+        return found
 
     @property
     def most_pixels(self) -> int:
@@ -119,8 +122,10 @@ class ConversationDataset(Dataset[Sample]):
         Raises:
             DataError: an image cannot be decoded.
         """
-        with reading_image(self.records, row):
-            images = [decode(image) for image in found]
+        images = []
+        for image, encoded in zip(self.records.images[row], found, strict=True):
+            with reading_image("conversation", self.records.ids[row], image.path):
+                images.append(decode(encoded))
         messages = self.records.messages[row]
         return Sample(id=self.records.ids[row], row=row, image=None, messages=messages, images=images)
 

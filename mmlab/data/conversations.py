@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mmlab.data.decode import to_rgb
 from mmlab.data.readers.headers import Size, image_sizes
 from mmlab.data.readers.hub import as_stored, is_dataset
 from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, read_json
@@ -46,6 +47,9 @@ class _Image:
     path: str
     content: bytes | None = None
 
+    def read(self) -> bytes:
+        return Path(self.path).read_bytes() if self.content is None else self.content
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Conversations(Grouped, Sequence[dict[str, Any]]):
@@ -71,7 +75,10 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
             return self.select(range(*row.indices(len(self))))
-        return {"messages": self.messages[row], "images": [decode(image) for image in self.read(row)]}
+        return {
+            "messages": self.messages[row],
+            "images": [decode(image.read()) for image in self.images[row]],
+        }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
@@ -90,13 +97,6 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
         """(N,) rows whose first image is the same file share a number."""
         names = [path or f"\0{row}" for row, path in enumerate(self.image_paths)]
         return np.unique(names, return_inverse=True)[1]
-
-    def read(self, row: int) -> list[bytes]:
-        """The encoded images of a row."""
-        return [
-            Path(image.path).read_bytes() if image.content is None else image.content
-            for image in self.images[row]
-        ]
 
     def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Conversations:
         """The rows asked for, in that order."""
@@ -355,11 +355,11 @@ def _measure(
 
 
 def decode(image: bytes) -> Any:
-    """An encoded image as `PIL.Image`, in RGB and upright."""
+    """An encoded image as `PIL.Image`, in RGB and upright; transparency is laid over white, as in images of pairs."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(image)) as opened:
-        return ImageOps.exif_transpose(opened).convert("RGB")
+        return to_rgb(ImageOps.exif_transpose(opened))
 
 
 def _first(entry: Any, names: Sequence[str]) -> Any:

@@ -123,7 +123,7 @@ class MultimodalDataset(Dataset[Sample]):
             return None
         if self.cache is not None and (pixels := self.cache.get(row, out=out)) is not None:
             return pixels
-        with reading_image(self.records, row):
+        with reading_image("record", self.records.ids[row], self.records.image_paths[row]):
             return self.records.read_image(row)
 
     @property
@@ -147,7 +147,7 @@ class MultimodalDataset(Dataset[Sample]):
             DataError: the image cannot be decoded.
         """
         if isinstance(found, bytes):
-            with reading_image(self.records, row):
+            with reading_image("record", self.records.ids[row], self.records.image_paths[row]):
                 pixels = decode_image(found, self.image_policy, region)
             found = np.ascontiguousarray(pixels.transpose(2, 0, 1))
             if self.cache is not None:

@@ -220,8 +220,8 @@ class Records(Grouped, Sequence[Record]):
 
 
 @contextmanager
-def reading_image(records: Any, row: int) -> Iterator[None]:
-    """While the image of a row of `Records` or `Conversations` is read or decoded: let an error name it.
+def reading_image(kind: str, name: str, path: str | None) -> Iterator[None]:
+    """While an image of a record or conversation is read or decoded: let an error name both.
 
     Raises:
         DataError: the image cannot be read.
@@ -229,8 +229,7 @@ def reading_image(records: Any, row: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        kind = "record" if isinstance(records, Records) else "conversation"
         raise DataError(
-            f"{kind} {records.ids[row]!r}: cannot read image {records.image_paths[row]}: {error}; "
+            f"{kind} {name!r}: cannot read image {path or 'inside the row'}: {error}; "
             f"mend or remove the file, then read the {kind}s again"
         ) from error

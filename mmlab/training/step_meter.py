@@ -114,14 +114,17 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
         padded_tokens += shape.batch_size * shape.num_tokens
         padded_patches += shape.batch_size * -(-shape.height // PATCH) * -(-shape.width // PATCH)
     if packed:
-        padded_tokens, padded_patches = max(1, tokens), max(1, patches)
-        tokens, patches = padded_tokens, padded_patches
+        padded_tokens, padded_patches = tokens, patches
     return {
-        "text_waste": 1 - tokens / padded_tokens,
-        "image_waste": 1 - patches / padded_patches,
-        "combined_waste": 1 - (tokens + patches) / (padded_tokens + padded_patches),
+        "text_waste": _waste(tokens, padded_tokens),
+        "image_waste": _waste(patches, padded_patches),
+        "combined_waste": _waste(tokens + patches, padded_tokens + padded_patches),
         "padded_cost": padded_tokens + padded_patches,
     }
+
+
+def _waste(used: int, padded: int) -> float:
+    return 1 - used / padded if padded else 0.0
 
 
 def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float]:

@@ -42,6 +42,12 @@ def check(talks: Conversations) -> None:
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (30, 20), (255, 0, 0))
 
 
+def test_transparency_is_laid_over_white(folder: Path) -> None:
+    Image.new("RGBA", (30, 20), (0, 0, 0, 0)).save(folder / "clear.png")
+    talks = read_conversations([{"image": str(folder / "clear.png"), "conversations": ASKED}])
+    assert talks[0]["images"][0].getpixel((0, 0)) == (255, 255, 255)
+
+
 @pytest.mark.parametrize("form", ["json", "jsonl", "parquet", "list"])
 def test_llava_in_every_container(form: str, folder: Path) -> None:
     rows = [{"id": "one", "image": "a.png", "conversations": ASKED}, {"id": "two", "conversations": [

@@ -307,15 +307,16 @@ def test_pairs_and_conversations_are_not_mistaken_for_each_other_in_a_comparison
         compare(files / "talks.json")
 
 
-def test_an_image_that_is_gone_is_named(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_image_that_is_gone_is_named_of_several(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     processor, _ = build("LLaVA")
     talks: Conversations = conversations(folder, one_answer=True)
     lost = tmp_path / "lost.png"
     lost.write_bytes(Path(str(talks.image_paths[2])).read_bytes())
     from mmlab.data.conversations import read_conversations
 
+    shown = [str(talks.image_paths[2]), str(lost)]
     rows = [
-        {"id": "gone", "image": str(lost), "conversations": turns("<image>\nWhat is left?", "It is.")}
+        {"id": "gone", "images": shown, "conversations": turns("<image><image>\nWhat is left?", "It is.")}
     ] * 2
     dataset = ConversationDataset(read_conversations(rows), processor, progress=False)
     lost.unlink()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -44,7 +45,10 @@ def test_a_page_is_served_behind_its_token_and_ends_with_the_command(
     notebook: Path, number: signal.Signals, code: int
 ) -> None:
     command = [*IGNORING_INTERRUPTS, sys.executable, "-m", "mmlab", "app", str(notebook)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving, ExitStack() as at_the_end:
+        at_the_end.callback(
+            serving.kill
+        )  # also where an assertion fails: `with` waits for its end without a limit
         assert serving.stdout is not None
         address = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)", serving.stdout.readline())
         assert address

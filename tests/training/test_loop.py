@@ -138,6 +138,16 @@ def test_what_a_batch_counts_is_known_before_the_step():
     assert found[2] == 4 * (num_tokens.max() + np.prod(-(-sizes[:, 1:].max(0) // 16)))
 
 
+def test_a_pack_of_texts_alone_costs_its_tokens():
+    batch = make_batch([(6, 0, 0), (3, 0, 0)])
+    assert measure_padding([batch], packed=True) == {
+        "text_waste": 0.0,
+        "image_waste": 0.0,
+        "combined_waste": 0.0,
+        "padded_cost": 9,
+    }
+
+
 def test_pairs_of_one_image_have_no_negatives_unless_their_images_are_unknown():
     batch = make_batch([(3, 16, 16)] * 3)
     for groups, num_images in (([7, 7, 7], 1), ([7, 7, 8], 2), ([-1, -1, -1], 3), ([-1, 7, 7], 2)):
