@@ -142,6 +142,7 @@ class StepTracer:
         self._statistics = running_statistics(self.model)  # of which the trainer keeps a copy
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
         self._learnt: list[nn.Parameter] = []  # weights with a gradient, known after the first step
+        self._step: Any = None  # those weights, and what a step over their gradients did
 
     def __call__(self, shape: BatchShape) -> StepTrace:
         """Trace a step over one micro-batch of this shape, in which every sample has an image and a text."""
@@ -172,7 +173,7 @@ class StepTracer:
             makers, sizes = live.born([weight.grad for weight in self._learnt if weight.grad is not None])
             if not self.static_bytes:
                 self._take_first_step(sum(sizes))
-            self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
+            self._take_step()
             del batch, buckets, statistics
         self.static_bytes = live.current_bytes
         num_operations = len(live.after)
@@ -251,6 +252,24 @@ class StepTracer:
             weight.grad = torch.empty_like(weight)
         del live.operations[num_operations:], live.work[num_operations:]
         live.after = [num_bytes + state_bytes for num_bytes in live.after[:num_operations]]
+
+
+    def _take_step(self) -> None:
+        """Clip, step and clear the gradients: for real once, for no shape changes what that asks for."""
+        live, reads, start = self._live, self.fake.reads, len(self._live.after)
+        before_bytes, read = live.current_bytes, reads.copy()
+        if self._step is None or self._step[0] != self._learnt:
+            self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
+            changes = [num_bytes - before_bytes for num_bytes in live.after[start:]]
+            self._step = self._learnt, changes, live.operations[start:], live.work[start:], reads - read
+            return
+        _, changes, operations, work, read = self._step
+        live.after += [before_bytes + change for change in changes]
+        live.operations += operations
+        live.work += work
+        reads.update(read)
+        for weight in self._learnt:
+            weight.grad = None
 
 
 class _Trace(LiveBytes):

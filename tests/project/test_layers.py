@@ -50,10 +50,6 @@ PATHS = {
     for path in tracked("mmlab/*.py")
     if path not in (Path("mmlab/__init__.py"), Path("mmlab/__main__.py"))
 }
-IMPORTS = {
-    module: imported_modules(read(path), ".".join(path.parent.parts)) & set(PATHS)
-    for module, path in PATHS.items()
-}
 
 
 def test_the_table_names_exactly_the_rooms_of_the_package() -> None:
@@ -63,15 +59,16 @@ def test_the_table_names_exactly_the_rooms_of_the_package() -> None:
 
 @pytest.mark.parametrize("module", PATHS)
 def test_imports_point_upward(module: str) -> None:
-    room = room_of(module)
+    room, path = room_of(module), PATHS[module]
+    imported = imported_modules(read(path), ".".join(path.parent.parts)) & set(PATHS)
     below = {
         name
-        for name in IMPORTS[module]
+        for name in imported
         if room_of(name) != room and groups()[room_of(name)] >= groups()[room]
     }
     if groups()[room] == 1:  # the first row stands in order itself
         first = [name for name, group in groups().items() if group == 1]
-        below = {name for name in IMPORTS[module] if first.index(room_of(name)) > first.index(room)}
+        below = {name for name in imported if first.index(room_of(name)) > first.index(room)}
     assert not below, (
         f"{module} (group {groups()[room]}) imports {below}, which are at or below its own group"
     )
