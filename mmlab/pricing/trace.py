@@ -253,7 +253,6 @@ class StepTracer:
         del live.operations[num_operations:], live.work[num_operations:]
         live.after = [num_bytes + state_bytes for num_bytes in live.after[:num_operations]]
 
-
     def _take_step(self) -> None:
         """Clip, step and clear the gradients: for real once, for no shape changes what that asks for."""
         live, reads, start = self._live, self.fake.reads, len(self._live.after)

@@ -61,11 +61,7 @@ def test_the_table_names_exactly_the_rooms_of_the_package() -> None:
 def test_imports_point_upward(module: str) -> None:
     room, path = room_of(module), PATHS[module]
     imported = imported_modules(read(path), ".".join(path.parent.parts)) & set(PATHS)
-    below = {
-        name
-        for name in imported
-        if room_of(name) != room and groups()[room_of(name)] >= groups()[room]
-    }
+    below = {name for name in imported if room_of(name) != room and groups()[room_of(name)] >= groups()[room]}
     if groups()[room] == 1:  # the first row stands in order itself
         first = [name for name, group in groups().items() if group == 1]
         below = {name for name in imported if first.index(room_of(name)) > first.index(room)}
