@@ -57,7 +57,7 @@ TEN_MILLION, PLANNING_S, FIRST_BATCH_MS = 10_000_000, 15.0, 60.0
 def arms(quick: bool) -> Iterator[dict[str, Any]]:
     """A row for every data set, model and scheduler."""
     for model_name in ("tiny",) if quick else NUM_SAMPLES:
-        num_samples = 200 if quick else NUM_SAMPLES[model_name]
+        num_samples = 100 if quick else NUM_SAMPLES[model_name]
         torch.manual_seed(0)
         model = build_model(model_name, vocab_size=VOCAB_SIZE)
         memory = fit_memory(model, num_held_out=0, progress=False, device="cpu")

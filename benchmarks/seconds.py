@@ -56,10 +56,7 @@ VOCAB_SIZE = 1000
 BATCH_SIZE = 32
 LARGEST_BATCH = 2500  # padded tokens
 PRESETS = ("tiny", "small", "resnet18")
-NUM_WORKERS = (
-    0,
-    1,
-)  # of the loader: none, and one thread, which wants the cores that a step on a CPU computes on
+NUM_WORKERS = (0, 1)  # of the loader: none, and one thread, which wants the cores that steps compute on
 NUM_IMAGES = {"tiny": 200, "small": 100}
 NUM_ROUNDS = {"tiny": 6, "small": 4}  # of epochs under every scheduler
 ARMS = ("random", "sorted", "bucket", "budget", "fastest")
@@ -71,7 +68,9 @@ CLEAR_RATIO = 0.05  # between epochs whose order has to be predicted
 def main() -> None:
     """Run every part, print rows and goals, write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_common_options(parser, "seconds", quick="tiny alone, small beside it in `roofline`, few repeats")
+    add_common_options(
+        parser, "seconds", quick="tiny alone, small beside it in `roofline`, few samples and repeats"
+    )
     parser.add_argument("--only", choices=PARTS, help="one part")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -121,7 +120,7 @@ def epochs(quick: bool) -> list[dict[str, Any]]:
         with TemporaryDirectory() as temporary:
             scenes = make_dataset(
                 Path(temporary) / "scenes",
-                num_images=40 if quick else NUM_IMAGES[name],
+                num_images=20 if quick else NUM_IMAGES[name],
                 val_fraction=0,
                 max_side=160,
                 num_workers=0,
@@ -130,28 +129,28 @@ def epochs(quick: bool) -> list[dict[str, Any]]:
             dataset = MultimodalDataset(read_records(scenes, progress=False), image_policy=Aspect(SIDE**2))
             dataset.cache = SampleCache(Path(temporary) / "cache", key=cache_key(dataset))
             build_cache(dataset, progress=False)
-            num_rounds = 1 if quick else NUM_ROUNDS[name]
-            rows += epochs_of(name, dataset, num_rounds=num_rounds, seconds=4 if quick else 50)
+            rows += epochs_of(name, dataset, quick=quick)
     return rows
 
 
-def epochs_of(
-    name: str, dataset: MultimodalDataset, *, num_rounds: int, seconds: float
-) -> list[dict[str, Any]]:
+def epochs_of(name: str, dataset: MultimodalDataset, *, quick: bool) -> list[dict[str, Any]]:
     """The same of one preset."""
+    all_num_workers, num_rounds = (NUM_WORKERS[:1], 1) if quick else (NUM_WORKERS, NUM_ROUNDS[name])
     sizes, model = dataset.sizes, preset(name, vocab_size=len(dataset.tokenizer))
     trainer = FusionTrainer(model, device="cpu", lr=1e-4, total_steps=10**6)
     reference = probe_shapes(sizes, NUM_REFERENCE, PaddedTokens(), LARGEST_BATCH)
     at_fit_s = [reference_s(trainer, reference)]
-    fitted = fit_time(model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=seconds, progress=False)
+    fitted = fit_time(
+        model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=4 if quick else 50, progress=False
+    )
     at_fit_s.append(reference_s(trainer, reference))
     times = {
         number: replace(fitted, **loading_seconds(dataset, device="cpu", num_workers=number))
-        for number in NUM_WORKERS
+        for number in all_num_workers
     }
     budget = BATCH_SIZE * float(batch_costs(PaddedTokens(), sizes.alone).mean())
     schedulers = {arm: scheduler_of(arm, budget, fitted) for arm in ARMS}
-    turns = [(arm, num_workers) for arm in ARMS for num_workers in NUM_WORKERS]
+    turns = [(arm, num_workers) for arm in ARMS for num_workers in all_num_workers]
     measured: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
     paces: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
     rng = np.random.default_rng(0)
@@ -208,7 +207,7 @@ def reference_s(trainer: FusionTrainer, shapes: np.ndarray) -> float:
 def roofline(quick: bool) -> list[dict[str, Any]]:
     """Steps of every preset, predicted from traces with the rates of this CPU, as measured and as calibrated."""
     sizes = draw_sizes(2000).resized(Aspect(SIDE**2))
-    shapes = probe_shapes(sizes, 8, PaddedTokens(), LARGEST_BATCH)
+    shapes = probe_shapes(sizes, 4 if quick else 8, PaddedTokens(), LARGEST_BATCH)
     assumed, found = this_cpu(), {}
     presets = PRESETS[:2] if quick else PRESETS
     for name in presets:
