@@ -67,11 +67,10 @@ class Block(NamedTuple):
         if len(blocks) == 1:
             return blocks[0]
         shifts = np.cumsum([0, *(len(block.order) for block in blocks)])
-        ends = [block.ends + shift for block, shift in zip(blocks, shifts, strict=False)]
         nothing = np.empty(0, np.int64)
-        return Block(
-            np.concatenate([nothing, *(block.order for block in blocks)]), np.concatenate([nothing, *ends])
-        )
+        order = [nothing, *(block.order for block in blocks)]
+        ends = [nothing, *(block.ends + shift for block, shift in zip(blocks, shifts, strict=False))]
+        return Block(np.concatenate(order), np.concatenate(ends))
 
 
 class Position(NamedTuple):

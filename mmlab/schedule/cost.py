@@ -157,7 +157,10 @@ def described(num_tokens: int, height: int, width: int) -> str:
     return f"{num_tokens} tokens, {image}"
 
 
-def require_room(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str) -> None:
+_REMEDY = "raise the budget to this cost, or cut the text or the image"
+
+
+def require_room(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str = _REMEDY) -> None:
     """Refuse a sample that costs more than a batch may.
 
     Raises:

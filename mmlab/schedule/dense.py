@@ -65,14 +65,21 @@ class Budget(Scheduler):
     window: int | None = None
     max_batch_size: int = 4096
 
-    _overhead_ratio = (
-        0.03  # what a batch costs besides its samples, as a share of a full one, if `time` is None
-    )
+    # what a batch costs besides its samples, as a share of a full one, if `time` is None
+    _overhead_ratio = 0.03
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.time is not None:
-            self._check_time(self.time)
+        if (time := self.time) is not None:
+            if time.unit != "seconds" or polynomial_of(time) is None or polynomial_of(self.cost) is None:
+                raise OptionError(
+                    f"time must be a cost model in seconds, and like cost have as_polynomial(); found time="
+                    f"{type(time).__name__} in {time.unit} and cost={type(self.cost).__name__}"
+                )
+            if (patch := getattr(time, "patch", PATCH)) != self._patch:
+                raise OptionError(
+                    f"time counts image patches of {patch} pixels and cost those of {self._patch}; give both for one model"
+                )
 
     def limits(self, sizes: SampleSizes) -> Limits:
         budget = self.budget
@@ -80,9 +87,7 @@ class Budget(Scheduler):
             budget = DEFAULT_MEAN_SAMPLES * self._cost_of_one(*mean_lengths(sizes, self._patch)[:2])
             budget = max(budget, costliest_sample(self.cost, sizes, enough=budget)[1])
         else:
-            require_room(
-                self.cost, sizes, budget, "raise the budget to this cost, or cut the text or the image"
-            )
+            require_room(self.cost, sizes, budget)
         return Limits(self.cost, budget, time=self.time)
 
     def block_size(self, num_samples: int) -> int:
@@ -125,18 +130,6 @@ class Budget(Scheduler):
         side = round(image**0.5) * self._patch
         return self.cost(BatchShape(1, round(text), side, side))
 
-    def _check_time(self, time: CostModel) -> None:
-        """Raise an OptionError where batches under `cost` cannot be cut for this time model."""
-        if time.unit != "seconds" or polynomial_of(time) is None or polynomial_of(self.cost) is None:
-            raise OptionError(
-                f"time must be a cost model in seconds, and like cost have as_polynomial(); found time="
-                f"{type(time).__name__} in {time.unit} and cost={type(self.cost).__name__}"
-            )
-        if (patch := getattr(time, "patch", PATCH)) != self._patch:
-            raise OptionError(
-                f"time counts image patches of {patch} pixels and cost those of {self._patch}; give both for one model"
-            )
-
     def _objective(self, sizes: SampleSizes, rows: Ints, budget: float) -> MaxPolynomial | None:
         """What the batches of these rows are to cost least of in sum; None where the cost is no polynomial.
 
@@ -150,32 +143,29 @@ class Budget(Scheduler):
         side = round(area**0.5) * self._patch
         full = max_batch_size(self.cost, round(text), side, side, budget) * (text + area)
         overhead = self._overhead_ratio * full
-        return MaxPolynomial(
-            np.array([[1.0, 1.0, overhead]]), np.array([(1, 1, 0), (1, 0, 1), (0, 0, 0)]), patch=self._patch
-        )
+        exponents = np.array([(1, 1, 0), (1, 0, 1), (0, 0, 0)])
+        return MaxPolynomial(np.array([[1.0, 1.0, overhead]]), exponents, patch=self._patch)
 
     def _cut_windows(
         self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: MaxPolynomial | None
     ) -> Block:
         """Batches of `rows` that stay inside a window, in the order of the windows and of size in each."""
         text, high, wide = keys = sides(sizes, self._patch, rows)
-        orders = [_order_by(window, aspect_class(high, wide, 8), high, wide, text)]
+        order = _order_by(window, aspect_class(high, wide, 8), high, wide, text)
         limit = polynomial_of(self.cost)
         if limit is None or objective is None:
-            return Block(
-                rows[orders[0]], self._cut_greedily(sizes, rows[orders[0]], window[orders[0]], budget)
-            )
+            return Block(rows[order], self._cut_greedily(sizes, rows[order], window[order], budget))
+        orders = [order]
         if self.time is not None:  # batches may mix image sizes, where that costs less than mixing texts
             octave = np.log2(np.maximum(text, 1)).astype(np.int64)
             orders.append(_order_by(window, octave, aspect_class(high, wide, 4), high, wide, text))
         from mmlab.schedule._dense_loops import cut_optimally
 
+        bounds = float(budget), self.max_batch_size
         cuts = []
         for order in orders:
             columns = (column[order] for column in (*keys, window))
-            ends, total = cut_optimally(
-                *columns, limit.columns, objective.columns, float(budget), self.max_batch_size
-            )
+            ends, total = cut_optimally(*columns, limit.columns, objective.columns, *bounds)
             cuts.append((total, Block(rows[order], ends)))
         return min(cuts, key=lambda cut: cut[0])[1]
 

@@ -112,12 +112,7 @@ class EpochBlocks:
         block = self.first
         if position.block or not self.taken:
             block, taken = self._block_in_epoch(position.block), taken[-1:]
-        return {
-            **self._identity,
-            "epoch": self.epoch,
-            "block": block,
-            "taken": [list(pair) for pair in taken],
-        }
+        return {**self._identity, "epoch": self.epoch, "block": block, "taken": list(map(list, taken))}
 
     def locate(self, state: Mapping[str, Any]) -> Position:
         """Where a state of this very plan stands."""

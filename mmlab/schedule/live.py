@@ -57,9 +57,6 @@ class _Epoch:
         self.parts = [*kept, _Part(first, value, rows, plan)]
         return len(rows)
 
-    def part_at(self, place: int) -> _Part:
-        return next(part for part in reversed(self.parts) if part.first <= place)
-
 
 class LivePlan:
     """The batches of one epoch, as lists of sample rows; the rest can still change. Safe to read in a thread.
@@ -139,7 +136,8 @@ class LivePlan:
         while True:
             with epoch.lock:
                 epoch.num_handed = place
-                if (now := epoch.part_at(place)) is not part:
+                now = next(begun for begun in reversed(epoch.parts) if begun.first <= place)
+                if now is not part:
                     part, plan = now, now.plan
                     if self._world_size > 1:
                         plan = plan.shard(self._rank, self._world_size)

@@ -156,9 +156,8 @@ class Mixed(Drawing):
         """Samples to draw of each source: the shares of the epoch's length, rounded so that they add up to it."""
         ratios = self.ratios_at(epoch)
         shares, counts = np.array([ratios[name] for name in available]), np.array(list(available.values()))
-        once = (
-            counts[shares > 0] / shares[shares > 0]
-        )  # epoch lengths at which each source comes exactly once
+        # epoch lengths at which each source comes exactly once
+        once = counts[shares > 0] / shares[shares > 0]
         length = {"keep": counts.sum(), "undersample": once.min(), "oversample": once.max()}[self.length]
         exact = shares * round(float(length))
         quotas = np.floor(exact).astype(np.int64)

@@ -90,7 +90,7 @@ class Packed(Scheduler):
         """Tokens and patches of the largest pack within the budget, of which `share` are tokens."""
         if (cost := self.cost) is None:
             return budget
-        require_room(cost, sizes, budget, "raise the budget to this cost, or cut the text or the image")
+        require_room(cost, sizes, budget)
 
         def price(size: int) -> float:
             text, image = _rooms(size, share)

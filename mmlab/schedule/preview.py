@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_Summary = Callable[[list[float]], float]
 # figure -> what the preview says of its values in several epochs
-_OVER_EPOCHS: dict[str, Callable[[list[float]], float]] = {
+_OVER_EPOCHS: dict[str, _Summary] = {
     "num_batches": max,
     "text_waste": fmean,
     "image_waste": fmean,
@@ -40,11 +41,7 @@ _OVER_EPOCHS: dict[str, Callable[[list[float]], float]] = {
     "coverage": min,
     "num_duplicates": max,
 }
-_PRICES: dict[str, Callable[[list[float]], float]] = {
-    "epoch_s": fmean,
-    "peak_bytes": max,
-    "epoch_price": fmean,
-}
+_PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
 Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan that so many ranks share
 _LARGEST = 2**31 - 1
 
@@ -65,10 +62,9 @@ class Preview:
         """One row a scheduler, one column a figure."""
         import pandas as pd
 
-        columns = dict.fromkeys(name for figures in self.figures.values() for name in figures)
-        return pd.DataFrame.from_dict(
-            self.figures, orient="index", columns=[*columns] or [*_OVER_EPOCHS, "plan_cpu_s"]
-        )
+        names = dict.fromkeys(name for figures in self.figures.values() for name in figures)
+        columns = [*names] or [*_OVER_EPOCHS, "plan_cpu_s"]
+        return pd.DataFrame.from_dict(self.figures, orient="index", columns=columns)
 
     @property
     def _shown(self) -> pd.DataFrame:

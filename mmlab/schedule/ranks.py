@@ -59,9 +59,8 @@ def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block
         dealt = np.arange(len(places)) % (2 * num_parts)  # 0, 1, 2, 2, 1, 0, ...: parts of nearly equal work
         part = np.minimum(dealt, 2 * num_parts - 1 - dealt)
         by_part = np.argsort(part, kind="stable")
-        pieces.append(
-            Block(packs.order[heaviest_first[by_part]], np.cumsum(np.bincount(part, minlength=num_parts)))
-        )
+        ends = np.cumsum(np.bincount(part, minlength=num_parts))
+        pieces.append(Block(packs.order[heaviest_first[by_part]], ends))
     whole = packs.pick(np.setdiff1d(np.arange(len(packs.ends)), split))
     return Block.join([whole, *pieces])
 
@@ -80,10 +79,8 @@ def balance(
         sample_work: (b,) the work of all samples in each without padding.
     """
     steps = np.argsort(batch_work, kind="stable").reshape(-1, world_size)
-    mean_work = sample_work[steps].sum(axis=1) / batches.counts[steps].sum(axis=1)
+    means = sample_work[steps].sum(axis=1) / batches.counts[steps].sum(axis=1)
     orders = [rng.permutation(len(steps)) for _ in range(_TRIED_ORDERS)]
-    likeness = [
-        abs(correlation(mean_work[order[:-1]], mean_work[order[1:]])) for order in orders if len(steps)
-    ]
+    likeness = [abs(correlation(means[order[:-1]], means[order[1:]])) for order in orders if len(steps)]
     chosen = orders[int(np.argmin(likeness))] if likeness else orders[0]
     return batches.pick(rng.permuted(steps[chosen], axis=1).ravel())

@@ -9,19 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.machine import GIB
+from mmlab.schedule import metrics
 from mmlab.schedule.columns import Ints
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.epoch import EpochBlocks
-from mmlab.schedule.metrics import (
-    cells,
-    collision_ratio,
-    lengths,
-    padded_streams,
-    randomness,
-    straggler,
-    waste,
-    work,
-)
 from mmlab.types import PATCH
 
 if TYPE_CHECKING:
@@ -117,8 +108,8 @@ def report_plan(
     budget = plan.limits.budget if budget is None else budget
     cost = plan.limits.cost or PaddedTokens()
     patch = getattr(cost, "patch", PATCH)
-    text, image = lengths(sizes, patch)
-    sample_work = work(text) + work(image)
+    text, image = metrics.lengths(sizes, patch)
+    sample_work = metrics.work(text) + metrics.work(image)
     text, image = text[batches.order], image[batches.order]
     padded_text, padded_image, batch_work = _padded(plan, text, image, patch)
     costs, time = plan.costs(), plan.limits.time
@@ -127,23 +118,25 @@ def report_plan(
     shares = {}
     if isinstance(plan.source, EpochBlocks):
         shares = plan.source.scheduler.source_shares(sizes, times_drawn, plan.source.epoch)
-    score = None if following is None else randomness(batches, following.columns, sample_work, num_ranks)
+    score = None
+    if following is not None:
+        score = metrics.randomness(batches, following.columns, sample_work, num_ranks)
     return PlanReport(
         num_samples=len(sizes),
         num_batches=len(batches.ends),
         mean_batch_size=len(batches.order) / max(1, len(batches.ends)),
-        text_waste=waste(text.sum(), padded_text.sum()),
-        image_waste=waste(image.sum(), padded_image.sum()),
-        combined_waste=waste(text.sum() + image.sum(), padded_text.sum() + padded_image.sum()),
+        text_waste=metrics.waste(text.sum(), padded_text.sum()),
+        image_waste=metrics.waste(image.sum(), padded_image.sum()),
+        combined_waste=metrics.waste(text.sum() + image.sum(), padded_text.sum() + padded_image.sum()),
         cost_unit=cost.unit,
         budget=budget,
         mean_cost=float(costs.mean()) if len(costs) else 0.0,
         peak_cost=peak_cost,
         peak_over_budget=peak_cost / budget if budget else None,
         num_over_budget=int((costs > budget).sum()) if budget else 0,
-        straggler=straggler(batch_work if seconds is None else seconds, num_ranks),
+        straggler=metrics.straggler(batch_work if seconds is None else seconds, num_ranks),
         randomness=score,
-        collision_ratio=collision_ratio(batches, sizes.group),
+        collision_ratio=metrics.collision_ratio(batches, sizes.group),
         coverage=float((times_drawn > 0).mean()) if len(sizes) else 1.0,
         num_duplicates=int(np.maximum(times_drawn - 1, 0).sum()),
         sources=shares,
@@ -155,11 +148,11 @@ def _padded(plan: BatchPlan, text: Ints, image: Ints, patch: int) -> tuple[Ints,
     """(b,) padded tokens, padded patches and work of each batch, from tokens and patches at each place."""
     if plan.limits.streams is not None:
         sums = plan.columns.totals(text), plan.columns.totals(image)
-        padded = padded_streams(*sums, plan.limits.streams, plan.source.world_size)
-        return *padded, plan.columns.totals(work(text) + work(image))
+        padded = metrics.padded_streams(*sums, plan.limits.streams, plan.source.world_size)
+        return *padded, plan.columns.totals(metrics.work(text) + metrics.work(image))
     counts, longest, height, width = plan.shape_columns.T
-    area = cells(height, patch) * cells(width, patch)
-    return counts * longest, counts * area, counts * (work(longest) + work(area))
+    area = metrics.cells(height, patch) * metrics.cells(width, patch)
+    return counts * longest, counts * area, counts * (metrics.work(longest) + metrics.work(area))
 
 
 def _notes(plan: BatchPlan, costs: NDArray[np.float64], budget: float | None) -> list[str]:

@@ -59,9 +59,8 @@ class Weighted(Drawing):
             raise OptionError(f"{num_samples} weights for {len(sizes)} samples; give one weight a sample")
         key = derive_key(self.seed, epoch)
         order = permute(np.arange(num_samples), num_samples, derive_key(key))
-        return np.repeat(
-            order, systematic_counts(self.expected_times()[order], np.random.default_rng(key).random())
-        )
+        start = np.random.default_rng(key).random()
+        return np.repeat(order, systematic_counts(self.expected_times()[order], start))
 
 
 def systematic_counts(expected: NDArray[np.float64], start: float) -> Ints:
