@@ -16,6 +16,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mmlab.types import PATCH, Batch
 
+Pixels = NDArray[np.uint8]  # (3, h, w) of an image, (B, 3, H, W) of a batch
+
 
 class Sample(dict[str, Any]):
     """One item of the dataset. A plain `torch.utils.data.DataLoader` collates such items by `collate`.
@@ -26,9 +28,7 @@ class Sample(dict[str, Any]):
     """
 
 
-def collate(
-    samples: Sequence[Sample], *, pad_token_id: int = 0, pixels: NDArray[np.uint8] | None = None
-) -> Batch:
+def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, pixels: Pixels | None = None) -> Batch:
     """Pad samples to the largest height, width and text among them.
 
     Images sit in the top left corner; padding is zero in `pixel_values`, `pad_token_id` in `input_ids` and
@@ -65,7 +65,7 @@ def collate(
     return batch
 
 
-def put(image: NDArray[np.uint8], place: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def put(image: Pixels, place: Pixels) -> Pixels:
     """The top left corner of a place (3, H, W) of a batch, with the image in it; the image where it is too large."""
     corner = place[:, : image.shape[1], : image.shape[2]]
     if corner.shape != image.shape:
@@ -75,7 +75,7 @@ def put(image: NDArray[np.uint8], place: NDArray[np.uint8]) -> NDArray[np.uint8]
     return corner
 
 
-def _place(image: NDArray[np.uint8] | None, place: NDArray[np.uint8], mask: NDArray[np.bool_]) -> None:
+def _place(image: Pixels | None, place: Pixels, mask: NDArray[np.bool_]) -> None:
     """Put an image into its place (3, H, W) of a batch, and mask what is padding."""
     if image is None:
         place[:], mask[:] = 0, False

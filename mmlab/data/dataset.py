@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from mmlab.data.collate import Sample, collate
+from mmlab.data.collate import Pixels, Sample, collate
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records, reading_image
@@ -27,9 +26,6 @@ from mmlab.types import Batch, ImagePolicy, Region, SampleSizes, Square, process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-Pixels = NDArray[np.uint8]  # (3, h, w)
 
 
 class MultimodalDataset(Dataset[Sample]):

@@ -100,13 +100,8 @@ class AdaptiveDataLoader(PlannedLoader):
         else:
             if correct:
                 self.weights = 1 / self.difficulty
-            inner = Weighted(
-                weights=self.difficulty,
-                num_samples=num_samples,
-                inner=inner,
-                seed=seed,
-                world_size=inner.world_size,
-            )
+            shared = {"seed": seed, "world_size": inner.world_size}
+            inner = Weighted(weights=self.difficulty, num_samples=num_samples, inner=inner, **shared)
         super().__init__(dataset, inner, **options)
 
     @property

@@ -141,8 +141,7 @@ class Backend(ABC):
 
     def _pool(self) -> Any:
         if not self._pools:
-            finisher = _threads(1, "mmlab-collate")
-            self._pools += [finisher, self._new_pool()]
+            self._pools += [_threads(1, "mmlab-collate"), self._new_pool()]
         return self._pools[-1]
 
     def _new_meter(self, shared: bool = True) -> StageMeter:

@@ -17,15 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from mmlab.data.collate import Sample, put
+from mmlab.data.collate import Pixels, Sample, put
 from mmlab.errors import DataError
 from mmlab.types import PATCH, Batch, Region, SampleSizes
 
 _SLOW_READ_S = 2.5e-4  # copying a large image from memory takes less
 _NUM_ANNOUNCED = 32  # images that the disk is told of at once
-ON_BAD_SAMPLE = ("raise", "skip", "replace")
 
 
 class Augmentation(Protocol):
@@ -131,36 +129,34 @@ class SampleLoader:
         height, width, num_tokens = self._padded(rows)
         return len(rows) * (7 * height * width + 9 * num_tokens)
 
-    def pixels(self, request: BatchRequest) -> NDArray[np.uint8]:
+    def pixels(self, request: BatchRequest) -> Pixels:
         """Memory for the images of a batch (B, 3, H, W), into which each is put as soon as it is there."""
         height, width, _ = self._padded(request.rows)
         return np.empty((len(request.rows), 3, height, width), np.uint8)
 
-    def read(self, row: int, out: NDArray[np.uint8] | None = None) -> Any:
+    def read(self, row: int, out: Pixels | None = None) -> Any:
         """What `sample` needs: the encoded image, or the cache's pixels, read into `out` if they fit; or the error."""
         try:
             return self.dataset.read(row, out)
         except DataError as error:
             return error
 
-    def sample(
-        self, request: BatchRequest, row: int, found: Any, place: NDArray[np.uint8] | None = None
-    ) -> LoadedSample:
+    def sample(self, request: BatchRequest, row: int, found: Any, out: Pixels | None = None) -> LoadedSample:
         """The sample of a row, from what `read` found, under the policy on bad samples; its image put into `place`."""
         try:
             loaded = LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
         except DataError as error:
             loaded = self._without(request, row, error)
         sample = None if loaded.hit else loaded.sample  # the cache has put it there
-        if place is not None and sample is not None and sample["image"] is not None:
-            sample["image"] = torch.from_numpy(put(sample["image"].numpy(), place))
+        if out is not None and sample is not None and sample["image"] is not None:
+            sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
         return loaded
 
     def collate(
         self,
         request: BatchRequest,
         loaded: Sequence[LoadedSample],
-        pixels: NDArray[np.uint8],
+        pixels: Pixels,
         busy_s: dict[str, float] | None = None,
     ) -> LoadedBatch:
         """Pad the request's samples together, in the memory that `pixels` gave."""
@@ -173,9 +169,8 @@ class SampleLoader:
     def load(self, request: BatchRequest, holding: Callable[[int], None] = lambda row: None) -> LoadedBatch:
         """Load a whole request here and now; `holding` is told each row before it is touched."""
         pixels = self.pixels(request)
-        loaded, busy_s = self.load_part(
-            request, range(len(request.rows)), pixels, Upcoming(request.rows), holding
-        )
+        rows = request.rows
+        loaded, busy_s = self.load_part(request, range(len(rows)), pixels, Upcoming(rows), holding)
         started = time.perf_counter()
         batch = self.collate(request, loaded, pixels, busy_s)
         busy_s["collate"] = time.perf_counter() - started
@@ -185,7 +180,7 @@ class SampleLoader:
         self,
         request: BatchRequest,
         places: range,
-        pixels: NDArray[np.uint8],
+        pixels: Pixels,
         upcoming: Upcoming,
         holding: Callable[[int], None] = lambda row: None,
     ) -> tuple[list[LoadedSample], dict[str, float]]:
@@ -255,9 +250,8 @@ class SampleLoader:
             except DataError:
                 continue  # it is reported with the batch that it belongs to
             return LoadedSample(other, sample, BadSample(*about, "replace", records.ids[other]))
-        return LoadedSample(
-            row, None, BadSample(*about, "raise" if self.on_bad_sample == "raise" else "skip")
-        )
+        policy = "raise" if self.on_bad_sample == "raise" else "skip"
+        return LoadedSample(row, None, BadSample(*about, policy))
 
     def _substitutes(self, request: BatchRequest, row: int) -> Iterator[int]:
         """Rows outside the batch that fit into its padded shape, the nearest in size first."""

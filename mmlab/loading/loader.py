@@ -24,14 +24,7 @@ from numpy.typing import NDArray
 from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.errors import DataError, RunError, check_name, check_numbers
 from mmlab.loading.backends import Backend, Setting, ThreadBackend
-from mmlab.loading.batches import (
-    ON_BAD_SAMPLE,
-    Augmentation,
-    BadSample,
-    BatchRequest,
-    LoadedBatch,
-    SampleLoader,
-)
+from mmlab.loading.batches import Augmentation, BadSample, BatchRequest, LoadedBatch, SampleLoader
 from mmlab.loading.copying import Copier
 from mmlab.loading.stages import StageReport
 from mmlab.loading.tuning import Tuner, Tuning
@@ -46,6 +39,7 @@ if TYPE_CHECKING:
     from mmlab.loading.cache.store import SampleCache
 
 BACKENDS = ("threads", "torch")
+ON_BAD_SAMPLE = ("raise", "skip", "replace")
 _REPORT_S = 1.0  # between two reports of the stages
 
 
@@ -115,7 +109,7 @@ class PlannedLoader:
         self._is_closed = False
         self.max_bad_samples = max_bad_samples
         self.bad_samples: list[BadSample] = []  # of the last iteration, as far as delivered
-        self._max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)
+        max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)
         self._emit = emit
         self._loader = SampleLoader(
             dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0), on_bad_sample=on_bad_sample
@@ -124,14 +118,12 @@ class PlannedLoader:
         kind: Any = ThreadBackend
         if backend == "torch" and workers:
             kind = partial(ProcessBackend, warn=partial(_warn, emit))
-        self._backend: Backend = kind(
-            self._loader, Setting(workers, ahead), copier=self._copier, max_bytes=self._max_bytes
-        )
+        start = Setting(workers, ahead)
+        self._backend: Backend = kind(self._loader, start, copier=self._copier, max_bytes=max_bytes)
         self._tuner: Tuner | None = None
         if num_workers == "auto":
-            start, limit = self._backend.setting, self._max_bytes
             keeps_prefetch = prefetch is not None
-            self._tuner = Tuner(start, self._backend.ram_bytes, limit, keeps_prefetch=keeps_prefetch)
+            self._tuner = Tuner(start, self._backend.ram_bytes, max_bytes, keeps_prefetch=keeps_prefetch)
         self._begin(0)
 
     def _begin(self, epoch: int, plan: BatchPlan | None = None, num_before: int = 0) -> None:
@@ -185,11 +177,7 @@ class PlannedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, behind the last batch delivered; a few integers, for `load_state_dict`."""
-        state: dict[str, Any] = {
-            "epoch": self.epoch,
-            "num_batches": self._num_done,
-            "num_bad_samples": self._num_bad,
-        }
+        state: Any = {"epoch": self.epoch, "num_batches": self._num_done, "num_bad_samples": self._num_bad}
         if self._place is not None:
             state["plan"] = self._place
         if hasattr(self.scheduler, "state_dict"):

@@ -94,13 +94,11 @@ def _read_twice(files: Sequence[Path], what: str) -> ReadRates:
 
 def _at_random(files: Sequence[Path]) -> list[_Piece]:
     """Pieces of files in random order, each at most once, as many as may be read."""
-    ends = list(accumulate(-(-path.stat().st_size // _PIECE_BYTES) for path in files))
-    numbers = random.Random(0).sample(range(ends[-1]), min(ends[-1], _READ_BYTES // _PIECE_BYTES))
-    places = [(number, bisect_right(ends, number)) for number in numbers]
-    return [
-        (files[place], (number - (ends[place - 1] if place else 0)) * _PIECE_BYTES)
-        for number, place in places
-    ]
+    # the first piece of each file, and the number of all
+    starts = list(accumulate((-(-path.stat().st_size // _PIECE_BYTES) for path in files), initial=0))
+    numbers = random.Random(0).sample(range(starts[-1]), min(starts[-1], _READ_BYTES // _PIECE_BYTES))
+    places = [(number, bisect_right(starts, number) - 1) for number in numbers]
+    return [(files[place], (number - starts[place]) * _PIECE_BYTES) for number, place in places]
 
 
 def _read(pieces: Sequence[_Piece]) -> tuple[int, int, float]:

@@ -95,9 +95,8 @@ class StageMeter:
             rows.append((stage, num_threads, per_s, busy[stage], waits, depth))
         waits = min(1.0, change["wait"] / duration_s)
         rows.append(("train", 1, change["train finished"] / duration_s, 1 - waits, waits, None))
-        return StageReport(
-            [dict(zip(_COLUMNS, row, strict=True)) for row in rows], change["hits"] / num_samples
-        )
+        named = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+        return StageReport(named, change["hits"] / num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +116,8 @@ class StageReport:
         """The busiest stage, if training waits for it: not if it idles too, as at the start of an epoch."""
         busiest, wait_ratio = self._busiest, self.wait_ratio
         # without workers, training waits for as long as the stages work; with them, for one that hardly idles
-        in_turns = (
-            busiest["queue_depth"] is None and sum(row["busy_ratio"] for row in self.rows[:-1]) <= wait_ratio
-        )
+        busy_ratio = sum(row["busy_ratio"] for row in self.rows[:-1])
+        in_turns = busiest["queue_depth"] is None and busy_ratio <= wait_ratio
         short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= 0.5)
         return busiest["stage"] if short else None
 

@@ -59,12 +59,7 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        start: Setting,
-        ram_bytes: Callable[[Setting], int],
-        max_bytes: int,
-        *,
-        keeps_prefetch: bool = False,
+        self, start: Setting, ram_bytes: Callable[[Setting], int], max_bytes: int, *, keeps_prefetch: bool
     ) -> None:
         self.trials = Tuning()
         self.done = False

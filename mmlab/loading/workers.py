@@ -54,9 +54,8 @@ class ProcessBackend(Backend):
         """Memory that a setting may take: batches, and what a worker was seen to have for itself."""
         for process in _processes(self._pools):
             if process.is_alive():
-                self._worker_bytes = max(
-                    self._worker_bytes, psutil.Process(process.pid).memory_full_info().uss
-                )
+                own_bytes = psutil.Process(process.pid).memory_full_info().uss
+                self._worker_bytes = max(self._worker_bytes, own_bytes)
         return setting.prefetch * self._largest_bytes + setting.num_workers * self._worker_bytes
 
     def resize(self, setting: Setting) -> None:
@@ -124,9 +123,7 @@ class ProcessBackend(Backend):
         """Warn of the workers that died, or raise where that happens again and again."""
         processes = _processes(self._pools)
         super().close()  # the pool itself ends the workers that are left
-        ended = [
-            process for process in processes if process.exitcode not in (0, -signal.SIGTERM)
-        ] or processes
+        ended = [item for item in processes if item.exitcode not in (0, -signal.SIGTERM)] or processes
         records = self.loader.dataset.records
         rows = dict(zip(self._holding[::2], self._holding[1::2], strict=True))
         held = "; ".join(

@@ -92,7 +92,7 @@ def test_tuning_in_mid_epoch_makes_nothing_twice(dataset, tmp_path: Path, backen
 def test_the_search_reads_no_further_ahead_than_half_an_epoch(num_batches: int) -> None:
     """More workers help without end, and batches ahead are added with them."""
     clock = count(step=0.01)
-    tuner = Tuner(Setting(1, 1), ram_bytes=lambda setting: 0, max_bytes=1)
+    tuner = Tuner(Setting(1, 1), ram_bytes=lambda setting: 0, max_bytes=1, keeps_prefetch=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "perf_counter", lambda: next(clock))
         setting = Setting(1, 1)
@@ -136,6 +136,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tuner]:
             setting,
             ram_bytes=lambda setting: 100 * setting.num_workers + 10 * setting.prefetch,
             max_bytes=max_bytes,
+            keeps_prefetch=False,
         )
         for _ in range(10_000):
             setting = tuner.observe(rate_of(setting), 0.01 * wait_of(setting)) or setting

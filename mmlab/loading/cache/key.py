@@ -94,12 +94,14 @@ def cache_key(
     slot_of = {path: slot for slot, path in enumerate(paths)}
     names = map(os.path.basename, paths) if verify_content else paths  # content is known wherever it lies
     images = [(name, *shape_of[path]) for name, path in zip(names, paths, strict=True)]
+    root = Path(__file__).parents[2]
+    code = b"".join((root / name).read_bytes() for name in _DECODING)  # no change of it can be forgotten
     return CacheKey(
         records=dataset.records,
         settings={
             "cache format": str(FORMAT),
             "image policy": policy,
-            "decoding code": _code_digest(),
+            "decoding code": _digest(code).hex()[:12],
             **{name: version or "not installed" for name, version in versions(_LIBRARIES).items()},
         },
         images=_digest(json.dumps(images).encode()).hex()[:16],
@@ -107,12 +109,6 @@ def cache_key(
         slots=np.array([slot_of.get(path or "", -1) for path in dataset.records.image_paths], np.int64),
         verify_content=verify_content,
     )
-
-
-def _code_digest() -> str:
-    """Of the decoding modules' source: no change of them can be forgotten."""
-    root = Path(__file__).parents[2]
-    return _digest(b"".join((root / name).read_bytes() for name in _DECODING)).hex()[:12]
 
 
 def _digest(content: bytes) -> bytes:

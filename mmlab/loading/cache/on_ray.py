@@ -76,10 +76,9 @@ def build_cache_on_ray(
             for row in found.iter_rows() if blocks else ():
                 outcome, actor = json.loads(row["outcome"]), row["actor"]
                 bar.update(row["num_rows"])
-                before = outcomes.get(actor, {})
-                outcomes[actor] = {
-                    name: before[name] + value if before else value for name, value in outcome.items()
-                }
+                if (before := outcomes.get(actor)) is not None:
+                    outcome = {name: before[name] + value for name, value in outcome.items()}
+                outcomes[actor] = outcome
     return join_outcomes(cache, list(outcomes.values()))
 
 

@@ -63,9 +63,8 @@ class Layout:
             Damaged: it is not what was written.
         """
         with path.open("rb") as file:
-            magic, num_text, num_slots, checksum = _HEAD.unpack(
-                file.read(_HEAD.size).ljust(_HEAD.size, b"\0")
-            )
+            head = file.read(_HEAD.size).ljust(_HEAD.size, b"\0")
+            magic, num_text, num_slots, checksum = _HEAD.unpack(head)
             num_bytes = num_text + 8 * num_slots
             content = file.read(num_bytes) if num_bytes <= path.stat().st_size else b""
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(content) != checksum:

@@ -182,9 +182,8 @@ class SampleCache:
             self._layout = Layout(self.key.settings, self.key.shapes)
         if not self._failed:
             try:
-                file = SlotFile(
-                    self.path, self._layout, room_bytes=self._make_room(int(self._layout.starts[-1]))
-                )
+                room_bytes = self._make_room(int(self._layout.starts[-1]))
+                file = SlotFile(self.path, self._layout, room_bytes=room_bytes)
                 os.utime(self.path)  # when it was last used
             except OSError as error:
                 self._fail(error)
