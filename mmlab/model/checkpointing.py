@@ -43,7 +43,12 @@ def enable_checkpointing(model: nn.Module, enabled: bool = True) -> nn.Module:
         elif not enabled:
             block.__dict__.pop("forward", None)
     for other in others:
-        _switch(other, enabled)
+        # its name since transformers 5, or before
+        prefix = "activation" if hasattr(other, "activation_checkpointing_enable") else "gradient"
+        if enabled:
+            getattr(other, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
+        else:
+            getattr(other, f"{prefix}_checkpointing_disable")()
     if enabled and not blocks and not others:
         raise OptionError(
             f"{type(model).__name__} has no block that can be checkpointed: mmlab's own encoders and fusion can, and "
@@ -55,15 +60,6 @@ def enable_checkpointing(model: nn.Module, enabled: bool = True) -> nn.Module:
 def counts_batches(model: nn.Module) -> bool:
     """Whether a checkpointed block has statistics that a second computation must not change."""
     return any(isinstance(block.forward, _Checkpointed) and _norms(block) for block in _blocks(model))
-
-
-def _switch(model: Any, enabled: bool) -> None:
-    """A Hugging Face model's own checkpointing, under its name since transformers 5 or before."""
-    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if enabled:
-        getattr(model, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
-    else:
-        getattr(model, f"{prefix}_checkpointing_disable")()
 
 
 class _Checkpointed:

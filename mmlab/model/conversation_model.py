@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmlab.errors import OptionError
-from mmlab.model.huggingface import LossModel
+from mmlab.model.huggingface import IGNORED, LossModel
 from mmlab.types import Batch, HostColumns
-
-_IGNORED = -100  # the label that transformers leaves out of a loss
 
 
 class ConversationModel(LossModel):
@@ -42,7 +40,7 @@ class ConversationModel(LossModel):
         """How many tokens of answers the mean is over; the first of a sequence is predicted by nothing."""
         host = batch.host if isinstance(batch, Batch) else batch
         assert host.labels is not None
-        return int((host.labels.ne(_IGNORED) & host.attention_mask)[:, 1:].sum())
+        return int((host.labels.ne(IGNORED) & host.attention_mask)[:, 1:].sum())
 
     def _arguments(self, batch: Any) -> dict[str, Any]:
         from transformers import BatchFeature

@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import OptionError, check_name
-from mmlab.model.packing import Segments, attend
+from mmlab.model.packing import Keys, Segments, attend
 from mmlab.types import PATCH
-
-Keys = Tensor | tuple[Segments, Segments]  # (B, 1, 1, P) True where attended to, or the segments of a stream
 
 
 class ImageEncoder(nn.Module, ABC):
@@ -129,9 +127,7 @@ class ConvStem(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         widths = [3, dim // 8, dim // 4, dim // 2, dim]
-        self.convs = nn.ModuleList(
-            nn.Conv2d(inputs, outputs, 3, stride=2, padding=1) for inputs, outputs in pairwise(widths)
-        )
+        self.convs = nn.ModuleList(nn.Conv2d(*pair, 3, stride=2, padding=1) for pair in pairwise(widths))
 
     def forward(self, pixels: Tensor, pixel_mask: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, D, H / 16, W / 16)."""
@@ -154,12 +150,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, features: Tensor, keys: Keys) -> Tensor:
         """(B, P, D), attending where `keys` (B, 1, 1, P) is True, or inside the segments of a stream."""
-        query, key, value = rearrange(
-            self.query_key_value(self.norm(features)),
-            "b p (three h d) -> three b h p d",
-            three=3,
-            h=self.num_heads,
-        )
+        joined = self.query_key_value(self.norm(features))
+        query, key, value = rearrange(joined, "b p (three h d) -> three b h p d", three=3, h=self.num_heads)
         attended = attend(query, key, value, keys)
         features = features + self.out(rearrange(attended, "b h p d -> b p (h d)"))
         return features + self.mlp(self.mlp_norm(features))
@@ -198,17 +190,13 @@ class ResNet(ImageEncoder):
         pixels, pixel_mask = fill_grid(pixels, pixel_mask)
         mask = pixel_mask[:, None, ::4, ::4]
         grid = self.stem(pixels) * mask
-        grids, masks = [], []
+        found = []
         for number, stage in enumerate(self.stages):
             mask = mask if number == 0 else mask[:, :, ::2, ::2]
             grid = stage(grid) * mask
             if number >= len(self.stages) - num_levels:
-                grids.append(grid)
-                masks.append(mask)
-        lower = [
-            _coarser(grid, mask, 2**number)
-            for number, (grid, mask) in enumerate(zip(grids[-2::-1], masks[-2::-1], strict=True), start=1)
-        ]
+                found.append((grid, mask))
+        lower = [_coarser(*level, 2**number) for number, level in enumerate(found[-2::-1], start=1)]
         kept = [rearrange(grid, "b d h w -> b (h w) d") for grid in [*reversed(lower), grid]]
         return kept, mask.flatten(1)
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import OptionError
-from mmlab.model.packing import Segments, attend
+from mmlab.model.packing import Keys, Segments, attend
+
+Pair = tuple[Tensor, Tensor]  # features and their mask
 
 
 class MultimodalFusion(nn.Module):
@@ -81,9 +83,7 @@ class MultimodalFusion(nn.Module):
         """
         return self._attend(self.img_proj(image_features), text_features, text_mask)
 
-    def fuse(
-        self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def fuse(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Pair:
         """Fused positions (B, P, D) and their mask; a learned query takes the first one of a missing image."""
         stand_in = ~image_mask.any(1, keepdim=True) & (torch.arange(image.shape[1], device=image.device) == 0)
         queries = torch.where(stand_in[..., None], self.null_image, self.img_proj(image))
@@ -91,15 +91,11 @@ class MultimodalFusion(nn.Module):
         return self._attend(queries, text, text_mask, mask if self.packed else None), mask
 
     def _attend(
-        self,
-        fused: Tensor,
-        text_features: Tensor,
-        text_mask: Tensor | None,
-        packed_mask: Tensor | None = None,
+        self, fused: Tensor, text: Tensor, text_mask: Tensor | None, packed_mask: Tensor | None = None
     ) -> Tensor:
         """Queries (B, P, D) over text; where `packed_mask` (B, P) is given, in streams without padding."""
-        null = self.null_token.expand(len(text_features), -1, -1)
-        keys = torch.cat([null, self.text_proj(text_features)], dim=1)  # (B, 1 + T, D)
+        null = self.null_token.expand(len(text), -1, -1)
+        keys = torch.cat([null, self.text_proj(text)], dim=1)  # (B, 1 + T, D)
         mask = None if text_mask is None else F.pad(text_mask.bool(), (1, 0), value=True)  # (B, 1 + T)
         if packed_mask is not None and mask is not None:
             segments = (Segments(packed_mask), Segments(mask))
@@ -124,14 +120,11 @@ class CrossAttention(nn.Module):
         self.query, self.key_value, self.out = (nn.Linear(dim, width) for width in (dim, 2 * dim, dim))
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(
-        self, queries: Tensor, keys: Tensor, key_mask: Tensor | tuple[Segments, Segments] | None
-    ) -> Tensor:
+    def forward(self, queries: Tensor, keys: Tensor, key_mask: Keys | None) -> Tensor:
         """(B, P, D) attending to (B, T, D) where `key_mask` (B, 1, 1, T) is True, or inside the segments of streams."""
         query = rearrange(self.query(self.query_norm(queries)), "b p (h d) -> b h p d", h=self.num_heads)
-        key, value = rearrange(
-            self.key_value(self.key_norm(keys)), "b t (two h d) -> two b h t d", two=2, h=self.num_heads
-        )
+        joined = self.key_value(self.key_norm(keys))
+        key, value = rearrange(joined, "b t (two h d) -> two b h t d", two=2, h=self.num_heads)
         attended = attend(query, key, value, key_mask)
         queries = queries + self.out(rearrange(attended, "b h p d -> b p (h d)"))
         return queries + self.mlp(self.mlp_norm(queries))

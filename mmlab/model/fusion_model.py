@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmlab.errors import OptionError, check_name
 from mmlab.model.encoders import ViT
-from mmlab.model.fusion import masked_mean
+from mmlab.model.fusion import Pair, masked_mean
 from mmlab.model.fusions import FUSIONS
 from mmlab.model.token_head import TokenHead
 from mmlab.types import Batch
@@ -31,7 +31,6 @@ IMAGE_MODULES = ("image_encoder", "image_head", "fusion.mix_images")
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
 
 
-Pair = tuple[Tensor, Tensor]
 Features = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -52,9 +51,8 @@ class FusionOutput:
     logit_scale: Tensor  # () inverse temperature
     features: Features  # image (B, P, C), its mask, text (B, T, C), its mask
     matcher: Callable[..., Tensor]  # features of N pairs -> logits (N,)
-    num_chunks: int = (
-        1  # in which pairs are matched; each is computed again in the backward pass, to save memory
-    )
+    # in which pairs are matched; each is computed again in the backward pass, to save memory
+    num_chunks: int = 1
     predictor: Callable[..., Tensor] | None = None  # see `token_losses`
 
     def match(self, image_rows: Tensor, text_rows: Tensor) -> Tensor:
@@ -86,10 +84,8 @@ class FusionOutput:
             raise OptionError(
                 "the text encoder has no `embedding` (V, E), which predicting hidden tokens needs"
             )
-        image, image_mask = self.features[:2]
-        return self._in_chunks(
-            self.predictor, image, image_mask, masked_ids, attention_mask, positions, targets
-        )
+        image = self.features[:2]  # and its mask
+        return self._in_chunks(self.predictor, *image, masked_ids, attention_mask, positions, targets)
 
     def _in_chunks(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         if self.num_chunks == 1:
@@ -145,9 +141,8 @@ class FusionModel(nn.Module):
         self.num_levels = num_levels if fusion == "multiscale" else 1
         encoders = (image_encoder, text_encoder)
         dims = [item.level_dims(num_levels) if fusion == "multiscale" else item.dim for item in encoders]
-        self.fusion: Any = FUSIONS[fusion](
-            *dims, hidden_dim=hidden_dim, num_heads=num_heads, num_layers=num_layers
-        )
+        sizes = {"hidden_dim": hidden_dim, "num_heads": num_heads, "num_layers": num_layers}
+        self.fusion: Any = FUSIONS[fusion](*dims, **sizes)
         self.image_head = nn.Linear(image_encoder.dim, embed_dim)
         self.text_head = nn.Linear(text_encoder.dim, embed_dim)
         self.match_head = nn.Linear(hidden_dim, 1)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from mmlab.model.fusion import MultimodalFusion, masked_mean
+from mmlab.model.fusion import MultimodalFusion, Pair, masked_mean
 
 
 class MultiScaleFusion(MultimodalFusion):
@@ -65,9 +65,8 @@ class Gates(nn.Module):
         gates = torch.cat([gate(level) for gate, level in zip(self.gates, normed, strict=True)], dim=2)
         shares = gates.softmax(2).unbind(2)
         projected = [project(level) for project, level in zip(self.projections, normed, strict=True)]
-        return torch.stack(
-            [share[..., None] * level for share, level in zip(shares, projected, strict=True)]
-        ).sum(0)
+        weighted = [share[..., None] * level for share, level in zip(shares, projected, strict=True)]
+        return torch.stack(weighted).sum(0)
 
 
 class PooledFusion(nn.Module):
@@ -101,9 +100,7 @@ class PooledFusion(nn.Module):
         """(N, D) and (N, D) to (N, D)."""
         raise NotImplementedError
 
-    def fuse(
-        self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def fuse(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Pair:
         """One fused position a pair, (N, 1, D), and its mask, all True."""
         there = image_mask.any(1, keepdim=True), text_mask.any(1, keepdim=True)
         fused = self.combine(

@@ -29,7 +29,7 @@ LABELS = ("batch", "text", "masked")
 OFFERED = ("input_ids", "attention_mask", "pixel_values", "pixel_mask", "labels", "batch")
 _ALSO = ("return_loss", "interpolate_pos_encoding")
 _PATCH_RATIO = 0.4  # of an image's patches are hidden, as in BEiT (Bao et al. 2022, arXiv:2106.08254)
-_IGNORED = -100  # the label that transformers leaves out of a loss
+IGNORED = -100  # the label that transformers leaves out of a loss
 
 
 class Loss(NamedTuple):
@@ -120,7 +120,7 @@ class LossModel(nn.Module):
         labels = _text_labels(batch) if self.labels == "text" else batch.labels
         if labels is None:
             return len(batch)
-        return (labels[:, 1:] if self.shifts_labels else labels).ne(_IGNORED).sum()
+        return (labels[:, 1:] if self.shifts_labels else labels).ne(IGNORED).sum()
 
     def forward(self, batch: Batch) -> Any:
         """The module's own output.
@@ -224,7 +224,7 @@ class LossModel(nn.Module):
         _, _, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio, self._generator(batch))
         assert self.mask_id is not None
         ids = batch.input_ids
-        return ids.masked_fill(hidden, self.mask_id), ids.masked_fill(~hidden, _IGNORED)
+        return ids.masked_fill(hidden, self.mask_id), ids.masked_fill(~hidden, IGNORED)
 
 
 def _check_signature(module: nn.Module) -> list[str]:
@@ -262,7 +262,7 @@ def _usual_labels(module: nn.Module) -> str:
 
 
 def _text_labels(batch: Batch | HostColumns) -> Tensor:
-    return batch.input_ids.masked_fill(~batch.attention_mask, _IGNORED)
+    return batch.input_ids.masked_fill(~batch.attention_mask, IGNORED)
 
 
 def _normalisation(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -115,9 +115,8 @@ class HuggingFaceTexts(nn.Module):
             num_kept = 1 if num_levels == 1 else len(self.level_dims(num_levels))
             return [self.embedding.new_zeros(len(input_ids), 0, self.dim)] * num_kept
         first = torch.arange(input_ids.shape[1], device=input_ids.device) == 0
-        keys = attention_mask | (
-            first & ~attention_mask.any(1, keepdim=True)
-        )  # an empty text attends to one pad token
+        # an empty text attends to one pad token
+        keys = attention_mask | (first & ~attention_mask.any(1, keepdim=True))
         options = {"output_hidden_states": True} if num_levels > 1 else {}
         if getattr(self, "packed", False):
             segments = Segments(keys)

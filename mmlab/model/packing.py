@@ -57,11 +57,14 @@ class Segments:
         return padded.index_copy(0, self.positions, stream[0]).unflatten(0, self.shape)
 
 
+Keys = Tensor | tuple[Segments, Segments]  # (B, 1, 1, P) True where attended to, or the segments of a stream
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor | tuple[Segments, Segments] | None,
+    keys: Keys | None,
     *,
     dropout: float = 0.0,
     scale: float | None = None,
@@ -72,36 +75,25 @@ def attend(
         keys: a mask that broadcasts to (B, H, P, T), True where there is data; or, for streams (B = 1), where the
             samples lie in queries and keys.
     """
+    options: Any = {"dropout_p": dropout, "scale": scale}
     if not isinstance(keys, tuple):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=keys, dropout_p=dropout, scale=scale
-        )
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=keys, **options)
     of_query, of_key = keys
-    if not query.shape[
-        2
-    ]:  # no sample has any of this modality: nothing to compute, and weights that learn nothing
+    if not query.shape[2]:
+        # no sample has any of this modality: nothing to compute, and weights that learn nothing
         return query + 0 * (key.sum() + value.sum())
-    if _has_variable_length(query) and not dropout:
+    # what torch's kernel for variable lengths takes
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         from torch.nn.attention.varlen import varlen_attn
 
         query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         longest = (max(of_query.lengths), max(of_key.lengths))
         found: Any = varlen_attn(query, key, value, of_query.ends, of_key.ends, *longest, scale=scale)
         return found.transpose(0, 1)[None]
-    parts = zip(
-        query.split(of_query.lengths, 2),
-        key.split(of_key.lengths, 2),
-        value.split(of_key.lengths, 2),
-        strict=True,
-    )
-    return torch.cat(
-        [
-            F.scaled_dot_product_attention(*part, dropout_p=dropout, scale=scale)
-            for part in parts
-            if part[0].shape[2]
-        ],
-        dim=2,
-    )
+    of_each = (query, of_query), (key, of_key), (value, of_key)
+    parts = zip(*[stream.split(segments.lengths, 2) for stream, segments in of_each], strict=True)
+    attended = [F.scaled_dot_product_attention(*part, **options) for part in parts if part[0].shape[2]]
+    return torch.cat(attended, dim=2)
 
 
 def enable_packing(model: nn.Module, enabled: bool = True) -> nn.Module:
@@ -140,12 +132,7 @@ def _register() -> None:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         segments = options.pop("segments", None)
         if segments is None:
@@ -156,8 +143,3 @@ def _register() -> None:
 
     AttentionInterface.register(ATTENTION_NAME, forward)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-
-
-def _has_variable_length(query: Tensor) -> bool:
-    """Whether torch's kernel for variable lengths takes this: CUDA, 16 bits."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)

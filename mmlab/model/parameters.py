@@ -101,7 +101,8 @@ def parameter_groups(
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     depths, last = {}, dict.fromkeys(PARTS, 0)
     for name, _ in named:
-        depths[name] = _depth(name) or last[part_of(name)]
+        found = _DEPTH.search(name)
+        depths[name] = int(found[1]) + 1 if found else last[part_of(name)]
         last[part_of(name)] = max(last[part_of(name)], depths[name])
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, weight in named:
@@ -113,9 +114,3 @@ def parameter_groups(
         {"params": weights, "weight_decay": decay, "lr_factor": factor}
         for (factor, decay), weights in sorted(groups.items(), key=lambda item: item[0], reverse=True)
     ]
-
-
-def _depth(name: str) -> int:
-    """Of the layer that a parameter belongs to, from 1; 0 below the first layer."""
-    found = _DEPTH.search(name)
-    return int(found[1]) + 1 if found else 0
