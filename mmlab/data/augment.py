@@ -73,9 +73,8 @@ class Drawn:
             columns = round((share * height * width * ratio) ** 0.5)
             if 0 < rows <= height and 0 < columns <= width:
                 down, across = self.place
-                return Region(
-                    int(down * (height - rows + 1)), int(across * (width - columns + 1)), rows, columns
-                )
+                top, left = int(down * (height - rows + 1)), int(across * (width - columns + 1))
+                return Region(top, left, rows, columns)
         rows, columns = min(height, round(width / ratio)), min(width, round(height * ratio))
         rows, columns = max(1, rows), max(1, columns)
         return Region((height - rows) // 2, (width - columns) // 2, rows, columns)
@@ -115,11 +114,10 @@ class Augment:
 
     def __post_init__(self) -> None:
         for name, highest, words in (("crop_scale", 1.0, " and at most 1"), ("crop_ratio", math.inf, "")):
-            low, high = getattr(self, name) or (1.0, 1.0)
+            given = getattr(self, name)
+            low, high = given or (1.0, 1.0)
             if not 0 < low <= high <= highest:
-                raise OptionError(
-                    f"{name} must be (least, largest), above 0{words}, found {getattr(self, name)}"
-                )
+                raise OptionError(f"{name} must be (least, largest), above 0{words}, found {given}")
         limits = {"flip_probability": 1.0, "hue": 0.5, "magnitude": _LARGEST_MAGNITUDE}
         for name in ("brightness", "contrast", "saturation", "num_operations", *limits):
             limit = limits.get(name, math.inf)
@@ -136,8 +134,7 @@ class Augment:
         changes = []
         for index in order:
             name = _COLOURS[index]
-            value = getattr(self, name)
-            if value:
+            if value := getattr(self, name):
                 amount = value * factors[index]
                 changes.append((name, float(amount) if name == "hue" else max(0.0, 1.0 + float(amount))))
         for _ in range(self.num_operations):

@@ -8,6 +8,7 @@ photographs of COCO have 1.6 to 3.5. Detail finer than a 64th of the picture doe
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +39,12 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
     paths = [path for path in dict.fromkeys(records.image_paths) if path is not None]
     is_file = isinstance(records.store, FileStore)
     stamps = {path: stamp_of(path) if is_file else None for path in paths}
-    measured = measure_once(
-        "complexity", (float,), stamps, lambda path: _measure(records, path), progress=progress
-    )
+    measured = measure_once("complexity", (float,), stamps, partial(_measure, records), progress=progress)
     for path, outcome in measured.items():
         if isinstance(outcome, str):
             raise DataError(f"{path}: {outcome}; mend or remove the file, then read the records again")
-    return np.array(
-        [np.nan if path is None else measured[path][0] for path in records.image_paths], np.float64
-    )
+    found = [np.nan if path is None else measured[path][0] for path in records.image_paths]
+    return np.array(found, np.float64)
 
 
 def gradient_entropy(grey: NDArray[np.uint8]) -> float:

@@ -66,12 +66,11 @@ class ConversationCollator:
         """The batch before it is packed."""
         processor, messages = self.processor, [row["messages"] for row in rows]
         images = [list(row["images"]) for row in rows]
+        shown = images if any(images) else None
         inputs = processor_inputs(processor, messages)
         padding: Any = {"padding": "max_length" if self.num_asked else True, "max_length": self.num_asked}
         try:
-            batch = processor(
-                images=images if any(images) else None, return_tensors="pt", **padding, **inputs
-            )
+            batch = processor(images=shown, return_tensors="pt", **padding, **inputs)
         except Exception as error:  # processors raise nearly anything
             reason = f"{type(processor).__name__} cannot make a batch of {len(rows)} conversations: {error}"
             raise DataError(reason.splitlines()[0]) from error
@@ -81,22 +80,20 @@ class ConversationCollator:
         if "suffix" in inputs:  # such processors label answers themselves
             return dict(batch)
         labels = torch.full_like(batch["input_ids"], IGNORED)
-        options = {name: value for name, value in inputs.items() if name != "text"}
+        flags = {name: value for name, value in inputs.items() if name != "text"}
         for row, ids in enumerate(batch["input_ids"]):
             there = batch["attention_mask"][row].bool()
-            own = self._label(messages[row], inputs["text"][row], ids[there].tolist(), options)
+            own = self._label(messages[row], inputs["text"][row], ids[there].tolist(), flags)
             labels[row, there] = torch.tensor(own)
         return {**batch, "labels": labels}
 
-    def _label(
-        self, messages: list[Message], text: str, ids: list[int], options: dict[str, Any]
-    ) -> list[int]:
+    def _label(self, messages: list[Message], text: str, ids: list[int], flags: dict[str, Any]) -> list[int]:
         """The labels of a sample without padding.
 
         Images make the sequence longer than the text alone: up to an answer by `shift` tokens. Behind the last image that
         is all that they add. Before an image it is less, and found where the same tokens stand.
         """
-        encoded = self.processor.tokenizer(text, return_offsets_mapping=True, **options)
+        encoded = self.processor.tokenizer(text, return_offsets_mapping=True, **flags)
         known, offsets = encoded["input_ids"], encoded["offset_mapping"]
         labels, shift = [IGNORED] * len(ids), len(ids) - len(known)
         for number, begin, end in reversed(self._answers(messages, text)):

@@ -67,9 +67,8 @@ def check_packs(model: nn.Module, batch: dict[str, Tensor], packed: dict[str, An
     device, dtype = next(model.parameters()).device, model.dtype
     modes = {part: part.training for part in model.modules()}
     try:
-        wanted, found = (
-            model.eval()(**BatchFeature(inputs).to(device, dtype)).logits for inputs in (batch, packed)
-        )
+        model.eval()
+        wanted, found = (model(**BatchFeature(inputs).to(device, dtype)).logits for inputs in (batch, packed))
     except Exception as error:  # models raise nearly anything
         raise OptionError(REFUSED % (name, error)) from error
     finally:

@@ -47,10 +47,8 @@ class ConversationSizes(NamedTuple):
         That work is the patches, or where the processor counts tiles the image tokens, which are in proportion to them.
         """
         work = np.maximum(self.num_patches, self.num_image_tokens)
-        width = np.where(work > 0, PATCH, 0)
-        return SampleSizes(
-            num_tokens=self.num_tokens, height=PATCH * work, width=width, group=np.arange(len(work))
-        )
+        height, width = PATCH * work, np.where(work > 0, PATCH, 0)
+        return SampleSizes(num_tokens=self.num_tokens, height=height, width=width, group=np.arange(len(work)))
 
 
 def conversation_sizes(
@@ -156,9 +154,8 @@ def processor_inputs(processor: Any, conversations: Sequence[list[Message]]) -> 
         places = [processor.image_token * count_images(messages) for messages in conversations]
         questions = [place + question for place, (question, _) in zip(places, pairs, strict=True)]
         return {"text": questions, "suffix": [answer for _, answer in pairs]}
-    texts = [
-        templated(processor, messages[: -1 if apart else None], asks=apart) for messages in conversations
-    ]
+    end = -1 if apart else None
+    texts = [templated(processor, messages[:end], asks=apart) for messages in conversations]
     # as transformers' own apply_chat_template: no second begin-of-sequence token
     begin = processor.tokenizer.bos_token
     has_begin = begin is not None and texts[0].startswith(begin)
@@ -207,9 +204,8 @@ def _sizes(conversations: Conversations, processor: Any, progress: bool) -> Conv
         without = _count_tokens(processor, messages, progress)
         # a processor puts as much around each image, and around each text, as around any other
         rows = _spread(num_images, tokens)
-        gaps = (
-            np.array([_measured(conversations, processor, row)[0] for row in rows]) - (without + tokens)[rows]
-        )
+        lengths = np.array([_measured(conversations, processor, row)[0] for row in rows])
+        gaps = lengths - (without + tokens)[rows]
         design = np.stack([np.ones(len(rows)), num_images[rows]], axis=1)
         if (num_images[rows] == num_images[rows][:1]).all():
             design[:, 1] = 0  # one gap for all
@@ -278,13 +274,8 @@ def _fingerprint(conversations: Conversations, processor: Any) -> str:
     """Of all that sizes depend on."""
     digest = hashlib.sha256()
     tokenizer = processor.tokenizer
-    about = (
-        processor.to_json_string(),
-        processor.chat_template,
-        type(tokenizer).__name__,
-        len(tokenizer),
-        tokenizer.name_or_path,
-    )
+    own = (type(tokenizer).__name__, len(tokenizer), tokenizer.name_or_path)
+    about = (processor.to_json_string(), processor.chat_template, *own)
     for part in (*about, *zip(conversations.messages, conversations.image_sizes, strict=True)):
         digest.update(repr(part).encode())
     return digest.hexdigest()[:16]

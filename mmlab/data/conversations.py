@@ -51,6 +51,9 @@ class _Image:
         return Path(self.path).read_bytes() if self.content is None else self.content
 
 
+_Parsed = tuple[list[Message], tuple[_Image, ...]]  # of one row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Conversations(Grouped, Sequence[dict[str, Any]]):
     """N checked conversations; `conversations[row]` decodes the row's images, for a DataLoader's workers.
@@ -75,10 +78,8 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
             return self.select(range(*row.indices(len(self))))
-        return {
-            "messages": self.messages[row],
-            "images": [decode(image.read()) for image in self.images[row]],
-        }
+        images = [decode(image.read()) for image in self.images[row]]
+        return {"messages": self.messages[row], "images": images}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
@@ -130,16 +131,14 @@ def read_conversations(
         raise OptionError(f"images={images}: not a folder")
     entries, root, name = _entries(source, folder)
     reasons: dict[int, str] = {}
-    parsed: dict[int, tuple[list[Message], tuple[_Image, ...]]] = {}
+    parsed: dict[int, _Parsed] = {}
     for number, (_, entry) in enumerate(entries):
         try:
             parsed[number] = _parse(entry)
         except ValueError as error:
             reasons[number] = str(error)
     sizes = _measure(parsed, reasons, root, progress)
-    shown = {
-        number: str(_first(entry, ("id", "question_id")) or "") for number, (_, entry) in enumerate(entries)
-    }
+    shown = {row: str(_first(entry, ("id", "question_id")) or "") for row, (_, entry) in enumerate(entries)}
     bad_rows = tuple(
         BadRow(entries[row][0], shown[row] and f"id {shown[row]}", reasons[row]) for row in sorted(reasons)
     )
@@ -196,7 +195,7 @@ def _undecoded(dataset: Any) -> Any:
     return dataset
 
 
-def _parse(entry: Any) -> tuple[list[Message], tuple[_Image, ...]]:
+def _parse(entry: Any) -> _Parsed:
     """Messages and images of a row.
 
     Raises:
@@ -212,7 +211,10 @@ def _parse(entry: Any) -> tuple[list[Message], tuple[_Image, ...]]:
         found = ", ".join(map(str, entry)) or "nothing"
         raise ValueError(f"no {' or '.join(_TURNS[:2])}, found {found}")
     if isinstance(turns, str):
-        turns = _json(turns)
+        try:
+            turns = json.loads(turns)
+        except ValueError as error:
+            raise ValueError(f"turns are not JSON: {error}") from error
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"expected a list of turns, found {turns!r:.40}")
     images = _listed_images(_first(entry, _IMAGES))
@@ -248,10 +250,8 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     if role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
     if not isinstance(content, str | list):
-        raise ValueError(
-            f"{where}: no content or value, found {content!r:.40}"
-            + " (tool calls are not read)" * ("tool_calls" in turn)
-        )
+        calls = " (tool calls are not read)" if "tool_calls" in turn else ""
+        raise ValueError(f"{where}: no content or value, found {content!r:.40}{calls}")
     parts: list[dict[str, str]] = []
     images: list[_Image] = []
     for part in [content] if isinstance(content, str) else content:
@@ -262,10 +262,8 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
             parts += _split(part["text"])
         elif kind in ("image", "image_url"):
             parts.append({"type": "image"})
-            if (named := _first(part, _PART_IMAGE)) is not None:
-                images += _listed_images(
-                    named["url"] if isinstance(named, dict) and "url" in named else named
-                )
+            if (item := _first(part, _PART_IMAGE)) is not None:
+                images += _listed_images(item["url"] if isinstance(item, dict) and "url" in item else item)
         else:
             raise ValueError(f"{where}: a part of type {kind!r:.40} cannot be read; text and image can")
     if "<video>" in str(content) or "<audio>" in str(content):
@@ -313,10 +311,7 @@ def _listed_images(value: Any) -> list[_Image]:
 
 
 def _measure(
-    parsed: dict[int, tuple[list[Message], tuple[_Image, ...]]],
-    reasons: dict[int, str],
-    root: Path | None,
-    progress: bool,
+    parsed: dict[int, _Parsed], reasons: dict[int, str], root: Path | None, progress: bool
 ) -> dict[int, tuple[tuple[_Image, ...], list[Size]]]:
     """Images of each row with the paths of their files, and their sizes; fills `reasons` where there is none."""
     find, stamps = FileResolver(root), dict[str, Stamp | None]()
@@ -335,12 +330,11 @@ def _measure(
                 key, stamps[key] = found
                 image = _Image(key)
             keyed[row].append((key, image))
-    measured = image_sizes(
-        stamps,
-        lambda key: io.BytesIO(inside[key]) if key in inside else open_file(key),
-        root=root,
-        progress=progress,
-    )
+
+    def open_image(key: str) -> Any:
+        return io.BytesIO(inside[key]) if key in inside else open_file(key)
+
+    measured = image_sizes(stamps, open_image, root=root, progress=progress)
     rows = {}
     for row, own in keyed.items():
         sizes: list[Size] = []
@@ -370,10 +364,3 @@ def _first(entry: Any, names: Sequence[str]) -> Any:
 
 def _turns(value: Any, role: str) -> list[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else list(value or [])
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"turns are not JSON: {error}") from error

@@ -187,10 +187,8 @@ class Records(Grouped, Sequence[Record]):
 
     def sizes(self, policy: ImagePolicy | None = None) -> SampleSizes:
         """The planner's columns, with image sizes after `policy` (as stored when None)."""
-        stored = SampleSizes(
-            num_tokens=self.num_tokens, height=self.height, width=self.width, group=self.group
-        )
-        return stored if policy is None else stored.resized(policy)
+        own = SampleSizes(num_tokens=self.num_tokens, height=self.height, width=self.width, group=self.group)
+        return own if policy is None else own.resized(policy)
 
     def read_image(self, row: int) -> bytes:
         """The encoded image of one row."""

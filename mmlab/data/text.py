@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 NUM_SPECIAL_TOKENS = 2  # [CLS] text [SEP]
-_SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+_SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # all they need is in tokenizer.json
 _MAX_ALPHABET = 1000  # distinct characters that get tokens of their own; rarer ones become [UNK]
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")

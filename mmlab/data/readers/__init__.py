@@ -66,7 +66,10 @@ def read_records(
     folder = None if images is None else Path(images).expanduser()
     if folder is not None and not folder.is_dir():
         raise OptionError(f"images={images}: not a folder")
-    table = _table(source, texts, folder, allow_missing_modality, progress)
+    if texts is None:
+        table = _table(source, folder, allow_missing_modality, progress)
+    else:
+        table = _from_lists(source, texts, folder)
     if folder is not None and not isinstance(table.store, FileStore):
         warnings.warn("images= has no effect: these data hold their images themselves", stacklevel=2)
     records = to_records(
@@ -83,25 +86,16 @@ def read_records(
     return records if tokenizer is None else measure_tokens(records, tokenizer)
 
 
-def _table(
-    source: Any,
-    texts: Iterable[str | None] | None,
-    images: Path | None,
-    allow_missing_modality: bool,
-    progress: bool,
-) -> Table:
-    if texts is not None:
-        return _from_lists(source, texts, images)
+def _table(source: Any, images: Path | None, allow_missing_modality: bool, progress: bool) -> Table:
     if is_dataset(source):
         return read_dataset(source, images, allow_missing_modality)
     if isinstance(source, list | tuple) and source:
         if isinstance(source[0], dict):
             entries = [(f"item {number}", as_entry(entry)) for number, entry in enumerate(source)]
             return Table(rows=rows_of_entries(entries, "a list", allow_missing_modality), root=images)
-        remote = any(map(is_url, source))
-        return read_shards(
-            download(list(map(str, source)), progress=progress) if remote else list(map(Path, source))
-        )
+        if any(map(is_url, source)):
+            return read_shards(download(list(map(str, source)), progress=progress))
+        return read_shards(list(map(Path, source)))
     if not isinstance(source, str | os.PathLike):
         kind = "an empty list" if isinstance(source, list | tuple) else type(source).__name__
         raise DataError(

@@ -77,13 +77,11 @@ def find_images(path: Path, rows: Sequence[Row]) -> Path:
     above = [path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent]
     places = [found for folder in above for name in _IMAGE_FOLDERS if (found := folder / name).is_dir()]
     split = split_in(path.stem)
-    return max(
-        places,
-        key=lambda place: (
-            sum(os.path.exists(place / name) for name in names),
-            split_in(place.name) == split,
-        ),
-    )
+
+    def likeness(place: Path) -> tuple[int, bool]:
+        return sum(os.path.exists(place / name) for name in names), split_in(place.name) == split
+
+    return max(places, key=likeness)
 
 
 def split_in(name: str) -> str | None:

@@ -22,8 +22,7 @@ def read_flickr(path: Path, allow_missing_modality: bool) -> list[Row]:
     """One row a line; `name.jpg#0` is the record's id."""
     rows = []
     for number, line in enumerate(decode_text(path).split("\n"), start=1):
-        match = _LINE.fullmatch(line.rstrip("\r"))
-        if match:
+        if match := _LINE.fullmatch(line.rstrip("\r")):
             name, caption_number, caption = match.groups()
             rows.append(Row(f"line {number}", name, caption, id=f"{name}#{caption_number}"))
         elif line.strip():

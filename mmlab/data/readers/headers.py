@@ -19,11 +19,7 @@ OpenImage = Callable[[str], AbstractContextManager[BinaryIO]]  # a file object a
 
 
 def image_sizes(
-    stamps: Mapping[str, Stamp | None],
-    open_image: OpenImage,
-    *,
-    root: Path | None = None,
-    progress: bool = True,
+    stamps: Mapping[str, Stamp | None], open_image: OpenImage, *, root: Path | None = None, progress: bool
 ) -> dict[str, Size | str]:
     """Displayed height and width of each image or, as a string, why its header cannot be read.
 

@@ -99,16 +99,12 @@ def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool)
             for row in rows_of_entry(where, dict(zip(values, entry, strict=True)), columns):
                 row.split = row.split or split or None
                 rows.append(row)
-    if not image_columns:
-        return Table(rows=rows, root=images, label_names=label_names)
-    store = DatasetStore(image_columns)
-    return Table(
-        rows=rows,
-        store=store,
-        find=lambda key: (key, None),
-        open_image=lambda key: io.BytesIO(store.read(key)),
-        label_names=label_names,
-    )
+    table = Table(rows=rows, root=images, label_names=label_names)
+    if image_columns:
+        store = table.store = DatasetStore(image_columns)
+        table.root, table.find = None, lambda key: (key, None)
+        table.open_image = lambda key: io.BytesIO(store.read(key))
+    return table
 
 
 def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> Dataset | None:
@@ -124,14 +120,11 @@ def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> D
     column = as_stored(dataset.select_columns(columns["image"]), columns["image"])
     stated = dataset.features[columns["image"]]
     feature = getattr(stated, "feature", stated)
-    if isinstance(feature, Image):
-        return column
     kind = getattr(feature, "dtype", "")
     if kind in ("string", "large_string"):
         return None
-    if kind in ("binary", "large_binary") or (
-        isinstance(feature, dict) and feature.keys() == {"bytes", "path"}
-    ):
+    is_struct = isinstance(feature, dict) and feature.keys() == {"bytes", "path"}
+    if isinstance(feature, Image) or is_struct or kind in ("binary", "large_binary"):
         return column
     raise DataError(
         f"{what}: column {columns['image']} holds {stated}, expected images, encoded bytes or paths, or lists of them"

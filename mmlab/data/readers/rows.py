@@ -102,9 +102,7 @@ def to_records(
     report_bad_rows(bad_rows, len(rows), source, errors, "read_records")
     good = [index for index in range(len(rows)) if index not in reasons]
     texts = [None if rows[index].text is None else str(rows[index].text) for index in good]
-    sizes = np.array(
-        [measured[images[index]] if index in images else (0, 0) for index in good], dtype=np.int32
-    )
+    sizes = np.array([measured[images[index]] if index in images else (0, 0) for index in good], np.int32)
     return Records(
         ids=[str(rows[index].id) for index in good],
         image_paths=[images.get(index) for index in good],
@@ -155,8 +153,7 @@ def _find_images(
     for index, row in enumerate(rows):
         if index in reasons or row.image is None:
             continue
-        found = find(row.image)
-        if isinstance(found, str):
+        if isinstance(found := find(row.image), str):
             reasons[index] = found
         else:
             images[index], stamps[found[0]] = found
@@ -207,9 +204,8 @@ def _check_repeats(rows: list[Row], images: dict[int, str], reasons: dict[int, s
         if first is not row:
             reasons[index] = f"duplicate id {row.id!r}, first in {first.where}"
         elif index in images and group_of_image.setdefault(images[index], row.group) != row.group:
-            reasons[index] = (
-                f"group {row.group!r}, but another row puts this image in {group_of_image[images[index]]!r}"
-            )
+            other = group_of_image[images[index]]
+            reasons[index] = f"group {row.group!r}, but another row puts this image in {other!r}"
 
 
 def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:

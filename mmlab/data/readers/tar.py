@@ -103,15 +103,14 @@ def read_shards(shards: Sequence[Path]) -> Table:
     for shard in shards:
         if not shard.is_file():
             raise DataError(f"{shard}: no such file")
-        if not is_tar(shard):
-            with open(shard, "rb") as file:
-                command = _COMPRESSED.get(file.read(2))
-            reason = (
-                "it has no tar header (image files go with their texts: read_records(image_paths, texts))"
-            )
-            if command:
-                reason = f"compressed files allow no random access: {command} it"
-            raise DataError(f"{shard}: not a tar shard: {reason}")
+        if is_tar(shard):
+            continue
+        with open(shard, "rb") as file:
+            command = _COMPRESSED.get(file.read(2))
+        reason = "it has no tar header (image files go with their texts: read_records(image_paths, texts))"
+        if command:
+            reason = f"compressed files allow no random access: {command} it"
+        raise DataError(f"{shard}: not a tar shard: {reason}")
     root = Path(os.path.commonpath([os.path.realpath(shard.parent) for shard in shards]))
     stamp_of_shard = cache(stamp_of)
     return Table(
@@ -126,9 +125,7 @@ def read_shards(shards: Sequence[Path]) -> Table:
 def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
     path = os.path.realpath(shard)
     split = split_in(shard.stem) or split_in(shard.parent.name)
-    name = os.path.relpath(os.path.join(os.path.realpath(shard.parent), shard.name), root).replace(
-        os.sep, "/"
-    )
+    name = os.path.relpath(Path(os.path.realpath(shard.parent), shard.name), root).replace(os.sep, "/")
     samples: dict[str, dict[str, Member]] = {}
     damage = ""
     try:

@@ -38,9 +38,8 @@ def paint(scene: Scene) -> NDArray[np.uint8]:
     brightness = grain * _crop(noise(0.0, salt=1), scene.height, scene.width, rng)
     hue = 0.6 * grain * _crop(noise(0.15, salt=2), scene.height, scene.width, rng)
     finished = np.empty((scene.height, scene.width, 3), dtype=np.uint8)
-    for channel, (cast, sign) in enumerate(
-        zip(table("lights")[scene.light]["cast"], (1, 0, -1), strict=True)
-    ):
+    casts = table("lights")[scene.light]["cast"]
+    for channel, (cast, sign) in enumerate(zip(casts, (1, 0, -1), strict=True)):
         plane = picture[channel] * (255 * cast)
         plane *= level
         plane += 255 * (brightness + sign * hue) + 0.5

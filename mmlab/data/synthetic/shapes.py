@@ -25,11 +25,8 @@ def _ring(u: Plane, v: Plane) -> Solid:
     """A torus on its rim, facing the viewer."""
     radius = np.sqrt(u * u + v * v) + 1e-6
     offset = (radius - 0.69) / 0.31
-    return (np.abs(offset) - 1) * 0.31, (
-        u / radius * offset,
-        v / radius * offset,
-        np.sqrt(np.maximum(1 - offset * offset, 0)),
-    )
+    normal = u / radius * offset, v / radius * offset, np.sqrt(np.maximum(1 - offset * offset, 0))
+    return (np.abs(offset) - 1) * 0.31, normal
 
 
 def _cube(u: Plane, v: Plane) -> Solid:
@@ -42,11 +39,8 @@ def _cube(u: Plane, v: Plane) -> Solid:
     front = (u <= corner_u) & (v >= corner_v)
     above = ~front & (v - corner_v < -(u - corner_u))
     side = ~front & ~above
-    return distance, (
-        np.where(side, 0.95, 0.0),
-        np.where(above, -0.95, np.where(front, 0.25, 0.0)),
-        np.where(front, 0.85, 0.3),
-    )
+    down = np.where(above, -0.95, np.where(front, 0.25, 0.0))
+    return distance, (np.where(side, 0.95, 0.0), down, np.where(front, 0.85, 0.3))
 
 
 def _cylinder(u: Plane, v: Plane) -> Solid:
@@ -55,11 +49,8 @@ def _cylinder(u: Plane, v: Plane) -> Solid:
     bow = lid * np.sqrt(1 - across * across)
     distance = np.maximum.reduce([np.abs(u) - half, v - (1 - lid) - bow, -(v + 1 - lid) - bow])
     above = v + 1 - lid < bow
-    return distance, (
-        np.where(above, 0.0, across),
-        np.where(above, -0.95, 0.25),
-        np.where(above, 0.3, 0.9 * np.sqrt(1 - across * across)),
-    )
+    forward = np.where(above, 0.3, 0.9 * np.sqrt(1 - across * across))
+    return distance, (np.where(above, 0.0, across), np.where(above, -0.95, 0.25), forward)
 
 
 def _cone(u: Plane, v: Plane) -> Solid:
@@ -67,11 +58,8 @@ def _cone(u: Plane, v: Plane) -> Solid:
     across = np.clip(u / half, -1, 1)
     bow = 0.16 * np.sqrt(1 - np.clip(u / 0.82, -1, 1) ** 2)
     distance = np.maximum((np.abs(u) - half) * 0.9, v - 0.84 - bow)
-    return distance, (
-        0.9 * across,
-        np.full_like(u, -0.35),
-        np.sqrt(np.maximum(0.88 - 0.8 * across * across, 0)),
-    )
+    forward = np.sqrt(np.maximum(0.88 - 0.8 * across * across, 0))
+    return distance, (0.9 * across, np.full_like(u, -0.35), forward)
 
 
 def _star(u: Plane, v: Plane) -> Solid:
