@@ -142,7 +142,7 @@ class SampleLoader:
             return error
 
     def sample(self, request: BatchRequest, row: int, found: Any, out: Pixels | None = None) -> LoadedSample:
-        """The sample of a row, from what `read` found, under the policy on bad samples; its image put into `place`."""
+        """The sample of a row, from what `read` found, under the policy on bad samples; its image put into `out`."""
         try:
             loaded = LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
         except DataError as error:
