@@ -71,15 +71,11 @@ class RunState:
     @property
     def status(self) -> str:
         """Waiting, running, paused, done, stopped or failed; killed if the run's process is gone without a word."""
-        start = self.event("start")
-        if (
-            self._written_status not in ("running", "paused")
-            or start is None
-            or "boot_id" not in start.values
-        ):
+        start = self.latest("start")
+        if self._written_status not in ("running", "paused") or "boot_id" not in start:
             return self._written_status
         if self._process_runs and time.monotonic() - self._checked_s > 0.5:  # asking the system takes 0.1 ms
-            self._process_runs = process_runs({key: start.values[key] for key in IDENTITY})
+            self._process_runs = process_runs({key: start[key] for key in IDENTITY})
             self._checked_s = time.monotonic()
         return self._written_status if self._process_runs else "killed"
 
@@ -208,10 +204,9 @@ class RunState:
 
     def _append(self, event: RunEvent) -> None:
         """One more row: every column of this kind has as many numbers as there are events of it."""
-        kind = (event.kind, event.rank)
-        if kind not in self._columns:
-            self._columns[kind] = {"step": array("d"), "time_s": array("d")}
-        columns, num_rows = self._columns[kind], len(self._columns[kind]["step"])
+        new = {"step": array("d"), "time_s": array("d")}
+        columns = self._columns.setdefault((event.kind, event.rank), new)
+        num_rows = len(columns["step"])
         columns["step"].append(event.step)
         columns["time_s"].append(event.time_s)
         for key, value in event.values.items():

@@ -42,15 +42,13 @@ class DeviceReading:
     memory_bytes: int  # in use: by everybody (NVML), by this process (the other sources)
     memory_total_bytes: int
     memory_source: str  # "NVML", "torch accelerator", "torch allocator", "process RSS"
-    utilization_ratio: (
-        float  # 0-1: share of time that a kernel ran (NVML), share of this process's cores (process CPU)
-    )
+    # 0-1: share of time that a kernel ran (NVML), share of this process's cores (process CPU)
+    utilization_ratio: float
     utilization_source: str  # "NVML", "torch", "process CPU"
     allocated_bytes: int | None  # by live tensors, as torch's allocator counts; None on a CPU
     reserved_bytes: int | None  # taken from the device by torch's allocator; None on a CPU
-    details: Mapping[
-        str, Any
-    ]  # power, clocks, temperature, ...: keys of a `device` event, where NVML gives them
+    # power, clocks, temperature, ...: keys of a `device` event, where NVML gives them
+    details: Mapping[str, Any]
     notes: tuple[str, ...]  # why a better source was not used
 
 
@@ -196,8 +194,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, *, granule_bytes: int = 1, device_type: str | None = None) -> None:
         super().__init__()
         self.granule_bytes, self.device_type = granule_bytes, device_type
-        self.current_bytes = 0
-        self.peak_bytes = 0
+        self.current_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}  # bytes of each live storage, by its id
         self._refs: dict[int, weakref.ref] = {}
         self._lock = threading.RLock()  # tensors are freed in any thread, in the middle of anything
@@ -266,11 +263,9 @@ def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -
 
 def _held_by(thing: Held) -> Iterator[torch.Tensor]:
     if isinstance(thing, torch.nn.Module):
-        for parameter in thing.parameters():
-            yield from tensors_in([parameter, parameter.grad])
+        yield from tensors_in([parameter, parameter.grad] for parameter in thing.parameters())
         yield from thing.buffers()
     elif isinstance(thing, torch.optim.Optimizer):
-        for state in thing.state.values():
-            yield from tensors_in(state.values())
+        yield from tensors_in([*state.values()] for state in thing.state.values())
     else:
         yield thing

@@ -83,9 +83,8 @@ class Gpu:
                 reason = f"no {key} from NVML: {first_line(error)}"
                 if code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
                     self._unsupported[key] = reason
-                elif (
-                    code != self._nvml.NVML_ERROR_NOT_FOUND
-                ):  # that only says that no process has been sampled yet
+                elif code != self._nvml.NVML_ERROR_NOT_FOUND:
+                    # that one only says that no process has been sampled yet
                     failed.append(reason)
                 continue
             if value is not None:

@@ -61,9 +61,8 @@ def progress_of(runs: Iterable[RunState]) -> Progress:
         return Progress(done_ratio)
     speeds[~np.isfinite(speeds)] = known.mean()  # of runs that have not begun
     evaluations_s = [run.column("eval_s", "eval").mean() for run in runs if "eval_s" in run.keys("eval")]
-    num_evaluations = sum(
-        max(0, (run.latest("start").get("num_epochs") or 0) - run.count("eval")) for run in runs
-    )
+    epochs = [(run.latest("start").get("num_epochs") or 0, run.count("eval")) for run in runs]
+    num_evaluations = sum(max(0, num_epochs - num_done) for num_epochs, num_done in epochs)
     left_s = float((np.maximum(0.0, planned - done) / speeds).sum())
     return Progress(done_ratio, left_s + num_evaluations * float(np.mean(evaluations_s or [0.0])))
 
