@@ -68,15 +68,12 @@ class Precision:
     def __init__(self, name: str, device: torch.device | str = "cpu") -> None:
         check_name("precision", name, PRECISIONS)
         self.name, self.device, self.dtype = name, torch.device(device), PRECISIONS[name]
-        if name == "tf32" and self.device.type != "cuda":
+        on_gpu = self.device.type == "cuda"
+        if name == "tf32" and not on_gpu:
             raise OptionError(f"tf32 is how CUDA's tensor cores round, found device {self.device}; use fp32")
         if self.dtype is not None and self.device.type not in ("cpu", "cuda"):
             raise OptionError(f"{name} is supported on cpu and cuda, found device {self.device}; use fp32")
-        if (
-            name == "bf16"
-            and self.device.type == "cuda"
-            and not torch.cuda.is_bf16_supported(including_emulation=False)
-        ):
+        if name == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise OptionError(
                 f"bf16 needs compute capability 8.0 or later, {torch.cuda.get_device_name(self.device)} has less; "
                 "use fp16"
@@ -94,9 +91,8 @@ class Precision:
         Raises:
             OptionError: 16-bit weights under `fp16`, whose gradients cannot be unscaled.
         """
-        if self.name == "fp16" and any(
-            weight.dtype in (torch.float16, torch.bfloat16) for weight in parameters
-        ):
+        halves = (torch.float16, torch.bfloat16)
+        if self.name == "fp16" and any(weight.dtype in halves for weight in parameters):
             raise OptionError(
                 "fp16 keeps its weights in fp32 and found 16-bit weights; call model.float() first"
             )
@@ -119,10 +115,7 @@ class Precision:
     def arithmetic(self) -> Iterator[None]:
         """Around forward, backward and step: products in TF32 under `tf32`, in full fp32 otherwise (CUDA only)."""
         cudnn: Any = torch.backends.cudnn
-        backends = (torch.backends.cuda.matmul, cudnn.conv)
-        if self.device.type != "cuda":
-            yield
-            return
+        backends = (torch.backends.cuda.matmul, cudnn.conv) if self.device.type == "cuda" else ()
         before = [backend.fp32_precision for backend in backends]
         for backend in backends:
             backend.fp32_precision = "tf32" if self.name == "tf32" else "ieee"
@@ -196,8 +189,7 @@ def gradients_of(parts: Parts) -> dict[str, list[Tensor]]:
 def part_norms(parts: Parts) -> dict[str, float]:
     """L2 norm of the gradient of each part that has any; waits for the device once."""
     gradients = gradients_of(parts)
-    norms = tensor_norms([tensor for of_part in gradients.values() for tensor in of_part])
-    rest = iter(norms)
+    rest = iter(tensor_norms([tensor for of_part in gradients.values() for tensor in of_part]))
     return {name: math.hypot(*islice(rest, len(of_part))) for name, of_part in gradients.items()}
 
 

@@ -140,12 +140,8 @@ class TrainerSetup:
         options = self.options
         self.parameters, self._parts = learning(self.model), parts_of(self.model)
         self.precision.check(self.parameters)
-        groups = parameter_groups(
-            self.model,
-            weight_decay=options.weight_decay,
-            lr_factors=options.lr_factors,
-            layer_decay=options.layer_decay,
-        )
+        names = ("weight_decay", "lr_factors", "layer_decay")
+        groups = parameter_groups(self.model, **{name: getattr(options, name) for name in names})
         self.optimizer = torch.optim.AdamW(
             self.strategy.optimizer_groups(groups), lr=options.lr, fused=self.device.type in ("cpu", "cuda")
         )
@@ -160,14 +156,13 @@ class TrainerSetup:
     def _not_finite(self, window: Window, means: Mapping[str, float], result: StepResult) -> None:
         """Name the samples at fault, and raise or go on, as asked."""
         window.reset()
-        ids, culprit = [], "no sample by itself: the gradient overflowed"
+        culprit = "no sample by itself: the gradient overflowed"
         if self.strategy.requires_equal_steps:
             culprit = "some sample of this step: under fsdp they cannot be looked at one by one"
         else:
             self.strategy.gather_weights()
-            ids = offending(self, window.learnable)
-        if ids:
-            culprit = f"samples {', '.join(ids)}"
+            if ids := offending(self, window.learnable):
+                culprit = f"samples {', '.join(ids)}"
         message = f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {culprit}"
         if self.options.on_nonfinite == "raise" or not result.skipped:
             raise RunError(f"{message}; mend or remove them, lower lr, or use on_nonfinite='skip'")
@@ -179,8 +174,7 @@ class TrainerSetup:
     def ran_out(self, phase: str, failure: str, num_parts: int) -> None:
         """Note that memory ran out; the work is done again in so many parts."""
         self.num_out_of_memory += 1
-        values = {"phase": phase, "operation": failure, "num_parts": num_parts}
-        self._emit_event("out_of_memory", values)
+        self._emit_event("out_of_memory", {"phase": phase, "operation": failure, "num_parts": num_parts})
 
     def seed(self, draw: int) -> None:
         """Seed what a step draws: 0 before its window, a micro-batch's number, from 1, before its objectives."""
@@ -225,9 +219,8 @@ class TrainerSetup:
             return 0
         num_batches, each = len(loader), self.options.accumulation_steps  # type: ignore[arg-type]
         rest = math.ceil((num_batches - self.epoch_batches) / each)
-        return rest + (last_epoch - self.epoch - 1) * math.ceil(
-            getattr(loader, "whole_epoch", num_batches) / each
-        )
+        whole = math.ceil(getattr(loader, "whole_epoch", num_batches) / each)
+        return rest + (last_epoch - self.epoch - 1) * whole
 
     def evaluate(
         self, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False

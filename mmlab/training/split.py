@@ -247,11 +247,9 @@ class Leaves(NamedTuple):
 def _join(parts: Sequence[Leaves]) -> tuple[Any, list[Tensor]]:
     """One output of all parts, and its tensors, which are leaves of a new graph. A scalar is the first part's."""
     joined: list[Any] = []
-    for position, leaf in enumerate(parts[0].leaves):
+    for leaf, *others in zip(*(part.leaves for part in parts), strict=True):
         if isinstance(leaf, Tensor):
-            leaf = (
-                torch.cat([part.leaves[position] for part in parts]) if leaf.dim() else leaf.detach().clone()
-            )
+            leaf = torch.cat([leaf, *others]) if leaf.dim() else leaf.detach().clone()
             leaf.requires_grad_(leaf.is_floating_point())
         joined.append(leaf)
     whole = parts[0].rebuild(joined)

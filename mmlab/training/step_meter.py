@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.schedule.cost import PaddedTokens
+from mmlab.schedule.metrics import waste
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.losses.names import OBJECTIVES, OWN
 from mmlab.training.precision import StepResult
@@ -116,15 +117,11 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
     if packed:
         padded_tokens, padded_patches = tokens, patches
     return {
-        "text_waste": _waste(tokens, padded_tokens),
-        "image_waste": _waste(patches, padded_patches),
-        "combined_waste": _waste(tokens + patches, padded_tokens + padded_patches),
+        "text_waste": waste(tokens, padded_tokens),
+        "image_waste": waste(patches, padded_patches),
+        "combined_waste": waste(tokens + patches, padded_tokens + padded_patches),
         "padded_cost": padded_tokens + padded_patches,
     }
-
-
-def _waste(used: int, padded: int) -> float:
-    return 1 - used / padded if padded else 0.0
 
 
 def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float]:

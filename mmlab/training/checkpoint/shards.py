@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write this rank's shares; what every rank has is written by one. A collective; returns who failed and why."""
     try:
-        checkpoint.save(
-            dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        )
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        checkpoint.save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:  # on every rank; it keeps the frames of all that failed alive
         return "; ".join(
             f"rank {rank} could not write its shares into {folder}: {type(problem).__name__}: {problem}"
