@@ -68,16 +68,12 @@ class BackgroundRun:
     @property
     def state(self) -> str:
         """`running`, `done`, `stopped` or `failed`."""
-        if self._is_alive():
-            return "running"
-        return self._outcome()["status"]
+        return "running" if self._is_alive() else self._outcome()["status"]
 
     @property
     def error(self) -> str | None:
         """The traceback of what ended a failed run, or the end of its log where it could not say."""
-        if self._is_alive():
-            return None
-        return self._outcome()["traceback"]
+        return None if self._is_alive() else self._outcome()["traceback"]
 
     @property
     def log(self) -> str:
@@ -165,10 +161,8 @@ class BackgroundRun:
 
     def _outcome(self) -> dict[str, Any]:
         """How the process that is gone has ended, from its last words; it has none if it was killed."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return json.loads((self.folder / OUTCOME).read_text())
-        except FileNotFoundError:
-            pass
         if self.asked_to_stop:
             return {**_DONE, "status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
@@ -271,11 +265,10 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
     folder = Path(folder)
     if (own := _latest.get(folder.resolve())) is not None:
         return own
-    try:
-        about = json.loads((folder / PROCESS).read_text())
-        return BackgroundRun(folder, about, None)
-    except (FileNotFoundError, KeyError):  # none, or of a version that did not tell processes apart
-        return None
+    # there is none, or one of a version that did not tell processes apart
+    with contextlib.suppress(FileNotFoundError, KeyError):
+        return BackgroundRun(folder, json.loads((folder / PROCESS).read_text()), None)
+    return None
 
 
 def _is_plain(value: Any) -> bool:
@@ -308,12 +301,8 @@ def _child() -> None:
         outcome["status"] = "stopped"
     except Exception as error:
         traceback.print_exc()
-        outcome |= {
-            "status": "failed",
-            "error": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-        }
+        outcome |= {"status": "failed", "error": type(error).__name__, "message": str(error)}
+        outcome["traceback"] = traceback.format_exc()
     replace_file(Path(folder) / OUTCOME, json.dumps(outcome, indent=2))
 
 

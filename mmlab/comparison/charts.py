@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmlab.runs.figures import colours_of
 
@@ -34,16 +34,15 @@ def draw_comparison(comparison: Comparison) -> Figure:
     draw_waste(waste, table[list(WASTES)])
     planned = 100 * table["planned_combined_waste"]
     on_its_bar = [index + 0.8 / 3 for index in range(len(table))]
-    waste.plot(on_its_bar, planned, "D", color="#D55E00", ms=5, label="combined, as planned")
+    dots: Any = {"color": "#D55E00", "ms": 5}
+    waste.plot(on_its_bar, planned, "D", label="combined, as planned", **dots)
     table["samples_per_s"].plot.bar(ax=throughput, color=list(colours.values()), alpha=0.75, label="measured")
     waits = 1000 * table["data_wait_ratio"] / table["samples_per_s"]
     spent = {"training step": 1000 / table["samples_per_s"] - waits, "waiting for data": waits}
     pd.DataFrame(spent).plot.bar(ax=time, stacked=True, color=["#0072B2", "#E69F00"])
     (table["peak_bytes"] / 2**20).plot.bar(ax=memory, color=list(colours.values()))
     if table["predicted_samples_per_s"].notna().all():
-        throughput.plot(
-            range(len(table)), table["predicted_samples_per_s"], "D", color="#D55E00", ms=5, label="predicted"
-        )
+        throughput.plot(range(len(table)), table["predicted_samples_per_s"], "D", label="predicted", **dots)
     for axes in (throughput, time):
         axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     for index, arm in enumerate(comparison.arms):

@@ -121,11 +121,8 @@ class RunConfig:
         for section in dataclasses.fields(self):
             values = _chosen(getattr(self, section.name))
             if values and section.name != "name":
-                lines += [
-                    "",
-                    f"[{section.name}]",
-                    *(f"{key} = {_toml(value)}" for key, value in values.items()),
-                ]
+                lines += ["", f"[{section.name}]"]
+                lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
         Path(path).write_text("\n".join(lines) + "\n", "utf-8")
 
     def changes(self, other: RunConfig) -> list[str]:

@@ -86,7 +86,7 @@ def compare(
         sized = as_configured(schedulers, chosen, train_set)
     else:
         sized = size_schedulers(names, chosen, train_set, progress=progress)
-    equal = "memory" if sized.budget is None else "batch_size"
+    equal, time = "memory" if sized.budget is None else "batch_size", sized.time
     config = {
         **dataclasses.asdict(chosen),
         "equal": None if isinstance(schedulers, Mapping) else equal,  # what they have alike
@@ -96,9 +96,7 @@ def compare(
         "num_held_out": len(held_out_set),
         "budget_unit": COST.unit,
         "memory_limit_bytes": sized.limit_bytes,
-        "time_model": None
-        if sized.time is None
-        else {**sized.time.held_out, "spread_ratio": sized.time.spread_ratio},
+        "time_model": time and {**time.held_out, "spread_ratio": time.spread_ratio},
         "image": None if chosen.processor else str(train_set.image_policy),
         "num_negatives": NUM_NEGATIVES,
         "warmup_steps": WARMUP_STEPS,
@@ -116,8 +114,8 @@ def compare(
         control=control,
         sized=sized,
     )
-    if folder is not None and sized.time is not None:
-        sized.time.save(folder / TIME_MODEL)
+    if folder is not None and time is not None:
+        time.save(folder / TIME_MODEL)
     runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
     control.say("reading every image once")
     _warm_page_cache(train_set, progress)

@@ -67,24 +67,15 @@ class IoBench:
     def rows(self) -> list[dict[str, Any]]:
         """One row a measurement: `stage`, `samples_per_s`, `mib_per_s` (of files or batches), `how` it was measured."""
         read, cores, image, padded = self.reading, self.num_cores, self.image_bytes, self.padded_bytes
+        decode, tokenise = self.decode_per_core, self.tokenise_per_core
         cold = None if read.cold_s is None else read.num_bytes / read.cold_s / image
         reader = "one reader, at random places"
         step = f"{self.model} on {self.device}, batches of {self.batch_size}"
         measured = (
             ("read, cold", cold, image, reader),
             ("read, warm", read.num_bytes / read.warm_s / image, image, reader),
-            (
-                "decode",
-                cores * self.decode_per_core,
-                image,
-                f"{cores} cores, {self.decode_per_core:,.0f} each",
-            ),
-            (
-                "tokenise",
-                cores * self.tokenise_per_core,
-                None,
-                f"{cores} cores, once, before the first epoch",
-            ),
+            ("decode", cores * decode, image, f"{cores} cores, {decode:,.0f} each"),
+            ("tokenise", cores * tokenise, None, f"{cores} cores, once, before the first epoch"),
             ("collate", self.collate_per_core, padded, "one core"),
             ("copy", self.copy_per_s, padded, f"to {self.device}"),
             ("train", self.train_per_s, padded, step),

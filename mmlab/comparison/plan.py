@@ -83,11 +83,8 @@ def _priced(
     """
     group, training, seconds = ProcessGroup(device), config.trainer, None
     once = partial(group.run_on_main, doing="price the model")
-    setting: dict[str, Any] = {
-        "precision": training.precision,
-        "checkpointing": training.checkpointing,
-        "objectives": objectives,
-    }
+    setting: dict[str, Any] = {"precision": training.precision, "checkpointing": training.checkpointing}
+    setting["objectives"] = objectives
     if isinstance(dataset, ConversationDataset):
         network: Any = model.to(device)
         cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, precision=training.precision))

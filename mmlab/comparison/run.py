@@ -84,11 +84,8 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         details: dict[str, Any] = {}
-        if error is None:
-            status = "stopped" if self.control.stopped else "done"
-        elif isinstance(error, KeyboardInterrupt | SystemExit):
-            status = "stopped"
-        else:
+        status = "done" if error is None and not self.control.stopped else "stopped"
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             status = "failed"
             details = {"message": str(error), "traceback": "".join(traceback.format_exception(error))}
         if self._started_s is not None:

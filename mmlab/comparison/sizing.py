@@ -52,11 +52,7 @@ class Sized:
 
 
 def size_schedulers(
-    names: Sequence[str],
-    options: ComparisonOptions,
-    dataset: Any,
-    *,
-    progress: bool = True,
+    names: Sequence[str], options: ComparisonOptions, dataset: Any, *, progress: bool = True
 ) -> Sized:
     """Make the schedulers of a comparison.
 
@@ -187,13 +183,8 @@ class _Sizing:
         return memory, None
 
     def _price(self, model: ConversationModel) -> tuple[MemoryModel, TimeModel]:
-        options = self.options
-        return price_dataset(
-            model.to(options.device),
-            self.dataset,
-            precision=options.precision,
-            num_workers=options.num_workers,
-        )
+        own = {name: getattr(self.options, name) for name in ("precision", "num_workers")}
+        return price_dataset(model.to(self.options.device), self.dataset, **own)
 
     def _fit_time(self, model: nn.Module, cost: CostModel, budget: float) -> TimeModel:
         """A time model fitted in short; how noisy the machine was, the comparison says."""

@@ -77,11 +77,8 @@ class TrainingResult:
             if key in self.evaluation
         )
         stopped = "stopped after " if self.status == "stopped" else ""
-        more = {
-            "resumed from": self.resumed_from,
-            "held out:": found,
-            "best checkpoint:": self.best_checkpoint,
-        }
+        more = {"resumed from": self.resumed_from, "held out:": found}
+        more["best checkpoint:"] = self.best_checkpoint
         lines = [f"{self.folder}: {stopped}{self.num_epochs} epochs, {self.num_steps} steps"]
         return "\n  ".join([*lines, *(f"{name} {value}" for name, value in more.items() if value)])
 

@@ -31,6 +31,7 @@ from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import Sized
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
+from mmlab.pricing.step_prices import peak_of
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.follow import RunState
@@ -100,19 +101,13 @@ class ComparisonSetup:
         batch = self.train_set.collate([self.train_set[row] for row in rows])
         on_gpu = self.options.device.startswith("cuda")
         gc.collect()
-        before_bytes = (
-            torch.cuda.memory_allocated(self.options.device) if on_gpu else 0
-        )  # of the caller's own
+        # of the caller's own
+        before_bytes = torch.cuda.memory_allocated(self.options.device) if on_gpu else 0
         trainer = self.make_trainer(plan, total_steps=2)
         trainer.train_step([batch])
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(trainer.device)
-            trainer.train_step([batch])
-            peak_bytes = torch.cuda.max_memory_allocated(trainer.device)
-            return peak_bytes - before_bytes, "torch allocator, costliest batch"
-        with LiveBytes().add(trainer.model, trainer.optimizer) as live:
-            trainer.train_step([batch])
-        return live.peak_bytes, "live tensors, costliest batch"
+        peak_bytes = peak_of(trainer.train_step, [batch], (trainer.model, trainer.optimizer))
+        source = "torch allocator" if on_gpu else "live tensors"
+        return peak_bytes - before_bytes, f"{source}, costliest batch"
 
 
 class ComparisonRun:

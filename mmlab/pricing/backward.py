@@ -61,9 +61,8 @@ class _Walk:
     def __init__(self) -> None:
         self.task = -1  # the backward pass that is running; -1 outside
         self._tasks = count()
-        self._used: list[
-            _Saved
-        ] = []  # by nodes that have run, or by a checkpointed block that is computed again
+        # by nodes that have run, or by a checkpointed block that is computed again
+        self._used: list[_Saved] = []
 
     def unpack(self, saved: _Saved) -> Tensor:
         assert saved.tensor is not None, "a graph is walked once"
@@ -205,9 +204,8 @@ def _accumulate(node: Node, received: dict[int, Tensor]) -> None:
     elif gradient.stride() == leaf.stride() and sys.getrefcount(gradient) <= _ALONE:
         leaf.grad = gradient.detach()
     else:
-        leaf.grad = torch.empty_strided(
-            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
-        ).copy_(gradient)
+        own = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        leaf.grad = own.copy_(gradient)
 
 
 def _references_in_accumulate(received: dict[int, object]) -> int:

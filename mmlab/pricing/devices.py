@@ -121,16 +121,12 @@ def _demands(traces: Sequence[StepTrace], device: Device, precision: str) -> lis
     """For each trace (2, n): seconds of arithmetic at the peak rate, and bytes, of each operation that runs."""
     device.check_precision(precision)
     peaks = {**device.flops_per_s, "fp32": device.flops_per_s["tf32" if precision == "tf32" else "fp32"]}
-    return [
-        np.array(
-            [
-                (work.flops / peaks.get(work.precision, peaks["fp32"]), work.num_bytes)
-                for work in trace.work
-                if work.num_bytes
-            ]
-        ).T
-        for trace in traces
-    ]
+    found = []
+    for trace in traces:
+        kernels = [work for work in trace.work if work.num_bytes]
+        peak_s = [work.flops / peaks.get(work.precision, peaks["fp32"]) for work in kernels]
+        found.append(np.array([peak_s, [work.num_bytes for work in kernels]]))
+    return found
 
 
 def find_device(name: str) -> Device:
@@ -167,18 +163,13 @@ def _device(name: str, tera: Mapping[str, float], bandwidth_gb: float, memory_gb
 
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989}
 _SITE = "https://www.nvidia.com/en-us/data-center"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 DEVICES = (  # dense arithmetic: data sheets that state it with sparsity state twice as much
     _device("H200", _HOPPER, 4800, 141, f"{_SITE}/h200/"),
     _device("H100 SXM", _HOPPER, 3350, 80, f"{_SITE}/h100/"),
     _device("A100 80GB", {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}, 2039, 80, f"{_SITE}/a100/"),
     _device("L40S", {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362}, 864, 48, f"{_SITE}/l40s/"),
     _device("L4", {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121}, 300, 24, f"{_SITE}/l4/"),
-    _device(
-        "RTX 4090",
-        {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2},
-        1008,
-        24,
-        "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
-    ),
+    _device("RTX 4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2}, 1008, 24, _ADA),
     _device("T4", {"fp32": 8.1, "fp16": 65}, 300, 16, f"{_SITE}/tesla-t4/"),
 )

@@ -27,16 +27,13 @@ def fingerprint(model: nn.Module) -> str:
             key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)
         }
         settings.pop("training", None)
-        settings["gradient_checkpointing"] = getattr(
-            module, "gradient_checkpointing", False
-        )  # Hugging Face's
+        # Hugging Face's
+        settings["gradient_checkpointing"] = getattr(module, "gradient_checkpointing", False)
         digest.update(f"{name} {type(module).__qualname__} {sorted(settings.items())}\n".encode())
         digest.update(f"{type(vars(module).get('forward')).__name__}\n".encode())
     first: dict[int, str] = {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
+    weights, buffers = model.named_parameters, model.named_buffers
+    for name, tensor in [*weights(remove_duplicate=False), *buffers(remove_duplicate=False)]:
         same = first.setdefault(id(tensor), name)  # tied weights are there once
         digest.update(f"{name} {same} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n".encode())
     return digest.hexdigest()[:16]

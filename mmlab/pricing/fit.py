@@ -70,10 +70,8 @@ def fit_memory(
         tracer = StepTracer(model, **setting)
         patch, most_tokens = patch or patch_of(model), _most_tokens(model)
         side = _only_side(tracer, _vision_config(model), patch)
-        candidates, unseen = (
-            _candidates(patch, most_tokens, side),
-            _unseen(num_held_out, patch, most_tokens, side),
-        )
+        candidates = _candidates(patch, most_tokens, side)
+        unseen = _unseen(num_held_out, patch, most_tokens, side)
         largest = (_LARGEST_SIZE, most_tokens, _LARGEST_IMAGE)
     else:
         batches = ProbeBatches(dataset)
@@ -82,13 +80,8 @@ def fit_memory(
     probes = _probes(candidates, num_probes, patch)
     bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=not progress)
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
-    rows = fit_rows(
-        probes,
-        _aligned(traces[: len(probes)]),
-        step_peak_bytes=tracer.step_peak_bytes,
-        patch=patch,
-        largest=largest,
-    )
+    live = _aligned(traces[: len(probes)])
+    rows = fit_rows(probes, live, step_peak_bytes=tracer.step_peak_bytes, patch=patch, largest=largest)
     held_out = {}
     if num_held_out:
         peaks = np.array([trace.peak_bytes for trace in traces[len(probes) :]])
@@ -146,16 +139,13 @@ def _aligned(traces: Sequence[StepTrace]) -> NDArray[np.int64]:
     places = [
         [0, *(place for place, name in enumerate(trace.operations) if name in alike)] for trace in traces
     ]
-    orders = {
-        tuple(trace.operations[place] for place in own[1:]) for trace, own in zip(traces, places, strict=True)
-    }
+    both = [*zip(traces, places, strict=True)]
+    orders = {tuple(trace.operations[place] for place in own[1:]) for trace, own in both}
     if len(orders) > 1:
         raise OptionError(
             "the order of a step's operations depends on the shape, so there is no closed form: price each shape"
         )
-    return np.stack(
-        [np.maximum.reduceat(trace.live_bytes, own) for trace, own in zip(traces, places, strict=True)]
-    )
+    return np.stack([np.maximum.reduceat(trace.live_bytes, own) for trace, own in both])
 
 
 def _most_tokens(model: nn.Module) -> int:

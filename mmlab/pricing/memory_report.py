@@ -116,9 +116,8 @@ class MemoryReport:
         """The epoch's figures, a row for each way to train."""
         import pandas as pd
 
-        return pd.DataFrame.from_dict(
-            {name: plan.figures() for name, plan in self.plans.items()}, orient="index"
-        )
+        figures = {name: plan.figures() for name, plan in self.plans.items()}
+        return pd.DataFrame.from_dict(figures, orient="index")
 
     @property
     def largest_shapes(self) -> pd.DataFrame:
@@ -131,9 +130,8 @@ class MemoryReport:
     def common_shapes(self) -> pd.DataFrame:
         """The commonest image sizes, each with its longest text and the most such samples that a batch may have."""
         sizes = self.planned.sizes
-        images, image, counts = np.unique(
-            np.stack([sizes.height, sizes.width], axis=1), axis=0, return_inverse=True, return_counts=True
-        )
+        both = np.stack([sizes.height, sizes.width], axis=1)
+        images, image, counts = np.unique(both, axis=0, return_inverse=True, return_counts=True)
         longest = np.zeros(len(images), dtype=np.int64)
         np.maximum.at(longest, image, sizes.num_tokens)
         common = np.argsort(-counts, kind="stable")[:_SHOWN]
@@ -209,9 +207,8 @@ class MemoryReport:
         return "\n".join([*head, *(f"\n{title}:\n{table}" for title, table in tables.items())])
 
     def _repr_html_(self) -> str:
-        return "".join(
-            _shown(table).to_html(border=0) for table in (self.table, self.largest_shapes, self.common_shapes)
-        )
+        tables = (self.table, self.largest_shapes, self.common_shapes)
+        return "".join(_shown(table).to_html(border=0) for table in tables)
 
 
 def memory_report(
@@ -270,19 +267,13 @@ def memory_report(
     other_precision = "bf16" if asked.precision == "fp32" else "fp32"
     plans = {}
     for change in ({}, {"precision": other_precision}, {"checkpointing": not asked.checkpointing}):
-        held_out = 0 if change else 6
-        memory = fit_memory(
-            network, dataset=dataset, num_held_out=held_out, progress=progress, **setting | change
-        )
+        options = {"num_held_out": 0 if change else 6, **setting, **change}
+        memory = fit_memory(network, dataset=dataset, progress=progress, **options)
         title = memory.conditions["precision"]
         title += ", checkpointing" if memory.conditions["checkpointing"] else ""
         plans[title] = plan_memory(memory, sizes, memory_bytes.usable_bytes)
     return MemoryReport(
-        source=source,
-        model=model,
-        limit=memory_bytes,
-        plans=plans,
-        of_conversations=dataset is not None,
+        source=source, model=model, limit=memory_bytes, plans=plans, of_conversations=dataset is not None
     )
 
 

@@ -73,11 +73,9 @@ class ProbeBatches:
         place = int((self._shapes[:, 2:] == (height, width)).all(axis=1).argmax())
         row, more = int(self.rows[place]), num_tokens - int(self._shapes[place, 1])
         sample, inputs = self._inputs[place], {}
-        length = sample["input_ids"].shape[1]
+        length, apart = sample["input_ids"].shape[1], self.dataset.collator.reads_apart
         for name, value in sample.items():
-            of_tokens = (
-                name == "labels" if self.dataset.collator.reads_apart else value.shape[1:2] == (length,)
-            )
+            of_tokens = name == "labels" if apart else value.shape[1:2] == (length,)
             if of_tokens:
                 value = torch.cat([value, *[value[:, -1:]] * more], dim=1)
             inputs[name] = value.repeat(size, *[1] * (value.dim() - 1))

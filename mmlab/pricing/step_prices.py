@@ -98,14 +98,12 @@ def price_steps(
     batch_of = prepare or (lambda rows: rows)
     costliest = batches[int(batch_costs(PaddedTokens(), shapes).argmax())]
     train_step(batch_of(costliest))  # makes the optimizer's state
-    bar = tqdm(
-        total=(1 + repeats) * len(batches), desc="pricing", unit="step", disable=None if progress else True
-    )
+    total, hidden = (1 + repeats) * len(batches), None if progress else True
     peaks, times = np.empty(len(batches)), np.empty((len(batches), repeats))
     rng = np.random.default_rng(0)
-    with bar:
+    with tqdm(total=total, desc="pricing", unit="step", disable=hidden) as bar:
         for place, rows in enumerate(batches):
-            peaks[place] = _peak_bytes(lambda rows: train_step(batch_of(rows)), rows, holds)
+            peaks[place] = peak_of(lambda rows: train_step(batch_of(rows)), rows, holds)
             bar.update()
         for number in range(repeats):
             for place in rng.permutation(len(batches)).tolist():
@@ -264,12 +262,18 @@ def _probes(
     return [batches[place] for place in mixed], shapes[mixed]
 
 
-def _peak_bytes(train_step: Callable[[list[int]], Any], rows: list[int], holds: Sequence[Any]) -> int:
-    on_gpu = any(next(thing.parameters()).is_cuda for thing in holds if isinstance(thing, nn.Module))
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        train_step(rows)
-        return torch.cuda.max_memory_allocated()
+def peak_of(train_step: Callable[[Any], Any], batch: Any, holds: Sequence[Any]) -> int:
+    """Peak bytes of one training step: of the allocator where the model is on a GPU, else of live tensors.
+
+    Args:
+        holds: the model and the optimizer, whose tensors are there before the step.
+    """
+    devices = [next(thing.parameters()).device for thing in holds if isinstance(thing, nn.Module)]
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is not None:
+        torch.cuda.reset_peak_memory_stats(gpu)
+        train_step(batch)
+        return torch.cuda.max_memory_allocated(gpu)
     with LiveBytes().add(*holds) as live:
-        train_step(rows)
+        train_step(batch)
     return live.peak_bytes

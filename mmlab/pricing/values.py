@@ -119,13 +119,11 @@ class Answers(TorchDispatchMode):
         """What an operation gives whose result depends on values."""
         if values is not None:
             device = next(tensors_in(args)).device
-            return tree_map_only(
-                Tensor,
-                lambda value: torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=device
-                ),
-                values,
-            )
+
+            def like(value: Tensor) -> Tensor:
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+            return tree_map_only(Tensor, like, values)
         if error.func is not READ_NUMBER:
             raise OptionError(
                 f"{_place() or 'the step'} calls {error.func}, whose result depends on the values of a tensor; pricing "

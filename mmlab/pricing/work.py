@@ -16,12 +16,8 @@ from torch.utils.flop_counter import flop_registry
 from mmlab.pricing.torch_internals import schema_of, storage_key
 from mmlab.runs.meters import tensors_in
 
-_LOOKUPS = {
-    torch.ops.aten.embedding,
-    torch.ops.aten.index,
-    torch.ops.aten.gather,
-    torch.ops.aten.index_select,
-}
+_ATEN = torch.ops.aten
+_LOOKUPS = {_ATEN.embedding, _ATEN.index, _ATEN.gather, _ATEN.index_select}
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
