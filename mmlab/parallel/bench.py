@@ -102,9 +102,8 @@ class Arm(NamedTuple):
     held: tuple[Any, ...]  # models, optimizers and tensors that stay between steps
 
 
-BuildArm = Callable[
-    [BenchOptions, int, int | None], Arm
-]  # from the rank, and the best cut of the image branch
+# from the rank, and the best cut of the image branch
+BuildArm = Callable[[BenchOptions, int, int | None], Arm]
 
 
 def seeded_model(options: BenchOptions) -> FusionModel:
@@ -153,9 +152,8 @@ def train_arm(name: str, options: BenchOptions, rank: int, cut: int | None) -> A
     """`FusionTrainer` with a strategy of mmlab, on this rank's share of the samples."""
     strategy = Strategy()
     if name not in _ALONE:
-        strategy = make_strategy(
-            ParallelOptions(strategy=name, image_layers=cut if name == "branch" else None)
-        )
+        asked = ParallelOptions(strategy=name, image_layers=cut if name == "branch" else None)
+        strategy = make_strategy(asked)
     trainer = _make_trainer(options, rank, strategy)
     batch = make_batch(options, rank % strategy.num_shares, strategy.num_shares).to(trainer.device)
     size = len(batch) // options.micro_batches
@@ -232,14 +230,8 @@ def _measure(options: BenchOptions, arms: Mapping[str, BuildArm], progress: bool
         batches = [make_batch(options, 0, shares).to(device) for shares in (2 * options.ranks, options.ranks)]
         costs = probe_costs(_make_trainer(options, rank, Strategy()), batches)
         network = probe_network(device)
-        plan = predict(
-            "branch",
-            costs,
-            network,
-            num_devices=2,
-            batch_size=options.batch_size / 2,
-            num_micro_batches=options.micro_batches,
-        )
+        sizes: Any = {"batch_size": options.batch_size / 2, "num_micro_batches": options.micro_batches}
+        plan = predict("branch", costs, network, num_devices=2, **sizes)
         bar.update()
         for number in range(options.rounds):
             first = number % len(names)
@@ -271,11 +263,8 @@ def _turn(
         values.append(arm.step())
         marks.append(clock(device))
     cpu_s = time.process_time() - cpu_s
-    found = {
-        "steps_s": [after - before for before, after in pairwise(marks)],
-        "cpu_s": cpu_s,
-        "values": values,
-    }
+    steps_s = [after - before for before, after in pairwise(marks)]
+    found: dict[str, Any] = {"steps_s": steps_s, "cpu_s": cpu_s, "values": values}
     if measures:
         with LiveBytes(device_type=device.type).add(*arm.held) as live:
             arm.step()

@@ -105,9 +105,8 @@ class ParallelBench:
         best, *others = sorted(self.rows, key=lambda row: -row["samples_per_s"])
         text = f"{best['strategy']} is fastest: {best['samples_per_s']:.3g} samples/s"
         if others:
-            text += ", against " + ", ".join(
-                f"{row['strategy']} {row['samples_per_s']:.3g}" for row in others
-            )
+            slower = [f"{row['strategy']} {row['samples_per_s']:.3g}" for row in others]
+            text += f", against {', '.join(slower)}"
         reasons = []
         if best["devices"] > 1 and best["efficiency"] is not None:
             reasons.append(f"it has {best['efficiency']:.0%} of linear scaling")
@@ -171,6 +170,5 @@ class ParallelBench:
 
 def _idle(turns: Sequence[Mapping[str, Any]], threads: int) -> float:
     """Share of the time in which a process's threads had no work; the median of its rounds."""
-    return float(
-        np.median([max(0.0, 1 - turn["cpu_s"] / (threads * sum(turn["steps_s"]))) for turn in turns])
-    )
+    idle = [max(0.0, 1 - turn["cpu_s"] / (threads * sum(turn["steps_s"]))) for turn in turns]
+    return float(np.median(idle))

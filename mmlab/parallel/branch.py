@@ -153,12 +153,9 @@ class BranchStrategy(RanksStrategy):
         """L2 norms of the parts' gradients over both ranks, bitwise those of one process."""
         weights = [weight for of_part in parts.values() for weight in of_part]
         gradients = [weight.grad for weight in weights]
-        sums = self.total(
-            [
-                *(gradient is not None for gradient in gradients),
-                *(0.0 if gradient is None else float(gradient.norm()) for gradient in gradients),
-            ]
-        )
+        there = [gradient is not None for gradient in gradients]
+        own = [0.0 if gradient is None else float(gradient.norm()) for gradient in gradients]
+        sums = self.total([*there, *own])
         both = zip(sums[: len(weights)], sums[len(weights) :], strict=True)
         norms = {
             part: [norm for is_there, norm in islice(both, len(of_part)) if is_there]

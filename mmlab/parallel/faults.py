@@ -24,9 +24,9 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import distributed
 
@@ -35,8 +35,7 @@ from mmlab.parallel.torch_internals import default_store
 
 TIMEOUT_S = 600.0  # that a rank may keep the others waiting
 # what a rank may be doing, as the others read it
-STARTS, DATA, STEP, WAITS = "starting", "waiting for data", "computing", "waiting for the others"
-EVALUATES, SAVES = "evaluating", "saving a checkpoint"
+STARTS, STEP, WAITS, SAVES = "starting", "computing", "waiting for the others", "saving a checkpoint"
 _BEAT_S = 1.0
 _MAX_WORDS = 600  # characters of an error that the others read
 _BROKEN = ("gloo", "NCCL", "Connection", "peer", "Socket")  # in the text of an exchange's error
@@ -170,9 +169,8 @@ class RankWatch:
                     if sign.words and sign.guilty:  # it ended because of another, and says of which
                         return tuple(sign.guilty), sign.words.partition(": ")[2]
                     if sign.words:
-                        return (
-                            rank,
-                        ), f"{_place(rank, sign)} and ended with an error of its own: {sign.words}"
+                        place = _place(rank, sign)
+                        return (rank,), f"{place} and ended with an error of its own: {sign.words}"
                 silent = {rank: sign for rank, sign in signs.items() if sign.beat == first[rank].beat}
                 if not silent or time.monotonic() >= deadline_s:
                     break
@@ -218,14 +216,9 @@ class RankWatch:
         """Write this rank's sign; words, once said, stay."""
         with self._lock, suppress(RuntimeError):  # the store ends with its process
             step, doing, _ = self._here
-            changes: Mapping[str, object] = {} if words is None else {"words": words, "guilty": guilty}
-            self._own = self._own._replace(
-                beat=self._own.beat + 1,
-                step=step,
-                doing=doing,
-                num_exchanges=self._num_exchanges,
-                **changes,  # type: ignore[arg-type]
-            )
+            changes: dict[str, Any] = {} if words is None else {"words": words, "guilty": guilty}
+            changes |= {"beat": self._own.beat + 1, "num_exchanges": self._num_exchanges}
+            self._own = self._own._replace(step=step, doing=doing, **changes)
             self._store.set(_key(self.rank), json.dumps(self._own))
 
 

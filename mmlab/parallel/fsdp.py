@@ -127,7 +127,6 @@ class FSDPStrategy(ReduceStrategy):
     def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """This rank's shares. Moments are numbered as in one process, whose groups are not split in two, so that any
         number of ranks can read them under any strategy."""
-        known = ((place, optimizer.state.get(weight)) for place, weight in enumerate(self._order))
         names = {weight: name for name, weight in model.named_parameters()}
         places = {weight: place for place, weight in enumerate(self._order)}
         common = optimizer.param_groups[0]
@@ -140,7 +139,7 @@ class FSDPStrategy(ReduceStrategy):
             }
             for group in self._groups
         ]
-        state = {place: values for place, values in known if values}
+        state = {place: own for weight, place in places.items() if (own := optimizer.state.get(weight))}
         return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
 
     def load_state_dict(
@@ -148,9 +147,8 @@ class FSDPStrategy(ReduceStrategy):
     ) -> None:
         """Take this rank's shares of what one process has, or shares that were read already."""
         own = model.state_dict()
-        model.load_state_dict(
-            {name: _share_of(tensor, own.get(name)) for name, tensor in state["model"].items()}
-        )
+        shares = {name: _share_of(tensor, own.get(name)) for name, tensor in state["model"].items()}
+        model.load_state_dict(shares)
         optimizer.state.clear()
         for place, values in state["optimizer"]["state"].items():
             weight = self._order[place]

@@ -35,17 +35,11 @@ from mmlab.machine import num_usable_cores, share_cores
 from mmlab.parallel.faults import broke_off
 
 _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
-_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-)  # those that the launcher takes over
+# those that the launcher takes over
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TOLD_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_NOISY = (
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.multiprocessing.spawn",
-)  # repeat each failure
+# repeat each failure
+_NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
 _LOG_CHARACTERS = 2000
 

@@ -196,9 +196,8 @@ def _branch(
     Each device and each link does its work in order, and a piece starts when what it needs has arrived.
     """
     size = pair_size / num_micro_batches
-    free_s = dict.fromkeys(
-        ("images", "texts", "features", "gradients"), 0.0
-    )  # when each device and link is idle
+    # when each device and link is idle
+    free_s = dict.fromkeys(("images", "texts", "features", "gradients"), 0.0)
 
     def add(place: str, seconds: float, after_s: float = 0.0) -> float:
         free_s[place] = max(free_s[place], after_s) + seconds

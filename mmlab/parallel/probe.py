@@ -52,13 +52,9 @@ def probe_costs(trainer: Any, batches: Sequence[Batch]) -> StepCosts:
         by_size.append(dict(zip(found, group.largest_of(medians), strict=True)))
 
     def lines(phase: str) -> dict[str, Line]:
+        found = [*zip(map(len, batches), by_size, strict=True)]
         return {
-            part: Line.fit(
-                [
-                    (1, len(batch), seconds[f"{part}_{phase}"])
-                    for batch, seconds in zip(batches, by_size, strict=True)
-                ]
-            )
+            part: Line.fit([(1, size, seconds[f"{part}_{phase}"]) for size, seconds in found])
             for part in PARTS
         }
 

@@ -83,9 +83,8 @@ class Wire:
     def _take(self, message: Tensor) -> Tensor:
         with self._ranks.waiting():
             distributed.recv(message, self.peer, group=self._group)
-            if (
-                self.device.type == "cuda"
-            ):  # NCCL returns at once, and the wait would count as the next kernel's
+            # NCCL returns at once, and the wait would count as the next kernel's
+            if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         return message
 
