@@ -89,9 +89,8 @@ def clear_cache(folder: str | Path) -> Printed:
     for path, _ in files:
         path.unlink(missing_ok=True)
     gone = {"num_files": len(files), "num_bytes": sum(disk_bytes(stat) for _, stat in files)}
-    return Printed(
-        document=gone, text=f"Removed {gone['num_files']} files, {gone['num_bytes'] / 2**20:,.1f} MiB"
-    )
+    text = f"Removed {gone['num_files']} files, {gone['num_bytes'] / 2**20:,.1f} MiB"
+    return Printed(document=gone, text=text)
 
 
 def _files(folder: str | Path) -> list[Any]:

@@ -220,9 +220,8 @@ def _cores() -> Check:
 def _memory() -> Check:
     num_bytes = total_memory_bytes()
     remedy = "use few workers and small models, or give the process more memory"
-    return _judged(
-        "memory", f"{num_bytes / GIB:.1f} GiB", remedy, bad=num_bytes < 4 * GIB, total_bytes=num_bytes
-    )
+    detail = f"{num_bytes / GIB:.1f} GiB"
+    return _judged("memory", detail, remedy, bad=num_bytes < 4 * GIB, total_bytes=num_bytes)
 
 
 def _space(name: str, folder: Path, least_gib: int, remedy: str) -> Check:

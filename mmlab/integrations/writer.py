@@ -135,9 +135,8 @@ class RunWriter:
         if self.is_open:
             self.is_open = False
             atexit.unregister(self._close_at_exit)
-            self._opened.__exit__(
-                type(error) if error else None, error, error.__traceback__ if error else None
-            )
+            kind, trace = (type(error), error.__traceback__) if error else (None, None)
+            self._opened.__exit__(kind, error, trace)
 
     def __enter__(self) -> RunWriter:
         return self

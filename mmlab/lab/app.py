@@ -62,10 +62,7 @@ def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tupl
     # each cell is shown when it has run; until the last one has, voila answers no ping, which would end it after 90 s
     chosen["tornado_settings"] = {"ws_ping_interval": 0}
     live = {"progressive_rendering": True}
-    with (
-        TemporaryDirectory(prefix="mmlab-app-") as settings,
-        Path(settings, "log.txt").open("w+") as log,
-    ):
+    with TemporaryDirectory(prefix="mmlab-app-") as settings, Path(settings, "log.txt").open("w+") as log:
         Path(settings, "voila.json").write_text(json.dumps({"Voila": chosen, "VoilaConfiguration": live}))
         paths = [settings, *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
         server = subprocess.Popen(

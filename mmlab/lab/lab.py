@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
 from mmlab.comparison.options import COMPARED, PRECISIONS, ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.result import PAGE_HEAD, Comparison, load_comparison
-from mmlab.errors import DataError, OptionError, RunError, unknown_name
+from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_png
 from mmlab.runs.follow import Runs, RunState, overall_status
@@ -356,8 +356,7 @@ _DEFAULTS: dict[str, Any] = {"schedulers": COMPARED, **asdict(ComparisonOptions(
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as they will be used; raises OptionError for one that cannot work."""
     for name in options:
-        if name not in _DEFAULTS:
-            raise unknown_name("option of Lab", name, _DEFAULTS)
+        check_name("option of Lab", name, _DEFAULTS)
     found = dict(options)
     schedulers = found.pop("schedulers")
     read_options(ComparisonOptions, found, "Lab")

@@ -36,9 +36,7 @@ class LabPanel(Panel):
         self.lab = lab
         options: Mapping[str, Any] = lab.options
         chosen = tuple(options["schedulers"])
-        by_name = not isinstance(options["schedulers"], Mapping) and all(
-            name in SCHEDULERS for name in chosen
-        )
+        by_name = not isinstance(options["schedulers"], Mapping) and SCHEDULERS.keys() >= {*chosen}
         names = list(SCHEDULERS) if by_name else list(chosen)
         self.schedulers = widgets.SelectMultiple(
             options=names,

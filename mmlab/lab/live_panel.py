@@ -58,12 +58,7 @@ class LivePanel(anywidget.AnyWidget):
     tracks = traitlets.Dict().tag(sync=True)  # columns of each track, in the order in which they are sent
 
     def __init__(
-        self,
-        source: Source = None,
-        controller: Any = None,
-        *,
-        hz: float = 10.0,
-        title: str | None = None,
+        self, source: Source = None, controller: Any = None, *, hz: float = 10.0, title: str | None = None
     ) -> None:
         if source is None and controller is None:
             raise OptionError("nothing to follow: give a source (folders of runs), a controller, or both")

@@ -118,11 +118,9 @@ def figures_of(reports: dict[str, StageReport]) -> pd.DataFrame:
     rows = []
     for report in reports.values():
         busy = {row["stage"]: row["busy_ratio"] for row in report.rows}
-        rows.append(
-            {"samples/s": report.rows[-1]["items_per_s"]}
-            | {f"{stage} busy": busy.get(stage, 0.0) for stage in _STAGES}
-            | {"training waits": report.wait_ratio}
-        )
+        shares = {f"{stage} busy": busy.get(stage, 0.0) for stage in _STAGES}
+        speed, waits = report.rows[-1]["items_per_s"], report.wait_ratio
+        rows.append({"samples/s": speed, **shares, "training waits": waits})
     return pd.DataFrame(rows, index=list(reports))
 
 
@@ -133,9 +131,8 @@ def loading_figure(figures: pd.DataFrame) -> Figure:
     places = np.arange(len(figures))
     speed.barh(places, figures["samples/s"], color=PALETTE[0], height=0.6)
     shares = figures.drop(columns="samples/s")
-    for number, (name, colour) in enumerate(
-        zip(shares, (PALETTE[5], PALETTE[0], PALETTE[1], GREY), strict=True)
-    ):
+    colours = (PALETTE[5], PALETTE[0], PALETTE[1], GREY)
+    for number, (name, colour) in enumerate(zip(shares, colours, strict=True)):
         busy.barh(places + 0.2 * (number - 1.5), 100 * shares[name], height=0.18, color=colour, label=name)
     speed.set(yticks=places, yticklabels=list(figures.index), xlabel="samples/s")
     speed.invert_yaxis()

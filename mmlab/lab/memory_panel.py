@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 import numpy as np
 from matplotlib.figure import Figure
 
 from mmlab.errors import OptionError
-from mmlab.lab.panels import WIDE, Panel
+from mmlab.lab.panels import SLIDES, WIDE, Panel
 from mmlab.lab.plan_figure import GREY, page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
@@ -49,21 +49,11 @@ class MemoryPanel(Panel):
         if not models:
             raise OptionError("no memory models to explore; give at least one, by (precision, checkpointing)")
         self._sizes, self._models = sizes.take(some_images(sizes, MAX_EXPLORED)), dict(models)
-        least, most, first = memory_gb
-        self.memory = widgets.FloatLogSlider(
-            value=first,
-            min=float(np.log10(least)),
-            max=float(np.log10(most)),
-            step=0.02,
-            description="memory, GiB",
-            readout_format=".3g",
-            continuous_update=False,
-            style=WIDE,
-            layout=widgets.Layout(width="26rem"),
-        )
-        self.precision = widgets.Dropdown(
-            options=sorted({name for name, _ in models}), description="precision", style=WIDE
-        )
+        low, high = np.log10(memory_gb[:2]).tolist()
+        shown: dict[str, Any] = {"description": "memory, GiB", "readout_format": ".3g", **SLIDES}
+        self.memory = widgets.FloatLogSlider(value=memory_gb[2], min=low, max=high, step=0.02, **shown)
+        names = sorted({name for name, _ in models})
+        self.precision = widgets.Dropdown(options=names, description="precision", style=WIDE)
         self.checkpointing = widgets.Checkbox(value=False, description="checkpointing", style=WIDE)
         self.summary = widgets.HTML()
         self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))

@@ -20,7 +20,8 @@ from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.saved import HIDDEN, SavedView
 
 WIDE = {"description_width": "9rem"}  # labels of one column, as wide as each other
-LONG = {"width": "26rem", "margin": "2px"}  # a SelectionSlider has no margin of its own, as others do
+_LONG = {"width": "26rem", "margin": "2px"}  # a SelectionSlider has no margin of its own, as others do
+SLIDES: dict[str, Any] = {"continuous_update": False, "style": WIDE, "layout": _LONG}
 
 
 class Panel(widgets.VBox):
@@ -86,9 +87,7 @@ class Panel(widgets.VBox):
 
 def slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
     """A slider that reports its value when it is let go."""
-    return widgets.IntSlider(
-        value, low, high, description=name, continuous_update=False, style=WIDE, layout=LONG
-    )
+    return widgets.IntSlider(value, low, high, description=name, **SLIDES)
 
 
 def _parts(widget: widgets.Widget) -> Iterator[str]:

@@ -75,9 +75,8 @@ def plan_figure(
         found = {name: batch_costs(cost, plan.shape_columns) / unit for name, plan in plans.items()}
         highest = np.nanmax([1.02 * limit / unit, *(values.max() for values in found.values())])
         for name, values in found.items():
-            area.stairs(
-                *np.histogram(values, bins=40, range=(0, highest)), label=name, color=colours[name], lw=1.4
-            )
+            counts, edges = np.histogram(values, bins=40, range=(0, highest))
+            area.stairs(counts, edges, label=name, color=colours[name], lw=1.4)
         area.axvline(limit / unit, color=GREY, lw=1, ls="--")
         area.set_xlabel(title)
         area.set_ylim(0)

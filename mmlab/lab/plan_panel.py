@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
-from mmlab.lab.panels import LONG, WIDE, Panel, slider
+from mmlab.lab.panels import SLIDES, WIDE, Panel, slider
 from mmlab.lab.plan_figure import page_png, plan_figure
 from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
@@ -61,13 +61,9 @@ class PlanExplorer(Panel):
             options=offered, value=tuple(schedulers), rows=len(offered), description="schedulers", style=WIDE
         )
         self.samples = slider("budget, samples", 32, 4, 256)
+        powers = [2**power for power in range(8, 15)]
         self.window = widgets.SelectionSlider(
-            options=[2**power for power in range(8, 15)],
-            value=2**14,
-            description="budget's window",
-            continuous_update=False,
-            style=WIDE,
-            layout=LONG,
+            options=powers, value=2**14, description="budget's window", **SLIDES
         )
         self.text_step = slider("bucket, tokens", 8, 1, 64)
         self.classes = slider("bucket, aspects", 4, 1, 16)
@@ -119,9 +115,8 @@ class PlanExplorer(Panel):
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
-        self.picture.value = (
-            page_png(plan_figure, plans, found.budget, self._prices, self._photo) if plans else b""
-        )
+        drawn = (plans, found.budget, self._prices, self._photo)
+        self.picture.value = page_png(plan_figure, *drawn) if plans else b""
 
 
 def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:

@@ -53,13 +53,11 @@ def train_with(
     """
     window, rule = options.accumulation_steps, options.weighting
     name = " ".join([options.precision] + [f"x{window}"] * (window > 1) + [rule] * (rule != "fixed"))
-    trainer_weighting = make_weighting(rule, list(objectives), interval=5, smoothing=0.3)
+    weighting = make_weighting(rule, list(objectives), interval=5, smoothing=0.3)
     with Run(fresh_folder(Path(folder) / name, (EVENT_FILES,))) as run:
         run.start(run_name=name, precision=options.precision, num_steps=-(-len(batches) // window))
         learner = copy.deepcopy(model)
-        trainer = FusionTrainer(
-            learner, options, objectives=objectives, weighting=trainer_weighting, emit=run.emit
-        )
+        trainer = FusionTrainer(learner, options, objectives=objectives, weighting=weighting, emit=run.emit)
         run.fit(trainer, batches)
         run.write("eval", **trainer.evaluate(held_out))
     rows = {}
