@@ -14,7 +14,8 @@ command line turns those two into exit code 2 and every other failure into exit 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
@@ -64,6 +65,19 @@ class RunError(MmlabError, RuntimeError):
     """A run failed for a reason that is not the user's input."""
 
 
+@contextmanager
+def loading_by_name(problem: str) -> Iterator[None]:
+    """While transformers loads something by a name that a user gave: let an error say what is wrong with it.
+
+    Raises:
+        OptionError: it could not be loaded; configurations that are damaged make transformers raise nearly anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise OptionError(f"{problem}: {' '.join(str(error).split())}") from error
+
+
 def first_line(error: object) -> str:
     """The kind of an error or a warning and the first line of what it says.
 
@@ -89,7 +103,7 @@ def unknown_name(kind: str, name: object, known: Iterable[object]) -> OptionErro
 
 def check_name(kind: str, name: object, known: Collection[object]) -> None:
     """Refuse a name that is not among the known ones."""
-    if name not in known:
+    if name not in list(known):  # it need not be hashable
         raise unknown_name(kind, name, known)
 
 

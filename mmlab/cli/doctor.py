@@ -1,4 +1,4 @@
-"""Look at a machine before a run: what it has, how fast it reads and decodes, what is missing and how to get it.
+"""Look at a machine before a run: what it has, how fast it reads, what is missing and how to get it.
 
 Takes about four seconds, most of them for importing torch and torchvision. Reads at most 256 MiB of the user's files
 and drops those from the system's cache first; writes one scratch file of 64 MiB where no path is given.

@@ -8,6 +8,7 @@ so `mmlab --help` is instant.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from mmlab.cli.parser import call, make_parser
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import share_cores
 
-_WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MMLAB_DEBUG"):
             raise
-        if isinstance(error, _WRONG_PATH) and error.filename is not None:
+        kind = errno.errorcode.get(getattr(error, "errno", 0))
+        if isinstance(error, OSError) and kind in _WRONG_PATH and error.filename is not None:
             print(f"mmlab: error: {error.filename}: {error.strerror}", file=sys.stderr)
             return 2
         print(f"mmlab: failed: {type(error).__name__}: {error} (MMLAB_DEBUG=1 shows where)", file=sys.stderr)

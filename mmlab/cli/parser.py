@@ -15,6 +15,9 @@ from mmlab.errors import check_numbers
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # `--image` of another command is no short `--images`
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 

@@ -43,7 +43,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     (table["peak_bytes"] / 2**20).plot.bar(ax=memory, color=list(colours.values()))
     if table["predicted_samples_per_s"].notna().all():
         throughput.plot(range(len(table)), table["predicted_samples_per_s"], "D", label="predicted", **dots)
-    for axes in (throughput, time):
+    for axes in (waste, throughput, time):
         axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     for index, arm in enumerate(comparison.arms):
         name, epochs = arm.scheduler, pd.DataFrame(arm.epochs)
@@ -55,13 +55,16 @@ def draw_comparison(comparison: Comparison) -> Figure:
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
             costs.plot(spread, found, ".", color=colour, ms=4, alpha=0.7)
     if limit is not None:
-        costs.axhline(limit / scale, color="black", ls="--", lw=1, label="limit")
+        costs.axhline(limit / scale, color="black", ls="--", lw=1, label=f"limit {limit / scale:,.0f}")
     costs.set_xticks(range(len(table)), table.index)
     throughput.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")
     time.set(title="Time per sample", ylabel="ms")
     memory.set(title=f"Peak memory ({table['peak_source'].iloc[0]})", ylabel="MiB")
-    costs.set(title="Cost of each batch, in order", ylabel=unit, ylim=(0, None))
+    costs.set(title="Cost of each batch, first to last", ylabel=unit, ylim=(0, None))
     loss.set(title="Held-out loss", xlabel="epoch")
+    low, high = loss.get_ylim()
+    spare = max(0.0, 0.1 - (high - low)) / 2  # noise alone must not look like a ranking
+    loss.set_ylim(low - spare, high + spare)
     loss.xaxis.get_major_locator().set_params(integer=True)
     for axes in (waste, throughput, time, memory, costs):
         axes.tick_params(axis="x", rotation=0 if len(table) < 6 else 30)
@@ -69,7 +72,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("epoch" if axes is loss else "")
         if axes.get_legend_handles_labels()[1] and axes is not memory:
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(frameon=False, fontsize=8, ncols=2 if axes is waste else 1)
     return figure
 
 

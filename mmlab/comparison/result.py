@@ -142,7 +142,7 @@ class Comparison:
         ]
         if unlearnt:
             notes.append(
-                "Samples in batches of one image's captions only, from which a contrastive loss learns nothing: "
+                "Samples without another image in their batch, from which a contrastive loss learns nothing: "
                 + ", ".join(unlearnt)
                 + "."
             )
@@ -187,7 +187,7 @@ class Comparison:
         notes.append(
             "Predicted and measured samples/s rank the schedulers alike (pairs within 5 % do not count)."
             if not wrong
-            else "Predicted the other way round: "
+            else "Predicted the other way round, though in fact "
             + ", ".join(f"{faster} is faster than {slower}" for faster, slower in wrong)
             + f". Repeats of one step lay {config['time_model']['spread_ratio']:.0%} apart when it was measured."
         )

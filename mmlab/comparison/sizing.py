@@ -122,7 +122,7 @@ class _Sizing:
             require_room(
                 memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
             )
-            baseline = self._largest("random", options.batch_size, limit_bytes)
+            baseline = self._largest("random", limit_bytes)
         self.time = time = time or self._fit_time(model, memory, limit_bytes)
         planners = {}
         for name in names:
@@ -137,10 +137,7 @@ class _Sizing:
                 tokens = max(float(plan.costs(COST).max()) for plan in self._plans(baseline))
                 planners[name] = self._make(name, int(tokens))
             else:
-                first = options.batch_size
-                if "budget" in scheduler_type(name).__dataclass_fields__:
-                    first = int(batch_costs(COST, dataset.sizes.alone).max())
-                planners[name] = self._largest(name, first, limit_bytes)
+                planners[name] = self._largest(name, limit_bytes)
         return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=self.packs)
 
     def _scheduler(self, name: str, **values: Any) -> Scheduler:
@@ -158,13 +155,12 @@ class _Sizing:
         planner, _ = sampled(scheduler, self.dataset, self.options, progress=False)
         return (planner.plan(self.dataset.sizes, epoch=epoch) for epoch in range(self.options.epochs))
 
-    def _largest(self, name: str, first: int, limit_bytes: float) -> Scheduler:
-        """The scheduler with the largest size that fits.
-
-        Args:
-            first: a size to begin with.
-        """
-        most = int(batch_costs(COST, self.dataset.sizes.alone).sum())
+    def _largest(self, name: str, limit_bytes: float) -> Scheduler:
+        """The scheduler with the largest size that fits: at most all samples, or their padded tokens."""
+        first, most = self.options.batch_size, len(self.dataset.sizes)
+        if "budget" in scheduler_type(name).__dataclass_fields__:
+            tokens = batch_costs(COST, self.dataset.sizes.alone)
+            first, most = int(tokens.max()), int(tokens.sum())
 
         def fits(size: int) -> bool:
             return all(self._peak_bytes(plan) <= limit_bytes for plan in self._plans(self._make(name, size)))

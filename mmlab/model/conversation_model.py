@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, loading_by_name
 from mmlab.model.huggingface import IGNORED, LossModel
 from mmlab.types import Batch, HostColumns
 
@@ -69,12 +69,11 @@ def named_processor(name: str) -> Any:
     """
     from transformers import AutoConfig, AutoProcessor
 
-    try:
-        processor = AutoProcessor.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{name!r} is no processor that transformers finds: {error}") from error
+    with loading_by_name(f"{name!r} is no processor that transformers finds"):
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     with suppress(OSError, ValueError):  # a model beside it says what it is
-        processor.is_encoder_decoder = _is_encoder_decoder(AutoConfig.from_pretrained(name))
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        processor.is_encoder_decoder = _is_encoder_decoder(config)
     return processor
 
 
@@ -91,13 +90,12 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    try:
+    with loading_by_name(f"{name!r} is no vision-language model that transformers has"):
         if weights:
-            module = AutoModelForImageTextToText.from_pretrained(name)
+            module = AutoModelForImageTextToText.from_pretrained(name, trust_remote_code=False)
         else:
-            module = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(name))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{name!r} is no vision-language model that transformers has: {error}") from error
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            module = AutoModelForImageTextToText.from_config(config)
     if lora_rank is None:
         return module
     try:

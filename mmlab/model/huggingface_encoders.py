@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, loading_by_name
 from mmlab.model.encoders import ImageEncoder, depths, fill_grid
 from mmlab.model.packing import Segments
 from mmlab.types import PATCH
@@ -141,10 +141,8 @@ def _load(model: nn.Module | str) -> Any:
         return model
     from transformers import AutoModel
 
-    try:
-        return AutoModel.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{model!r} is no encoder that transformers can load: {error}") from error
+    with loading_by_name(f"{model!r} is no encoder that transformers can load"):
+        return AutoModel.from_pretrained(model, trust_remote_code=False)
 
 
 def _hidden_size(config: Any) -> int:

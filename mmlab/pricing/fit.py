@@ -78,7 +78,7 @@ def fit_memory(
         tracer, patch = StepTracer(model, batches=batches, **setting), PATCH
         candidates, unseen, largest = batches.candidates(), batches.spread(num_held_out), batches.largest
     probes = _probes(candidates, num_probes, patch)
-    bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=not progress)
+    bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=None if progress else True)
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
     live = _aligned(traces[: len(probes)])
     rows = fit_rows(probes, live, step_peak_bytes=tracer.step_peak_bytes, patch=patch, largest=largest)

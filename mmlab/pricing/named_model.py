@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, loading_by_name
 from mmlab.model.conversation_model import ConversationModel, named_vlm
 from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import PRESETS, build_model
@@ -29,12 +29,8 @@ def named_model(name: str, *, vocab_size: int, tokenizer: Any = None, device: st
             return build_model(name, vocab_size=vocab_size)
         import transformers
 
-        try:
-            config = transformers.AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise OptionError(
-                f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a transformers model: {error}"
-            ) from error
+        with loading_by_name(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a transformers model"):
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         if kind is None or not issubclass(kind, nn.Module):
             raise OptionError(f"{name}'s configuration names no architecture that transformers has")

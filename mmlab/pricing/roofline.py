@@ -71,7 +71,8 @@ def predict_time(
         batches, patch = ProbeBatches(dataset), PATCH
         shapes = batches.spread(number)
     tracer = StepTracer(model, batches=batches, device=device.kind, **setting)
-    bar = tqdm(shapes.tolist(), desc=f"predicting {device.name}", unit="step", disable=not progress)
+    hidden = None if progress else True
+    bar = tqdm(shapes.tolist(), desc=f"predicting {device.name}", unit="step", disable=hidden)
     seconds = np.array([device.seconds(tracer(BatchShape(*shape)), precision) for shape in bar])
     rows = fit_polynomial(shapes[:_NUM_PROBES], seconds[:_NUM_PROBES], patch=patch)
     return TimeModel(

@@ -251,7 +251,8 @@ def measure_steps(
         trainer.train_step([largest.part(slice(1, None)).to(trainer.device)])
     rng, started = np.random.default_rng(0), time.perf_counter()
     rounds: list[NDArray[np.float64]] = []
-    with tqdm(total=(1 + repeats) * len(shapes), desc="timing", unit="step", disable=not progress) as bar:
+    total, hidden = (1 + repeats) * len(shapes), None if progress else True
+    with tqdm(total=total, desc="timing", unit="step", disable=hidden) as bar:
         while len(rounds) < max(_MIN_ROUNDS, 1 + repeats):
             used_s = time.perf_counter() - started
             if len(rounds) >= _MIN_ROUNDS and used_s * (1 + 1 / len(rounds)) > seconds:

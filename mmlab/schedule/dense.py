@@ -237,8 +237,8 @@ class Fastest(Budget):
         super().__post_init__()
         if self.time is None:
             raise OptionError(
-                "scheduler 'fastest' needs a time model; give time=<a cost model in seconds>, "
-                "or take the scheduler 'budget', which pads little without one"
+                "scheduler 'fastest' needs a time model; give time=<a cost model in seconds> (on the command line "
+                "--model NAME), or take the scheduler 'budget', which pads little without one"
             )
 
 

@@ -44,6 +44,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("bench parallel --steps 0", "steps must be at least 1, found 0"),
         ("watch D --interval 0", "interval must be above 0, found 0.0"),
         ("app --port 99999", "port must be at most 65,535, found 99999"),
+        ("plan --data D --image aspect:96", "unrecognized arguments: --image aspect:96"),
+        ("compare --data D --schedulers ,", "expected names, separated by commas, found ','"),
     ],
 )
 def test_numbers_out_of_bounds_are_named(
@@ -53,6 +55,33 @@ def test_numbers_out_of_bounds_are_named(
     said = refused(words, capsys)
     assert message in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["null", '{"model_type": "clip", "text_config": {"hidden_size": "wide"}}']
+)
+def test_a_damaged_configuration_of_a_model_is_told_in_one_line(
+    content: str, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    said = refused(["memory", "--model", str(tmp_path), "--data", str(scenes), "--memory-gb", "4"], capsys)
+    assert f"{str(tmp_path)!r} is neither a preset" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_code_beside_a_model_is_not_run(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *words: "y")
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (tmp_path / "own.py").write_text("raise SystemExit(3)")
+    said = refused(["memory", "--model", str(tmp_path), "--data", str(scenes), "--memory-gb", "4"], capsys)
+    assert "trust_remote_code" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_name_that_is_too_long_is_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "File name too long" in refused(["data", "make", str(tmp_path / ("x" * 300))], capsys)
 
 
 def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
