@@ -136,7 +136,7 @@ class ComparisonRun:
         self._num_steps = self._num_counted = 0  # so far, those of this epoch included
         self._trainer: FusionTrainer | None = None  # while it trains
         self.epochs: list[dict[str, float]] = []
-        self._costliest: tuple[float, list[int]] = (-1.0, [])  # batch so far: its cost and samples
+        self._costliest: tuple[float, list[int]] = (-1.0, [])  # batch so far: what it needs, and its samples
 
     def begin(self) -> Run:
         """Write what the run begins with; leaving its context writes how it ended."""
@@ -163,7 +163,9 @@ class ComparisonRun:
         trainer = self._make_trainer()
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
         costs, limit = self._setup.limited(plan)
-        self._counted = self._steps_to_count(costs)
+        memory, _ = self._setup.sized.prices(plan)
+        needed = costs if memory is None else plan.costs(memory)
+        self._counted = self._steps_to_count(needed)
         self._trainer = trainer
         self._choose_counting()
         self._run.fit(trainer, self._loader, num_epochs=1)
@@ -171,9 +173,9 @@ class ComparisonRun:
         if self._setup.control.stopped:
             raise KeyboardInterrupt
         self._costs += (costs / limit).tolist()
-        costliest = int(costs.argmax())
+        costliest = int(needed.argmax())
         rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
-        self._costliest = max(self._costliest, (self._costs[costliest - len(costs)], rows.tolist()))
+        self._costliest = max(self._costliest, (float(needed[costliest]), rows.tolist()))
         held_out_values = trainer.evaluate(held_out)
         self.epochs.append(self._measure(plan, held_out_values))
         self._run.write("eval", **held_out_values)
@@ -190,7 +192,7 @@ class ComparisonRun:
             options={key: repr(value) for key, value in vars(self._scheduler).items()},
             num_samples=len(self._setup.train_set),
             num_batches=int(epochs[0]["num_batches"]),
-            peak_over_budget=self._costliest[0],
+            peak_over_budget=max(self._costs),
             batches_over_budget=int(sum(cost > 1 + 1e-9 for cost in self._costs)),
             shape_mismatches=self._shape_mismatches,
             peak_bytes=peak_bytes,

@@ -116,7 +116,9 @@ def price_plans(
     else:
         where = "meta" if named else "cpu"
         network = (
-            conversation_model(model) if dataset else named_model(model, vocab_size=_VOCAB_SIZE, device=where)
+            conversation_model(model)
+            if dataset is not None
+            else named_model(model, vocab_size=_VOCAB_SIZE, device=where)
         )
         memory = fit_memory(network, dataset=dataset, device=kind, num_held_out=0, **priced)
         require_room(memory, sizes, limit_bytes, "make images smaller, or take a larger device")

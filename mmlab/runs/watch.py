@@ -157,6 +157,15 @@ def _number(value: float | None, factor: float = 1.0, unit: str = "", *, digits:
     return "-" if value is None or not isfinite(value) else f"{factor * value:.{digits}f}{unit}"
 
 
+def _steps(row: Mapping[str, Any]) -> str:
+    """With how many there will be, about; no two epochs need have as many."""
+    return (
+        f"{row['steps']}/{row['planned_steps']}"
+        if row["planned_steps"] and row["left_s"]
+        else str(row["steps"])
+    )
+
+
 def _memory(row: Mapping[str, Any]) -> str:
     """Memory in use, and where the figure comes from: a process's memory is never shown as a GPU's."""
     if row["memory_bytes"] is None:
@@ -171,7 +180,7 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {  # heading -> how a 
     "status": lambda row: row["status"],
     "done": lambda row: _number(row["done_ratio"], 100, "%"),
     "left": lambda row: duration(row["left_s"]) if row["status"] in ACTIVE else "",
-    "step": lambda row: f"{row['steps']}" + (f"/{row['planned_steps']}" if row["planned_steps"] else ""),
+    "step": lambda row: _steps(row),
     "loss": lambda row: _number(row["loss"], digits=3),
     "samples/s": lambda row: _number(row["samples_per_s"], digits=1),
     "step ms": lambda row: _number(row["step_s"], 1000, digits=1),

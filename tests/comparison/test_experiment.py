@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -89,6 +90,33 @@ def test_predicted_bytes_and_their_limit_stand_beside_every_arms_steps(
     assert steps["predicted_bytes"].tolist() == [int(Bytes()(BatchShape(*row))) for row in shapes.values]
     within = steps["predicted_bytes"] <= steps["limit_bytes"]
     assert within[steps["run"] == "memory"].all()
+
+
+class BytesOfHeights(Bytes):
+    """Of which the lowest images need the most."""
+
+    def __call__(self, shape: BatchShape) -> float:
+        return 1000.0 * shape.batch_size * (100 - shape.height)
+
+
+def test_peak_memory_is_measured_on_the_batch_that_needs_the_most_bytes(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {}
+
+    def peak_of_one_step(setup: Any, plan: Any, rows: list[int]) -> tuple[int, str]:
+        place = [sorted(batch) for batch in plan].index(sorted(rows))
+        costs = plan.costs(BytesOfHeights())
+        measured[type(plan.source.scheduler).__name__] = costs[place] / costs.max()
+        return 1, "nothing"
+
+    monkeypatch.setattr("mmlab.comparison.turns.ComparisonSetup.peak_of_one_step", peak_of_one_step)
+    planners = {
+        "random": make_scheduler("random", batch_size=8),
+        "memory": make_scheduler("memory", cost=BytesOfHeights(), budget=2_000_000),
+    }
+    compare(records, planners, **{**SMALL, "epochs": 1})
+    assert list(measured.values()) == [1, 1]
 
 
 def test_a_run_has_the_device_to_itself_in_its_turn(records: Records) -> None:
