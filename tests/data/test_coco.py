@@ -86,6 +86,23 @@ def test_a_file_name_that_is_no_path_is_reported(folder):
         read_records(folder.json("captions.json", content))
 
 
+def test_an_image_id_that_stands_for_two_files_is_reported(folder):
+    folder.image("images/a.jpg")
+    folder.image("images/b.jpg")
+    content = captions(["a.jpg", "b.jpg"], per_image=1)
+    again = content | {"images": [*content["images"], content["images"][0]]}
+    assert len(read_records(folder.json("captions.json", again))) == 2
+    content["images"] += [{"id": 0, "file_name": "b.jpg"}, {"id": 2, "file_name": "a.jpg"}]
+    content["images"] += [{"id": 2, "file_name": "b.jpg"}]
+    with pytest.raises(DataError) as error:
+        read_records(folder.json("captions.json", content))
+    found = {row.row: row.reason for row in error.value.bad_rows}
+    assert found == {
+        "annotation 0": "image id 0 stands for 'a.jpg' and 'b.jpg'; give each image an id of its own",
+        "image 2": "image id 2 stands for 'a.jpg' and 'b.jpg'; give each image an id of its own",
+    }
+
+
 def test_object_annotations_are_not_captions(folder):
     path = folder.json("instances.json", {"images": [], "annotations": [{"bbox": []}]})
     with pytest.raises(DataError, match='as COCO captions: has no "caption"'):

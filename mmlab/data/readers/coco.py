@@ -40,7 +40,13 @@ def read_coco(path: Path, allow_missing_modality: bool) -> list[Row]:
         entries = content.get(key) if isinstance(content, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise DataError(f"{path}: COCO captions have a list of objects named {key!r}, found none")
-    images = {str(image.get("id")): image for image in content["images"]}
+    images: dict[str, dict[str, Any]] = {}
+    ambiguous: dict[str, str] = {}  # image id -> what is wrong with it
+    for image in content["images"]:
+        image_id, name = str(image.get("id")), image.get("file_name")
+        if (first := images.setdefault(image_id, image).get("file_name")) != name:
+            both = f"image id {image_id} stands for {first!r:.80} and {name!r:.80}"
+            ambiguous.setdefault(image_id, f"{both}; give each image an id of its own")
     without_caption = dict(images)
     rows = []
     for number, annotation in enumerate(content["annotations"]):
@@ -50,8 +56,13 @@ def read_coco(path: Path, allow_missing_modality: bool) -> list[Row]:
         row.id = str(annotation["id"]) if "id" in annotation else None
         if image_id not in images:
             row.problem = f"image_id {image_id} is not among the images"
+        row.problem = ambiguous.get(image_id, row.problem)
         rows.append(row)
-    return rows + [_row(f"image {image_id}", image, None) for image_id, image in without_caption.items()]
+    for image_id, image in without_caption.items():
+        row = _row(f"image {image_id}", image, None)
+        row.problem = ambiguous.get(image_id, row.problem)
+        rows.append(row)
+    return rows
 
 
 def _row(where: str, image: dict[str, Any], caption: object) -> Row:
