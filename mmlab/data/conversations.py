@@ -23,7 +23,7 @@ from mmlab.data.readers.headers import Size, image_sizes
 from mmlab.data.readers.hub import as_stored, is_dataset
 from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, read_json
 from mmlab.data.readers.paths import FileResolver
-from mmlab.data.readers.rows import open_file, report_bad_rows
+from mmlab.data.readers.rows import open_file, report_bad_rows, why_not_unicode
 from mmlab.data.readers.sidecar import Stamp
 from mmlab.data.records import BadRow, Grouped
 from mmlab.errors import DataError, OptionError, check_name
@@ -266,6 +266,8 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
                 images += _listed_images(item["url"] if isinstance(item, dict) and "url" in item else item)
         else:
             raise ValueError(f"{where}: a part of type {kind!r:.40} cannot be read; text and image can")
+    if problem := why_not_unicode("".join(part.get("text", "") for part in parts)):
+        raise ValueError(f"{where}: {problem}")
     if "<video>" in str(content) or "<audio>" in str(content):
         raise ValueError(f"{where}: holds <video> or <audio>; only images are read")
     if ROLES[role] == "assistant" and not any(part.get("text", "").strip() for part in parts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 
@@ -81,6 +82,7 @@ def test_texts(images, text, reason):
         ({"image": "good.jpg"}, "no text"),
         ({"image": "good.jpg", "text": ""}, "empty text"),
         ({"image": "good.jpg", "text": 5}, "text must be a string, found int 5"),
+        ({"image": "good.jpg", "text": "\ud800 hi"}, "text is not valid Unicode: surrogates not allowed"),
         ({"image": "good.jpg", "text": []}, "no text"),
         ({"image": "good.jpg", "text": ["fine", " "]}, "empty text"),
         ({"note": "x"}, "neither image nor text"),
@@ -89,7 +91,7 @@ def test_texts(images, text, reason):
 )
 def test_values_of_json_lines(images, entry, reason):
     good = {"image": "good.jpg", "text": "x"} | {key: 1 for key in entry if key == "label"}
-    path = images.jsonl("set/data.jsonl", [good, entry])
+    path = images.text("set/data.jsonl", f"{json.dumps(good)}\n{json.dumps(entry)}\n")
     with pytest.raises(DataError) as error:
         read_records(path)
     assert [row.row for row in error.value.bad_rows] == ["line 2"]

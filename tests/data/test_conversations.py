@@ -111,6 +111,8 @@ def test_messages_with_parts_system_and_images_that_parts_name(folder: Path) -> 
         ({"image": "a.png", "conversations": ASKED[:1]}, "no answer"),
         ({"image": "a.png", "conversations": [ASKED[0], {"from": "robot", "value": "x"}]}, "turn 2: unknown role 'robot'; known: human"),
         ({"image": "a.png", "conversations": [ASKED[0], {"from": "gpt", "value": None}]}, "turn 2: no content or value, found None"),
+        ({"conversations": [{"from": "human", "value": "\ud800"}, ASKED[1]]}, "turn 1: text is not valid Unicode"),
+        ({"messages": [MESSAGES[0], {"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]}, "turn 2: text is not valid"),
         ({"image": "a.png", "conversations": ["What?"]}, "turn 1: expected an object, found 'What?'"),
         ({"image": "a.png", "conversations": []}, "expected a list of turns, found []"),
         ({"image": "a.png", "conversations": "What?"}, "turns are not JSON"),
