@@ -25,7 +25,7 @@ from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, rea
 from mmlab.data.readers.paths import FileResolver
 from mmlab.data.readers.rows import open_file, report_bad_rows, why_not_unicode
 from mmlab.data.readers.sidecar import Stamp
-from mmlab.data.records import BadRow, Grouped
+from mmlab.data.records import BadRow, FileStore, Grouped
 from mmlab.errors import DataError, OptionError, check_name
 
 PLACEHOLDER = "<image>"  # in a text: here belongs the next image
@@ -48,7 +48,7 @@ class _Image:
     content: bytes | None = None
 
     def read(self) -> bytes:
-        return Path(self.path).read_bytes() if self.content is None else self.content
+        return FileStore().read(self.path) if self.content is None else self.content
 
 
 _Parsed = tuple[list[Message], tuple[_Image, ...]]  # of one row

@@ -6,7 +6,9 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,12 +32,25 @@ class ImageStore(Protocol):
         ...
 
 
+def regular(path: str, flags: int) -> int:
+    """The `opener` of `open` that refuses a pipe or a device, where a reader could wait for ever. Costs 3 us.
+
+    Raises:
+        OSError: no regular file.
+    """
+    number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe, too, opens at once
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return number
+
+
 class FileStore:
     """Images that are plain files; the path is the key."""
 
     def read(self, image_path: str) -> bytes:
         """The file's bytes."""
-        with open(image_path, "rb", buffering=0) as file:
+        with open(image_path, "rb", buffering=0, opener=regular) as file:
             return file.read()
 
     def part_of(self, image_path: str) -> tuple[str, int, int]:
@@ -202,7 +217,7 @@ class Records(Grouped, Sequence[Record]):
         path, part_of = self.image_paths[row], getattr(self.store, "part_of", None)
         if path is not None and part_of is not None and hasattr(os, "posix_fadvise"):
             name, start, num_bytes = part_of(path)
-            with suppress(OSError), open(name, "rb", buffering=0) as file:
+            with suppress(OSError), open(name, "rb", buffering=0, opener=regular) as file:
                 os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def to_frame(self) -> pd.DataFrame:

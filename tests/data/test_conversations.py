@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_transparency_is_laid_over_white(folder: Path) -> None:
     Image.new("RGBA", (30, 20), (0, 0, 0, 0)).save(folder / "clear.png")
     talks = read_conversations([{"image": str(folder / "clear.png"), "conversations": ASKED}])
     assert talks[0]["images"][0].getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_an_image_that_becomes_a_pipe_is_refused_at_once(folder: Path) -> None:
+    talks = read_conversations([{"image": "a.png", "conversations": ASKED}], images=folder)
+    (folder / "a.png").unlink()
+    os.mkfifo(folder / "a.png")
+    with pytest.raises(OSError, match=r"not a regular file: .*a\.png"):
+        talks[0]
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl", "parquet", "list"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import tracemalloc
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_an_image_that_breaks_after_reading_is_named(tmp_path: Path) -> None:
     assert dataset[0]["image"] is not None
     with pytest.raises(DataError, match=r"record .*cannot read image .*bad\.png"):
         dataset[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_an_image_that_becomes_a_pipe_is_named_at_once(tmp_path: Path) -> None:
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.png")
+    dataset = MultimodalDataset([tmp_path / "a.png"], ["one"])
+    (tmp_path / "a.png").unlink()
+    os.mkfifo(tmp_path / "a.png")
+    dataset.announce(0)
+    with pytest.raises(DataError, match=r"record .*cannot read image .*a\.png: .*not a regular file"):
+        dataset[0]
 
 
 def test_survives_pickling(records: Records) -> None:

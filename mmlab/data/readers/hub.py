@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.data.readers.manifest import require_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
+from mmlab.data.records import FileStore
 from mmlab.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class DatasetStore:
         value = dataset[int(row)][column]
         value = value[int(place)] if place else value
         content = value if isinstance(value, bytes) else value["bytes"]
-        return Path(value["path"]).read_bytes() if content is None else content
+        return FileStore().read(value["path"]) if content is None else content
 
 
 def is_dataset(source: object) -> bool:

@@ -19,6 +19,7 @@ from mmlab.data.readers.files import split_in
 from mmlab.data.readers.manifest import SYNONYMS, match_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
 from mmlab.data.readers.sidecar import stamp_of
+from mmlab.data.records import regular
 from mmlab.errors import DataError
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
@@ -45,7 +46,7 @@ class TarStore:
             OSError: the shard is gone or has become shorter.
         """
         shard, offset, num_bytes = _locate(image_path)
-        with open(shard, "rb", buffering=0) as file:
+        with open(shard, "rb", buffering=0, opener=regular) as file:
             file.seek(offset)
             content = file.read(num_bytes)
         if len(content) < num_bytes:
