@@ -247,7 +247,7 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     if not isinstance(turn, dict):
         raise ValueError(f"{where}: expected an object, found {turn!r:.40}")
     role, content = _first(turn, ("role", "from")), _first(turn, ("content", "value"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
     if not isinstance(content, str | list):
         calls = " (tool calls are not read)" if "tool_calls" in turn else ""
@@ -255,7 +255,7 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     parts: list[dict[str, str]] = []
     images: list[_Image] = []
     for part in [content] if isinstance(content, str) else content:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if isinstance(part, str):
             parts += _split(part)
         elif kind == "text" and isinstance(part.get("text"), str):
@@ -365,4 +365,6 @@ def _first(entry: Any, names: Sequence[str]) -> Any:
 
 
 def _turns(value: Any, role: str) -> list[Any]:
+    if not isinstance(value, str | list | tuple | None):
+        raise ValueError(f"expected a list of turns, found {value!r:.40}")
     return [{"role": role, "content": value}] if isinstance(value, str) else list(value or [])
