@@ -145,6 +145,13 @@ def test_unicode_line_separators_do_not_break_json_lines(folder):
     assert read_records(path).texts == [text]
 
 
+@pytest.mark.parametrize("notation", ["jsonl", "json"])
+def test_the_first_row_may_be_long(folder, notation):
+    folder.image("a.jpg")
+    rows = [{"image": "a.jpg", "text": "é" * 500_000}, {"image": "a.jpg", "text": "x"}]
+    assert len(read_records(getattr(folder, notation)("data.json", rows))) == 2
+
+
 def test_text_that_is_not_utf8_is_refused_with_its_line(folder):
     with pytest.raises(DataError, match=r"line 2: not UTF-8"):
         read_records(folder.raw("data.csv", b"image,text\na.jpg,caf\xe9\n"))

@@ -28,6 +28,7 @@ SYNONYMS = {  # column -> names it may have, preferred first; compared in lower 
 }
 _PARQUET = b"PAR1"  # first bytes
 _HEAD_BYTES = 1 << 16
+_FIRST_ROW_BYTES = 1 << 24  # the longest first row of JSON
 _DELIMITERS = ",\t|;"
 
 
@@ -76,24 +77,26 @@ def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
         elif b"\0" in head.partition(b"\n")[0]:
             return "is not text"
         else:
-            columns = _text_columns(head.decode("utf-8-sig", errors="ignore").lstrip())
+            columns = _text_columns(path)
         require_columns(columns, "a table", allow_missing_modality)
     except DataError as error:
         return str(error)
     return ""
 
 
-def _text_columns(text: str) -> list[str]:
-    """The columns that a text file's beginning names."""
-    if text[:1] not in ("[", "{"):
-        header = _header_line(text)
-        return next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
-    entries = _first_objects(text)
-    if not entries:
-        raise DataError(
-            f"begins with {text[0]} but what follows is no object in one line, or no list of objects"
-        )
-    return list({name: None for entry in entries for name in entry})
+def _text_columns(path: Path) -> list[str]:
+    """The columns that a text file's beginning names; it is read further where it ends within the first row."""
+    for num_bytes in (_HEAD_BYTES, _FIRST_ROW_BYTES):
+        with open(path, "rb") as file:
+            text = file.read(num_bytes).decode("utf-8-sig", errors="ignore").lstrip()
+        if text[:1] not in ("[", "{"):
+            header = _header_line(text)
+            return next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
+        if entries := _first_objects(text):
+            return list({name: None for entry in entries for name in entry})
+        if text[0] == "{" and "\n" in text:  # a whole line that is no object
+            break
+    raise DataError(f"begins with {text[0]} but what follows is no object in one line, or no list of objects")
 
 
 def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
