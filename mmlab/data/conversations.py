@@ -22,11 +22,11 @@ from mmlab.data.decode import to_rgb
 from mmlab.data.readers.headers import Size, image_sizes
 from mmlab.data.readers.hub import as_stored, is_dataset
 from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, read_json
-from mmlab.data.readers.paths import FileResolver
+from mmlab.data.readers.paths import FileResolver, image_folder
 from mmlab.data.readers.rows import open_file, report_bad_rows, why_not_unicode
 from mmlab.data.readers.sidecar import Stamp
 from mmlab.data.records import BadRow, FileStore, Grouped
-from mmlab.errors import DataError, OptionError, check_name
+from mmlab.errors import DataError, check_name
 
 PLACEHOLDER = "<image>"  # in a text: here belongs the next image
 ROLES = {
@@ -126,9 +126,7 @@ def read_conversations(
         DataError: an unknown format, or bad rows (all of them in the error's `.bad_rows`).
     """
     check_name("errors=", errors, ("raise", "report"))
-    folder = None if images is None else Path(images).expanduser()
-    if folder is not None and not folder.is_dir():
-        raise OptionError(f"images={images}: not a folder")
+    folder = None if images is None else image_folder(images)
     entries, root, name = _entries(source, folder)
     reasons: dict[int, str] = {}
     parsed: dict[int, _Parsed] = {}

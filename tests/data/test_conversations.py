@@ -173,7 +173,8 @@ def test_broken_files_and_options_are_named(folder: Path) -> None:
         read_conversations(7)
     with pytest.raises(DataError, match="no rows found"):
         read_conversations([])
-    with pytest.raises(OptionError, match="not a folder"):
-        read_conversations([], images=folder / "none")
+    for images in (folder / "none", 5):
+        with pytest.raises(OptionError, match="not a folder"):
+            read_conversations([], images=images)
     with pytest.raises(OptionError, match="errors="):
         read_conversations([], errors="ignore")

@@ -41,9 +41,11 @@ def test_two_parallel_lists(folder):
     assert read_records(iter(paths), iter(["x", "y"])).ids == records.ids
 
 
-def test_lists_of_different_length_are_refused(folder):
+def test_lists_of_different_length_or_of_other_things_are_refused(folder):
     with pytest.raises(DataError, match="found 2 and 1"):
         read_records([folder.image("a.jpg")], ["x", "y"])
+    with pytest.raises(DataError, match="item 1: expected an image path, found 5"):
+        read_records([folder.image("a.jpg"), 5], ["x", "y"])
 
 
 def test_lists_may_lack_a_modality_when_allowed(folder):
@@ -71,6 +73,7 @@ def test_a_tokenizer_measures_the_texts(three):
         ("nowhere/data.csv", "no such file or folder"),
         (5, "cannot read records from int"),
         ([], "cannot read records from an empty list"),
+        ([1, 2], "item 0: expected a dict or the path of a tar shard, found 1"),
     ],
 )
 def test_unknown_sources(source, message):
@@ -89,8 +92,11 @@ def test_an_unknown_file_names_every_format_tried(folder, content):
 def test_wrong_options_are_refused(three):
     with pytest.raises(OptionError, match=r"unknown errors= 'ignore'.*raise, report"):
         read_records(three, errors="ignore")
-    with pytest.raises(OptionError, match="not a folder"):
-        read_records(three, images=three)
+    for images in (three, 5):
+        with pytest.raises(OptionError, match="not a folder"):
+            read_records(three, images=images)
+    with pytest.raises(OptionError, match="tokenizer must be a tokenizer or its name, found 5"):
+        read_records(three, tokenizer=5)
 
 
 def test_reading_twice_gives_the_same(three):

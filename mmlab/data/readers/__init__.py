@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.data.readers.files import read_data_file, read_folder
 from mmlab.data.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
 from mmlab.data.readers.manifest import as_entry, rows_of_entries
+from mmlab.data.readers.paths import image_folder
 from mmlab.data.readers.remote import download, is_url
 from mmlab.data.readers.rows import Row, Table, to_records
 from mmlab.data.readers.tar import is_tar, read_shards
@@ -63,9 +64,9 @@ def read_records(
     """
     check_name("errors=", errors, ("raise", "report"))
     check_numbers({"limit": limit, "seed": seed})
-    folder = None if images is None else Path(images).expanduser()
-    if folder is not None and not folder.is_dir():
-        raise OptionError(f"images={images}: not a folder")
+    if not (tokenizer is None or isinstance(tokenizer, str) or callable(tokenizer)):
+        raise OptionError(f"tokenizer must be a tokenizer or its name, found {tokenizer!r:.40}")
+    folder = None if images is None else image_folder(images)
     if texts is None:
         table = _table(source, folder, allow_missing_modality, progress)
     else:
@@ -93,6 +94,11 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
         if isinstance(source[0], dict):
             entries = [(f"item {number}", as_entry(entry)) for number, entry in enumerate(source)]
             return Table(rows=rows_of_entries(entries, "a list", allow_missing_modality), root=images)
+        for number, shard in enumerate(source):
+            if not isinstance(shard, str | os.PathLike):
+                raise DataError(
+                    f"item {number}: expected a dict or the path of a tar shard, found {shard!r:.40}"
+                )
         if any(map(is_url, source)):
             return read_shards(download(list(map(str, source)), progress=progress))
         return read_shards(list(map(Path, source)))
@@ -123,6 +129,9 @@ def _from_lists(image_paths: Iterable[Any], texts: Iterable[str | None], images:
     image_paths, texts = list(image_paths), list(texts)
     if len(image_paths) != len(texts):
         raise DataError(f"as many texts as image paths are needed, found {len(texts)} and {len(image_paths)}")
+    for number, image in enumerate(image_paths):
+        if not isinstance(image, str | os.PathLike | None):
+            raise DataError(f"item {number}: expected an image path, found {image!r:.40}")
     rows = [
         Row(f"item {number}", None if image is None else os.fspath(image), text)
         for number, (image, text) in enumerate(zip(image_paths, texts, strict=True))

@@ -7,6 +7,18 @@ import stat
 from pathlib import Path
 
 from mmlab.data.readers.sidecar import Stamp
+from mmlab.errors import OptionError
+
+
+def image_folder(images: str | Path) -> Path:
+    """The folder that `images=` names.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if isinstance(images, str | os.PathLike) and (folder := Path(images).expanduser()).is_dir():
+        return folder
+    raise OptionError(f"images={images}: not a folder")
 
 
 class FileResolver:
