@@ -189,6 +189,43 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, dama
     assert checkpoints.restore(trainer) == checkpoints.paths[-1]
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"files": []}, "manifest.json"),
+        ({"files": {}}, "manifest.json"),
+        ({"files": {"state.json": {}}}, "manifest.json"),
+        ({"values": [1]}, "manifest.json"),
+        ({"values": {"loss": "x"}}, "manifest.json"),
+        (None, "state.json"),
+    ],
+)
+def test_valid_json_that_is_no_manifest_and_folders_for_files_are_damage(tmp_path, change, name):
+    checkpoints, trainer = save_some(tmp_path, [1.0, 2.0])
+    path = checkpoints.paths[-1] / name
+    if change is None:
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.warns(RuntimeWarning, match=rf"000002-step-2 is .*{name}.*; using the checkpoint before it"):
+        assert checkpoints.restore(trainer) == checkpoints.paths[0]
+    checkpoints.save(trainer.state_dict(), values={"loss": 0.5})
+    assert checkpoints.best == checkpoints.paths[-1]
+
+
+def test_what_is_no_checkpoint_is_left_alone_and_a_file_in_its_place_is_cleared_away(tmp_path):
+    checkpoints, trainer = save_some(tmp_path, [1.0])
+    foreign = [tmp_path / name for name in ("9notes-step-x", ".unfinished-x")]
+    foreign[0].mkdir()
+    foreign[1].touch()
+    (tmp_path / ".unfinished-000002-step-1").touch()
+    assert checkpoints.restore(trainer) == tmp_path / "000001-step-1"
+    checkpoints.save(trainer.state_dict())
+    assert sorted(tmp_path.iterdir()) == sorted([*foreign, *checkpoints.paths])
+    assert steps(checkpoints) == [1, 1]
+
+
 def test_a_damaged_manifest_is_never_taken_for_another(tmp_path):
     checkpoints, _ = save_some(tmp_path, [1.0])
     manifest = checkpoints.paths[0] / "manifest.json"

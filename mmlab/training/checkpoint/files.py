@@ -41,7 +41,7 @@ def check(path: Path, ranks: Strategy) -> None:
         except DataError as error:
             return str(error)
         for name, expected in files[ranks.rank :: ranks.world_size]:
-            there = _size_and_digest(path / name) if (path / name).exists() else None
+            there = _size_and_digest(path / name) if (path / name).is_file() else None
             if there != expected:
                 return f"{path} is damaged: {name} should be {expected}, found {there or 'no such file'}"
         return None
@@ -211,8 +211,12 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the files should be, and what an evaluation found."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        return manifest["files"], manifest["values"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, values = dict(manifest["files"]), dict(manifest["values"])
+        is_sharded = any(name.startswith(f"{SHARDS}/") for name in files)
+        if missing := {_STATE, *(() if is_sharded else (_WEIGHTS, _MOMENTS))} - files.keys():
+            raise KeyError(*missing)
+        return files, {key: float(value) for key, value in values.items()}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(f"{path} is no whole checkpoint: {MANIFEST} is missing or damaged") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import time
 import warnings
@@ -17,7 +18,7 @@ from mmlab.runs.events import RunEvent
 from mmlab.training.checkpoint.files import SAVING, check, read_manifest, read_state, sync, write_state
 from mmlab.training.strategy import Strategy
 
-_NAMES = "[0-9]*-step-*"
+_NAME, _UNFINISHED = re.compile("[0-9]+-step-[0-9]+"), ".unfinished-"
 
 
 @dataclass(kw_only=True)
@@ -65,7 +66,8 @@ class Checkpoints(CheckpointOptions):
     @property
     def paths(self) -> list[Path]:
         """All checkpoints, oldest first; damaged ones too."""
-        return sorted(self._folder.glob(_NAMES), key=_number)
+        found = (path for path in self._folder.glob("*-step-*") if _NAME.fullmatch(path.name))
+        return sorted(found, key=_number)
 
     @property
     def best(self) -> Path | None:
@@ -208,12 +210,17 @@ class Checkpoints(CheckpointOptions):
             self.emit(RunEvent.now("warning", -1, {"message": message, "source": "checkpoint"}))
 
     def _aside(self, path: Path) -> Path:
-        return self._folder / f".unfinished-{path.name}"
+        return self._folder / f"{_UNFINISHED}{path.name}"
 
     def _clear_away(self) -> None:
         """Remove what a killed process left half written or half removed."""
-        for path in self._folder.glob(".unfinished-*"):
-            shutil.rmtree(path)
+        for path in self._folder.glob(f"{_UNFINISHED}*"):
+            if not _NAME.fullmatch(path.name.removeprefix(_UNFINISHED)):
+                continue  # somebody else's
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def restore(trainer: Any, loader: Any, path: Path) -> None:
