@@ -19,7 +19,7 @@ import math
 import mmap
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,9 @@ __all__ = ["EVENT_FILES", "EVENT_KEYS", "EVENT_KINDS", "RunEvent", "RunLog", "re
 
 EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one a rank
 _FIELDS = ("kind", "step", "rank", "time_s")
+_FIELD_TYPES = ((str,), (int,), (int,), (float, int))  # of those, in that order
+_TYPES = {"text": (str, float), "object": (dict,)}  # by unit, else numbers; a text may read "NaN"
+_KEY_TYPES = {name: _TYPES.get(key.unit, (float, int)) for name, key in EVENT_KEYS.items()}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -211,7 +214,12 @@ def _plain(key: str, value: Any) -> Any:
 def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
     try:
         values = orjson.loads(line)
-        kind, step, rank, time_s = map(values.pop, _FIELDS)
+        fields = kind, step, rank, time_s = [values.pop(field) for field in _FIELDS]
+        for name, value, types in zip(_FIELDS, fields, _FIELD_TYPES, strict=True):
+            if type(value) not in types:
+                raise TypeError(f"{name} should be {_words(types)}, found {value!r}")
+        if kind == "end" and type(values["status"]) is not str:
+            raise TypeError(f"status should be a text, found {values['status']!r}")
         _restore(values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -219,6 +227,26 @@ def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
             "remove that line to read the rest"
         ) from error
     return RunEvent(kind, step, rank, time_s, values)
+
+
+def check_types(events: Iterable[RunEvent], path: str | Path) -> None:
+    """Refuse events that another program wrote with values of another type than their keys have: views count with them.
+
+    Raises:
+        DataError: the first of them.
+    """
+    for event in events:
+        for key, value in event.values.items():
+            types = _KEY_TYPES.get(key)
+            if types is not None and value is not None and not isinstance(value, types):
+                raise DataError(
+                    f"{path}: {key} of the {event.kind} event at step {event.step} should be {_words(types)}, "
+                    f"found {str(value)[:80]!r}; remove that line to see the rest"
+                )
+
+
+def _words(types: tuple[type, ...]) -> str:
+    return {str: "a text", dict: "an object", int: "a whole number", float: "a number"}[types[0]]
 
 
 def _restore(values: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mmlab.errors import DataError, unknown_name
 from mmlab.machine import IDENTITY, process_runs
-from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, read_events
+from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, check_types, read_events
 from mmlab.runs.folders import ASIDE
 
 ACTIVE = ("waiting", "running", "paused")  # what a run's status is until it has ended
@@ -72,10 +72,13 @@ class RunState:
     def status(self) -> str:
         """Waiting, running, paused, done, stopped or failed; killed if the run's process is gone without a word."""
         start = self.latest("start")
-        if self._written_status not in ("running", "paused") or "boot_id" not in start:
+        if self._written_status not in ("running", "paused") or not start.keys() >= set(IDENTITY):
             return self._written_status
         if self._process_runs and time.monotonic() - self._checked_s > 0.5:  # asking the system takes 0.1 ms
-            self._process_runs = process_runs({key: start[key] for key in IDENTITY})
+            try:
+                self._process_runs = process_runs({key: start[key] for key in IDENTITY})
+            except (TypeError, ValueError, OverflowError):  # no process has such a number
+                self._process_runs = False
             self._checked_s = time.monotonic()
         return self._written_status if self._process_runs else "killed"
 
@@ -83,7 +86,7 @@ class RunState:
         """Take in what was written since the last call; returns the number of new events.
 
         Raises:
-            DataError: a file was written anew, or holds a line that is not an event.
+            DataError: a file was written anew, or holds a line that is not an event or a value of a wrong type.
             FileNotFoundError: a file was moved away.
         """
         if self.folder is None:
@@ -194,6 +197,7 @@ class RunState:
                 raise WrittenAnewError(f"{path} was written anew")
             if found.st_size > offset:
                 events, offset = read_events(path, offset, head)
+                check_types(events, path)
                 if len(head) < HEAD_BYTES:
                     with open(path, "rb", buffering=0) as file:
                         head = file.read(min(offset, HEAD_BYTES))  # its first event, with the time of writing
@@ -233,7 +237,7 @@ class Runs:
         self._states: dict[Path, RunState] = {}
         # the same, named and in order; None: to be worked out
         self._ordered: dict[str, RunState] | None = None
-        self._broken: set[str] = set()  # ids of runs with a file that cannot be read; left alone
+        self.broken: set[str] = set()  # ids of runs with a file that cannot be read; left alone
         self._scan_s = scan_s
         self._num_runs = 0
         self.follow(source)
@@ -274,7 +278,7 @@ class Runs:
     def _read(self) -> bool:
         changed = False
         for folder, state in list(self._states.items()):
-            if state.id in self._broken:
+            if state.id in self.broken:
                 continue
             try:
                 was_empty = isnan(state.first_s)
@@ -289,7 +293,7 @@ class Runs:
                 self._ordered, self._next_scan_s = None, -inf
                 changed = True
             except (DataError, OSError) as error:
-                self._broken.add(state.id)
+                self.broken.add(state.id)
                 self.errors.append(shown_error("reading", error))
                 changed = True
         return changed

@@ -84,7 +84,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "steps": len(seconds),
         "planned_steps": run.latest("start", rank).get("num_steps"),
         "epoch": step.get("epoch"),
-        "samples": int(np.nansum(samples)),
+        "samples": int(samples[np.isfinite(samples)].sum()),
         "samples_per_s": _ratio(samples[timed].sum(), timed_s),
         "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
         "data_wait_ratio": ratio_of_time("data_wait_s"),

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-_COLOURS = {"running": "green", "paused": "yellow", "done": "cyan", "failed": "red", "killed": "red"}
+_COLOURS = {"running": "green", "paused": "yellow", "done": "cyan"}
+_COLOURS |= dict.fromkeys(("failed", "killed", "unreadable"), "red")
 _MAX_MESSAGES = 3
 
 
@@ -44,11 +45,11 @@ def summary(folder: str | Path) -> dict[str, Any]:
 
 def _describe(runs: Runs) -> dict[str, Any]:
     states = runs.states
-    progress = progress_of(states.values())
+    progress = progress_of(state for state in states.values() if state.id not in runs.broken)
     found = {
         "folder": str(runs.source),
         "time_s": time.time(),
-        "runs": {name: _describe_run(state) for name, state in states.items()},
+        "runs": {name: _describe_run(state, state.id in runs.broken) for name, state in states.items()},
         "errors": [error["text"] for error in runs.errors],
         "done_ratio": progress.done_ratio,
         "left_s": progress.left_s,
@@ -56,15 +57,17 @@ def _describe(runs: Runs) -> dict[str, Any]:
     return _finite(found)
 
 
-def _describe_run(state: RunState) -> dict[str, Any]:
+def _describe_run(state: RunState, is_broken: bool) -> dict[str, Any]:
     start, progress = state.latest("start"), progress_of([state])
+    status = {"status": "unreadable" if is_broken else state.status}
+    ranks = state.ranks() or ([0] if is_broken else [])
     return {
-        "status": state.status,
+        **status,
         "scheduler": start.get("scheduler"),
-        "device": start.get("device") or start.get("config", {}).get("device"),
+        "device": start.get("device") or (start.get("config") or {}).get("device"),
         "done_ratio": progress.done_ratio,
         "left_s": progress.left_s,
-        "ranks": {str(rank): summarize(state, rank) for rank in state.ranks()},
+        "ranks": {str(rank): summarize(state, rank) | status for rank in ranks},
         "messages": state.messages()[-_MAX_MESSAGES:],
         "error": state.latest("end").get("message"),
     }

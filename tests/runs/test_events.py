@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mmlab.errors import DataError, OptionError
 from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS
-from mmlab.runs.events import RunEvent, RunLog, read_events, read_runs
+from mmlab.runs.events import RunEvent, RunLog, check_types, read_events, read_runs
 from tests.project.print_event_keys import keys_table
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +144,24 @@ def test_a_bad_line_and_a_rewritten_file_are_named(tmp_path: Path) -> None:
         read_events(path, 1000)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": 3}, "kind should be a text, found 3"),
+        ({"step": "one"}, "step should be a whole number, found 'one'"),
+        ({"rank": None}, "rank should be a whole number, found None"),
+        ({"time_s": None}, "time_s should be a number, found None"),
+        ({"kind": "end"}, "KeyError.*status"),
+        ({"kind": "end", "status": 1}, "status should be a text, found 1"),
+    ],
+)
+def test_fields_of_another_type_are_no_event(tmp_path: Path, change: dict, message: str) -> None:
+    path = tmp_path / "events-rank0.jsonl"
+    path.write_text(json.dumps({"kind": "step", "step": 1, "rank": 0, "time_s": 1.0} | change) + "\n")
+    with pytest.raises(DataError, match=f"the line at byte 0 is not an event.*{message}"):
+        read_events(path)
+
+
 def test_read_runs_joins_every_rank_of_every_run(tmp_path: Path) -> None:
     for run, rank, start_s in (("a", 0, 10.0), ("a", 1, 10.25), ("deep/b", 0, 50.0)):
         with RunLog(tmp_path / run, rank) as log:
@@ -193,6 +211,7 @@ def test_all_that_a_training_run_emits_stands_in_the_table_under_its_kind(tmp_pa
         log.write("start", 0, **trainer.description())
         trainer.fit([batch, batch], num_epochs=1, eval_loader=[batch])
     events, _ = read_events(log.path)
+    check_types(events, log.path)
     assert {"start", "step", "epoch", "eval", "device"} <= {event.kind for event in events}
     for event in events:
         strangers = {key for key in event.values if event.kind not in EVENT_KEYS[key].kinds.split()}

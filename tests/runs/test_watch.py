@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,47 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     write_run(tmp_path, **{**this_process(), "process_id": gone.pid})
     [run] = summary(tmp_path)["runs"].values()
     assert run["status"] == "killed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "message"),
+    [
+        (
+            "start",
+            "num_steps",
+            "many",
+            "num_steps of the start event at step 1 should be a number, found 'many'",
+        ),
+        ("start", "config", [1], "config of the start event at step 1 should be an object"),
+        ("step", "loss", [2], "loss of the step event at step 1 should be a number"),
+        ("device", "memory_bytes", "3", "memory_bytes of the device event at step 1 should be a number"),
+        ("end", "status", None, "is not an event"),
+    ],
+)
+def test_a_run_with_values_of_another_type_is_unreadable_and_the_others_are_shown(
+    tmp_path: Path, kind: str, key: str, value: object, message: str
+) -> None:
+    write_run(tmp_path / "good", **this_process())
+    with RunLog(tmp_path / "bad") as log:
+        log.write(kind, 1, **{key: value})
+    found = summary(tmp_path)
+    assert {name: run["status"] for name, run in found["runs"].items()} == {
+        "good": "running",
+        "bad": "unreadable",
+    }
+    assert found["done_ratio"] == 0.5, "of the others"
+    text = " ".join(text_of(found, width=1000).split())
+    assert message in text
+    assert "good running 50%" in text
+    assert "bad unreadable -" in text
+
+
+def test_numbers_that_no_process_and_no_batch_has_end_no_view(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", **{**this_process(), "process_id": -1})
+    with RunLog(tmp_path / "b") as log:
+        log.write("start", 0, boot_id="x", config=None)
+        log.write("step", 1, num_samples=inf)
+    assert [run["status"] for run in summary(tmp_path)["runs"].values()] == ["killed", "running"]
 
 
 def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
