@@ -44,7 +44,7 @@ from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent
-from mmlab.runs.folders import fresh_folder
+from mmlab.runs.folders import fresh_folder, held
 from mmlab.training.checkpoint.files import MANIFEST, check
 from mmlab.training.checkpoint.keeping import Checkpoints, restore
 from mmlab.training.loop import FusionTrainer
@@ -105,7 +105,7 @@ def train(
 
     Raises:
         DataError: data or checkpoint cannot be used.
-        OptionError: an option cannot work.
+        OptionError: an option cannot work, or another run is going on in the folder.
         RunError: training failed, here or on a rank that is named.
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
@@ -113,6 +113,7 @@ def train(
         rank, world_size, device = stack.enter_context(_joined(config))
         folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
+            stack.enter_context(held(folder))
             _prepare_folder(folder, resume, restarted=restarted)
         if world_size > 1:
             distributed.barrier()
@@ -152,11 +153,10 @@ def train_on(
 
 
 def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
-    """Make the run's folder; where a run starts anew, move aside what an earlier one left there."""
+    """Where a run starts anew, move aside what an earlier one left in the folder."""
     elsewhere = resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
     if elsewhere and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
         fresh_folder(folder, _WRITTEN)
-    folder.mkdir(parents=True, exist_ok=True)
     note_launch(folder / LAUNCH)
 
 

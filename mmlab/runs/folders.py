@@ -1,9 +1,14 @@
-"""The folder of a run or comparison: the files of an earlier one are moved aside, never overwritten."""
+"""The folder of a run or comparison: the files of an earlier one are moved aside, never overwritten, and one run at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mmlab.errors import OptionError
 
 TIME_MODEL = "time_model.json"
 COMPARISON_FILES = ("comparison.json", "table.csv", "figure.png", "report.html", TIME_MODEL, "runs")
@@ -26,3 +31,43 @@ def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
             path.rename(aside / path.name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, made if need be, until the context is left or this process ends in whichever way.
+
+    The lock is on the folder itself, so it leaves no file. Nothing is locked where the system or the file system cannot.
+
+    Raises:
+        OptionError: another run holds the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # not Unix
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)  # processes that are started from this one do not get it
+    try:
+        with suppress(OSError):  # a file system without such locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OptionError(
+                    f"a run is going on in {folder}{_holder(folder)}; stop it, or name another folder"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _holder(folder: Path) -> str:
+    """Which process holds a folder, in brackets; empty where the system does not tell."""
+    with suppress(OSError):
+        end = f":{folder.stat().st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process_id, place, *_ = line.split()
+            if kind == "FLOCK" and place.endswith(end):
+                return f" (process {process_id} on {platform.node()})"
+    return ""

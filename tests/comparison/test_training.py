@@ -20,11 +20,13 @@ import torch
 from tqdm.auto import tqdm
 
 from mmlab.cli.cache import cache_info
+from mmlab.cli.main import main
 from mmlab.comparison.config import CheckpointOptions, LoaderOptions, load_config
 from mmlab.comparison.train import train
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.events import read_events
+from mmlab.runs.folders import held
 from mmlab.runs.trackers import current_events, export_run
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.training.checkpoint.files import read_checkpoint
@@ -215,6 +217,21 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: P
     assert train(other, runs=tmp_path, resume=str(anew.best_checkpoint), progress=False).num_epochs == 2
     with pytest.raises(DataError, match=r"no checkpoint there; give a checkpoint's folder"):
         train(other, runs=tmp_path, resume=str(tmp_path / "none"), progress=False)
+
+
+def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", str(config), "--runs", str(tmp_path)]
+    command += ["--set", "trainer.num_epochs=1", "--set", "data.limit=40"]
+    with held(tmp_path / "small"):
+        (tmp_path / "small" / "config.toml").touch()
+        for resume in ("never", "auto"):
+            assert main([*command, "--resume", resume]) == 2
+            assert f"a run is going on in {tmp_path / 'small'}" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "small").iterdir()] == ["config.toml"]
+    assert main(command) == 0
+    assert (tmp_path / "small" / "previous-1" / "config.toml").exists()
 
 
 @pytest.mark.parametrize(

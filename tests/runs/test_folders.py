@@ -1,10 +1,29 @@
-"""What an earlier run left is moved aside, and nothing is overwritten."""
+"""What an earlier run left is moved aside, nothing is overwritten, and a folder has one run at a time."""
 
 from __future__ import annotations
 
+import os
+import platform
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from mmlab.runs.folders import fresh_folder
+import pytest
+
+from mmlab.errors import OptionError
+from mmlab.runs.folders import fresh_folder, held
+
+# holds a folder, has a child that outlives it, and waits to be killed
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from mmlab.runs.folders import held
+with held(Path(sys.argv[1])):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
 
 
 def test_a_number_is_never_used_again_while_a_later_one_is_there(tmp_path: Path) -> None:
@@ -16,3 +35,26 @@ def test_a_number_is_never_used_again_while_a_later_one_is_there(tmp_path: Path)
     fresh_folder(tmp_path, ["log*.txt"])
     kept = {path.parent.name: path.read_text() for path in tmp_path.glob("*/log.txt")}
     assert kept == {"previous-2": "second", "previous-3": "third"}
+
+
+def test_a_folder_is_held_until_its_holder_is_gone_and_no_child_keeps_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            process = rf" \(process {holder.pid} on {platform.node()}\)" if sys.platform == "linux" else ""
+            with (
+                pytest.raises(OptionError, match=rf"going on in {folder}{process}; stop it, or name another"),
+                held(folder),
+            ):
+                pass
+            with held(tmp_path / "other"):
+                holder.kill()
+                holder.wait()
+            for _ in range(2):
+                with held(folder):
+                    fresh_folder(folder, ["*"])
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert list(folder.iterdir()) == []

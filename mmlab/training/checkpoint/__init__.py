@@ -5,7 +5,7 @@ disk and then renamed: a process killed at any moment, or a power cut, leaves th
 number of ranks reads it under any strategy, and a single process does.
 
 Costs 12 bytes a weight on disk (fp32 with AdamW), written while training waits. Does not guard against two runs in one
-folder.
+folder; `mmlab.train` does.
 """
 
 from mmlab.training.checkpoint.files import MANIFEST, check, read_checkpoint
