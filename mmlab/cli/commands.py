@@ -380,10 +380,7 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
 
 
 def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise OptionError(f"expected names, separated by commas, found {text!r}")
-    return names
+    return [name.strip() for name in text.split(",") if name.strip()] or [text]  # which is no known name
 
 
 def _exit_on_sigterm() -> None:

@@ -45,7 +45,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("watch D --interval 0", "interval must be above 0, found 0.0"),
         ("app --port 99999", "port must be at most 65,535, found 99999"),
         ("plan --data D --image aspect:96", "unrecognized arguments: --image aspect:96"),
-        ("compare --data D --schedulers ,", "expected names, separated by commas, found ','"),
     ],
 )
 def test_numbers_out_of_bounds_are_named(
@@ -55,6 +54,11 @@ def test_numbers_out_of_bounds_are_named(
     said = refused(words, capsys)
     assert message in said
     assert len(said.splitlines()) == 1
+
+
+def test_no_scheduler_is_no_known_scheduler(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["plan", "--data", str(scenes), "--schedulers", ","], capsys)
+    assert "unknown scheduler ','. Known: " in said
 
 
 @pytest.mark.parametrize(
