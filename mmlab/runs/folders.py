@@ -50,13 +50,13 @@ def held(folder: Path) -> Iterator[None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)  # processes that are started from this one do not get it
     try:
-        with suppress(OSError):  # a file system without such locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OptionError(
-                    f"a run is going on in {folder}{_holder(folder)}; stop it, or name another folder"
-                ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"a run is going on in {folder}{_holder(folder)}; stop it, or name another folder"
+            raise OptionError(problem) from None
+        except OSError:  # a file system without such locks
+            pass
         yield
     finally:
         os.close(descriptor)
