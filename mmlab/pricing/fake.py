@@ -1,9 +1,9 @@
 """A device that is not there: tensors have shapes, types and a device, but no bytes.
 
 Within a `FakeDevice` a model's forward pass, backward pass and optimizer step run on a machine without a GPU, in
-seconds and in almost no memory, whatever the batch. It is torch's FakeTensorMode with what that lacks on such a machine:
-a backward pass (`backward`), autocast that does not switch itself off, fused attention (`attention`), and answers where
-a model reads a number (`values`).
+seconds and in almost no memory, whatever the batch. It is torch's FakeTensorMode, made quicker, with what that lacks on
+such a machine: a backward pass (`backward`), autocast that does not switch itself off, fused attention (`attention`), and
+answers where a model reads a number (`values`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmlab.errors import check_name
 from mmlab.pricing.attention import cuda_attention
 from mmlab.pricing.backward import python_backward
 from mmlab.pricing.torch_internals import (
-    FakeTensorMode,
+    QuickFakeMode,
     cuda_attention_replaced,
     mixed_precision_without_driver,
     reading_known_values,
@@ -50,7 +50,7 @@ class FakeDevice:
     def __init__(self, device: str = "cuda") -> None:
         check_name("device to price", device, ("cuda", "cpu"))
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        self._mode, self._answers = FakeTensorMode(allow_fallback_kernels=False), Answers()
+        self._mode, self._answers = QuickFakeMode(allow_fallback_kernels=False), Answers()
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> FakeDevice:

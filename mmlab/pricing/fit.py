@@ -6,7 +6,7 @@ leaves out an operation. Probes avoid all of these by lengths of 8k + 1, where p
 the same, most general sequence of operations, and a shape that leaves some out is predicted at or above what it needs.
 Operations that some probes have more often than others are taken together (`_aligned`).
 
-A fit costs a trace for each probe and each held-out shape: 15 to 25 CPU seconds for the base preset.
+A fit costs a trace for each probe and each held-out shape: 10 to 20 CPU seconds for the base preset.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def predict_time(
 ) -> TimeModel:
     """Predict the seconds that a training step of a model takes on a named device, for batches of any shape.
 
-    Costs 16 traces, about 20 CPU seconds for the base preset.
+    Costs 16 traces, about 12 CPU seconds for the base preset.
 
     Args:
         model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.

@@ -4,7 +4,7 @@
 clipping and optimizer, whose state exists already. Bytes are counted as `LiveBytes` counts them, each storage rounded
 up as the device's allocator rounds it: to 512 bytes on CUDA, not at all on a CPU.
 
-A trace costs about as long as two thousand operations take in Python (1 s for the base preset) and almost no memory.
+A trace costs about as long as two thousand operations take in Python (0.6 s for the base preset) and almost no memory.
 It does not know scratch memory inside an operation (cuDNN's and cuBLAS's workspaces), fragmentation, or the CUDA
 context.
 """

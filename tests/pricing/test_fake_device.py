@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,8 +14,11 @@ from mmlab.errors import OptionError
 from mmlab.machine import process_rss_bytes
 from mmlab.pricing.breakdown import price
 from mmlab.pricing.fake import FakeDevice
+from mmlab.pricing.torch_internals import FakeTensorMode
+from mmlab.pricing.trace import StepTracer
 from mmlab.runs.meters import LiveBytes
-from tests.pricing.priced_models import tiny
+from mmlab.types import BatchShape
+from tests.pricing.priced_models import clip, resnet, tiny
 
 GIB = 2**30
 
@@ -30,6 +36,23 @@ def test_a_step_on_tensors_larger_than_this_machine() -> None:
         assert model.weight.grad.device == torch.device("cuda", 0)
     assert live.peak_bytes > 300 * GIB
     assert process_rss_bytes() - before_bytes < GIB
+
+
+@pytest.mark.parametrize("make", [tiny, clip, resnet])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_step_is_traced_as_in_fake_mode_of_torch(
+    make: Callable[[], nn.Module], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, precision = BatchShape(3, 9, 64, 64), "bf16" if device == "cuda" else "fp32"
+    torch.manual_seed(0)
+    quick = StepTracer(make(), device=device, precision=precision)
+    traces = [quick(shape), quick(shape)]
+    monkeypatch.setattr("mmlab.pricing.fake.QuickFakeMode", FakeTensorMode)
+    expected = StepTracer(make(), device=device, precision=precision)(shape)
+    for trace in traces:
+        assert np.array_equal(trace.live_bytes, expected.live_bytes)
+        assert trace.operations == expected.operations
+        assert trace.work == expected.work
 
 
 def test_nothing_is_left_behind() -> None:

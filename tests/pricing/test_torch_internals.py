@@ -22,6 +22,64 @@ def test_tensors_share_a_key_where_they_share_memory() -> None:
         assert internals.storage_key(x) != internals.storage_key(x.clone())
 
 
+def test_a_quick_fake_mode_gives_what_that_of_torch_gives() -> None:
+    def found(mode: internals.FakeTensorMode, dtype: torch.dtype) -> list[object]:
+        with mode:
+            x, table = (
+                torch.empty(3, 8, 8, device="cuda", dtype=dtype),
+                torch.empty(9, 8, device="cuda", dtype=dtype),
+            )
+            ids, scalar = torch.zeros(3, 5, dtype=torch.int64, device="cuda"), torch.tensor(2.0)
+            norm = (torch.empty(8, device="cuda", dtype=dtype), torch.empty(8, device="cuda", dtype=dtype))
+            results = [
+                *(
+                    x + x,
+                    x * 2,
+                    x.transpose(1, 2) @ x,
+                    x[:, 1:],
+                    x.float(),
+                    x.to(dtype),
+                    x.flatten(1),
+                    x * scalar,
+                ),
+                *(
+                    x.t() if x.dim() == 2 else x.permute(2, 0, 1),
+                    x.relu_(),
+                    x.softmax(-1),
+                    x.sum(),
+                    x.mean((1, 2)),
+                ),
+                *(
+                    F.embedding(ids, table),
+                    torch.zeros_like(x),
+                    x.new_zeros(4),
+                    torch.cat([x, x]),
+                    x > 0,
+                    x.clone(),
+                ),
+                *torch.ops.aten.native_layer_norm(x, [8], *norm, 1e-5),
+                *F.max_pool2d(x[None], 2, return_indices=True),
+                *(
+                    F.conv2d(x[None], torch.empty(4, 3, 3, 3, device="cuda", dtype=dtype)),
+                    x.view(3, 64),
+                    *x.unbind(),
+                ),
+                *internals.efficient_attention(x[None], x[None], x[None], None, True)[:2],
+            ]
+            key = internals.storage_key(x)
+            return [
+                (item.shape, item.stride(), item.dtype, item.device, internals.storage_key(item) == key, item.untyped_storage().nbytes())
+                for item in results
+            ]  # fmt: skip
+
+    usual, quick = internals.FakeTensorMode(), internals.QuickFakeMode()
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = found(usual, dtype)
+        assert found(quick, dtype) == expected
+        assert found(quick, dtype) == expected  # what is remembered
+        assert found(internals.QuickFakeMode(), dtype) == expected
+
+
 def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     x = torch.ones(3, requires_grad=True)
     number = internals.next_sequence_number()
