@@ -127,7 +127,7 @@ def plan(
     images: Images = None,
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
     schedulers: Names = "random,sorted,bucket,length_grouped,aspect_bucket,budget,packed",
-    max_side: Annotated[int, "images keep their aspect within this side squared"] = 384,
+    max_side: Annotated[int, "images keep their aspect within this side squared"] = 224,
     processor: Processor = None,
     model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,
     device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
@@ -146,6 +146,7 @@ def plan(
     if model is None and any(value is not None for value in rented.values()):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
     dataset: Any = None
+    made = f"as {processor} makes them"
     if model is not None:
         from mmlab.pricing.plan_prices import price_plans, side_of_patch
     if processor is not None:
@@ -162,17 +163,19 @@ def plan(
     if dataset is None:
         if model is not None:
             options["patch"] = side_of_patch(model, options["patch"])
-        sizes = sizes.resized(Aspect(max_side**2, options["patch"] or PATCH))
+        policy = Aspect(max_side**2, options["patch"] or PATCH)
+        sizes, made = sizes.resized(policy), str(policy)
     options["patch"] = options["patch"] or PATCH
-    if model is None:
-        return preview(sizes, _names(schedulers), **options)
     names = _names(schedulers)
+    if model is None:
+        found = preview(sizes, names, **options)
+        return Printed(document=found.as_dict(), text=f"images: {made}; {found}")
     rented |= {"precision": precision, "packed": "packed" in names}
     prices = price_plans(model, sizes, dataset=dataset, **rented)
     found = preview(sizes, names, prices=prices.figures, time=prices.time, **options)
     method = prices.time.conditions["method"]
     document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
-    return Printed(document=document, text=f"{prices}\n{found}")
+    return Printed(document=document, text=f"{prices}\nimages: {made}; model: {model}; {found}")
 
 
 @dataclass(kw_only=True)

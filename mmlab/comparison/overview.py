@@ -105,15 +105,14 @@ class Overview:
             "",
             self.table.to_string(),
             "",
-            f"what each scheduler's batches would be, images as {self.policy}:",
-            str(self.preview),
+            f"images: {self.policy}; {self.preview}",
         ]
         if bad_rows:
             lines += [f"left out {len(bad_rows)} bad rows:", *map(str, bad_rows)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return self.table.to_html(border=0) + self.preview._repr_html_()
+        return f"{self.table.to_html(border=0)}<p>images: {self.policy}</p>{self.preview._repr_html_()}"
 
 
 def overview(records: Records, policy: ImagePolicy) -> Overview:
@@ -124,5 +123,5 @@ def overview(records: Records, policy: ImagePolicy) -> Overview:
     """
     if not len(records):
         raise DataError(f"{records.source or 'the data set'} has no records to look at")
-    found = preview(records.sizes(policy), SHOWN_SCHEDULERS, ranks=1)
+    found = preview(records.sizes(policy), SHOWN_SCHEDULERS)
     return Overview(records=records, policy=policy, preview=found)

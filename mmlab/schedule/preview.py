@@ -43,6 +43,11 @@ _OVER_EPOCHS: dict[str, _Summary] = {
 }
 _PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
 Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan that so many ranks share
+_LEGEND = (
+    "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
+    "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
+    "their image; coverage: samples seen; ..._s: seconds"
+)
 _LARGEST = 2**31 - 1
 
 
@@ -52,6 +57,7 @@ class Preview:
 
     figures: dict[str, dict[str, float | None]]  # scheduler -> figure -> number
     budget: float  # padded tokens a batch
+    setting: str  # budget, ranks and epochs, in words
 
     def as_dict(self) -> dict[str, dict[str, float | None]]:
         """Scheduler -> figure -> number, ready for JSON."""
@@ -71,14 +77,14 @@ class Preview:
         return self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
 
     def __str__(self) -> str:
-        return f"budget: {self.budget:.0f} padded tokens a batch\n{self._shown.to_string()}"
+        return f"{self.setting}\n{self._shown.to_string()}\n{_LEGEND}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         table = self._shown.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
         shown = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
-        return f"<p>Budget: {self.budget:,.0f} padded tokens a batch</p>{shown}"
+        return f"<p>{self.setting}</p>{shown}<p>{_LEGEND}</p>"
 
 
 def preview(
@@ -124,7 +130,8 @@ def preview(
     kinds = {name: scheduler_type(name) for name in schedulers}
     planners = {name: kind(**kind.options_among(options)) for name, kind in kinds.items()}
     figures = {name: _measure(planner, sizes, budget, epochs, prices) for name, planner in planners.items()}
-    return Preview(figures, budget)
+    setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed"
+    return Preview(figures, budget, f"{setting}; ranks: {ranks}; epochs: {epochs}")
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from transformers import CLIPConfig, CLIPVisionConfig
 from mmlab.cli.main import main
 from mmlab.cli.parser import make_parser
 from mmlab.comparison.options import ComparisonOptions
+from mmlab.comparison.overview import SHOWN_SCHEDULERS
 from mmlab.pricing.plan_prices import side_of_patch
 from tests.prices import priced_once
 from tests.prices import speck as small_preset
@@ -113,7 +115,24 @@ def test_plan_maps_each_scheduler_to_its_figures(scenes: Path, capsys: pytest.Ca
     assert document["budget"]["coverage"] == 1
     assert document["budget"]["peak_over_budget"] <= 1
     assert main(arguments[:-1]) == 0
-    assert "budget" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert page.startswith("images: aspect:224:16; budget: ")
+    assert "ranks: 2; epochs: 2\n" in page
+    assert "\nwaste: share of the padded batch" in page
+
+
+def test_plan_and_inspect_say_the_same_of_the_same_data(
+    scenes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wastes, settings = [], []
+    for words in (["plan", "--data", str(scenes)], ["data", "inspect", str(scenes)]):
+        assert main([*words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        wastes.append({name: found.get("waste", found)[name]["combined_waste"] for name in SHOWN_SCHEDULERS})
+        assert main(words) == 0
+        settings.append(re.findall("^images: .*ranks: 8.*$", capsys.readouterr().out, re.MULTILINE))
+    assert wastes[0] == wastes[1]
+    assert settings[0] == settings[1] != []
 
 
 def test_plan_reads_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
