@@ -7,6 +7,7 @@ memory. Costs three fits (15 to 25 s each for the base preset) and three plans; 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,6 +267,9 @@ def memory_report(
     asked = StepSetting(**setting)
     other_precision = "bf16" if asked.precision == "fp32" else "fp32"
     plans = {}
+    if progress:
+        said = f"Pricing {model}: about 50 steps simulated; one to two minutes for the preset base"
+        print(said, file=sys.stderr, flush=True)
     for change in ({}, {"precision": other_precision}, {"checkpointing": not asked.checkpointing}):
         options = {"num_held_out": 0 if change else 6, **setting, **change}
         memory = fit_memory(network, dataset=dataset, progress=progress, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,7 @@ def price_plans(
         device_name: a name in `mmlab.pricing.devices.DEVICES`, whose seconds are predicted; None measures the device at
             hand.
         packed: measure packs of conversations, too.
+        progress: say on stderr what is done and for how long, and show bars if that is a terminal.
 
     Raises:
         OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device.
@@ -109,6 +111,12 @@ def price_plans(
     limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(str(here)).usable_bytes
     priced: dict[str, Any] = {"precision": precision, "progress": progress}
     packs = None
+    if progress:
+        steps = (
+            f"about 30 steps simulated for {device_name}" if named else f"100 to 200 steps timed on {here}"
+        )
+        said = f"Pricing {model}: {steps}; one to two minutes for the preset base"
+        print(said, file=sys.stderr, flush=True)
     if dataset is not None and not named:
         vlm = conversation_model(model, device=str(here))
         memory, time = price_dataset(vlm, dataset, precision=precision)

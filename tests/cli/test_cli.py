@@ -159,7 +159,9 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     words = ["plan", "--lengths", str(table), "--model", speck, "--schedulers", "random,budget,packed"]
     asked = [*words, "--device-name", "t4", "--price-per-hour", "0.5", "--precision", "fp16"]
     assert main([*asked, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.err.startswith("Pricing speck: about 30 steps simulated for t4; ")
+    document = json.loads(said.out)
     for name, figures in document.items():
         assert figures["seconds"] == "predicted, not measured"
         assert 0 < figures["epoch_s"] < 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ def printed(
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
         patch.setattr("mmlab.pricing.memory_report.memory_report", kept)
-        assert main(command.split()) == 0
+        with redirect_stderr(io.StringIO()) as err:
+            assert main(command.split()) == 0
+    assert err.getvalue().startswith(f"Pricing {clip}: about 50 steps simulated; ")
     return json.loads(out.getvalue()), folder, made[0]
 
 
