@@ -71,10 +71,10 @@ class TrainingResult:
     best_checkpoint: str | None
 
     def __str__(self) -> str:
+        shown = {"loss": "loss {:.4g}", "image_to_text_r1": "R@1 image > text {:.1%}"}
+        shown |= {"text_to_image_r1": "text > image {:.1%}", "chance_r1": "chance {:.1%}"}
         found = ", ".join(
-            f"{key} {self.evaluation[key]:.4g}"
-            for key in ("loss", "image_to_text_r1", "text_to_image_r1", "chance_r1")
-            if key in self.evaluation
+            text.format(self.evaluation[key]) for key, text in shown.items() if key in self.evaluation
         )
         stopped = "stopped after " if self.status == "stopped" else ""
         more = {"resumed from": self.resumed_from, "held out:": found}

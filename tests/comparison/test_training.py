@@ -189,6 +189,8 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: P
     assert first.resumed_from is None
     assert (first.num_epochs, first.num_steps) == (1, len(steps_of(tmp_path / "small")))
     assert {"loss", "image_to_text_r1", "chance_r1"} <= first.evaluation.keys()
+    assert f"R@1 image > text {first.evaluation['image_to_text_r1']:.1%}, " in str(first)
+    assert f"chance {100 * first.evaluation['chance_r1']:.1f}%" in str(first)
     done_already = train(load_config(config, small), runs=tmp_path, resume="auto", progress=False)
     assert done_already.num_steps == first.num_steps
     events, _ = read_events(tmp_path / "small" / "events-rank0.jsonl")
