@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from mmlab.runs.figures import colours_of
@@ -25,7 +26,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     config, table, steps = comparison.config, comparison.table, comparison.steps
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     data = "/".join(Path(config["data"]).parts[-2:])  # short enough for a heading
-    figure.suptitle(f"What each batch scheduler costs on {data}", fontsize=13)
+    figure.suptitle(fill(f"{comparison.headline} ({data})", 110), fontsize=13)
     colours = colours_of(table.index)
     key, scale, limit, unit = "predicted_cost", 1.0, config["budget"], config["budget_unit"]
     if limit is None:  # memory is what is limited

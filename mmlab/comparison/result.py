@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,8 @@ class Comparison:
             *self._loss_notes(),
             "The number of optimizer steps differs between schedulers.",
         ]
+        if level := ", ".join(f"{one} and {other}" for one, other in self.overlapping):
+            notes.append(f"Their epochs overlap in samples/s, so these cannot be told apart: {level}.")
         apart = all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
         if apart and self.config.get("processor") is None:
             notes.append("No batch of any scheduler holds two captions of one image.")
@@ -204,6 +207,34 @@ class Comparison:
             if one.samples_per_s > 1.05 * other.samples_per_s
             and (one.predicted_samples_per_s or 0) < (other.predicted_samples_per_s or 0)
         ]
+
+    @property
+    def overlapping(self) -> list[tuple[str, str]]:
+        """Pairs of schedulers that samples/s do not rank: an epoch of either is at least as fast as one of the other."""
+        speeds = {arm.scheduler: [epoch["samples_per_s"] for epoch in arm.epochs] for arm in self.arms}
+        return [
+            (one, other)
+            for one, other in combinations(speeds, 2)
+            if max(speeds[one]) >= min(speeds[other]) and max(speeds[other]) >= min(speeds[one])
+        ]
+
+    @property
+    def headline(self) -> str:
+        """The finding in a sentence: how much faster the fastest scheduler is than `random`, else than the first."""
+        config, best = self.config, max(self.arms, key=lambda arm: arm.samples_per_s)
+        base = next((arm for arm in self.arms if arm.scheduler == "random"), self.arms[0])
+        level = {name for pair in self.overlapping if best.scheduler in pair for name in pair}
+        alike = " and ".join(f"`{arm.scheduler}`" for arm in self.arms if arm.scheduler in level)
+        given = f"At batches of {config['batch_size']} samples or their budget"
+        if config["equal"] == "memory":
+            given = f"At equal memory ({config['memory_limit_bytes'] / 2**20:.0f} MiB a step)"
+        if base.scheduler in level:
+            return f"{given} {alike} cannot be told apart in samples a second"
+        if best is base:
+            return f"{given} no scheduler trains more samples a second than `{base.scheduler}`"
+        gain = best.samples_per_s / base.samples_per_s
+        found = f"{given} `{best.scheduler}` trains {gain:.2f} times as many samples a second as `{base.scheduler}`"
+        return f"{found}; {alike} cannot be told apart" if level else found
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""

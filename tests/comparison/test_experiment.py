@@ -266,6 +266,34 @@ def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> Non
     assert repr(comparison) == comparison.summary().to_string()
 
 
+@pytest.mark.parametrize(
+    ("fast", "headline", "noted"),
+    [
+        ((300.0, 310.0), "`budget` trains 3.05 times as many samples a second as `random`", False),
+        ((90.0, 120.0), "`budget` and `random` cannot be told apart in samples a second", True),
+        ((80.0, 85.0), "no scheduler trains more samples a second than `random`", False),
+    ],
+)
+def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(
+    fast: tuple[float, float], headline: str, noted: bool, comparison: Comparison
+) -> None:
+    budget, random = comparison.arms
+    arms = [
+        replace(
+            arm, samples_per_s=sum(speeds) / 2, epochs=[{**arm.epochs[0], "samples_per_s": s} for s in speeds]
+        )
+        for arm, speeds in ((budget, fast), (random, (95.0, 105.0)))
+    ]
+    found = replace(comparison, arms=arms)
+    assert found.headline == f"At batches of 8 samples or their budget {headline}"
+    figure = found.figure()
+    assert figure.get_suptitle().replace("\n", " ").startswith(found.headline)
+    figure.draw_without_rendering()
+    assert max(text.get_window_extent().width for text in figure.texts) < figure.bbox.width
+    told = "Their epochs overlap in samples/s, so these cannot be told apart: budget and random."
+    assert (told in found.notes()) == noted
+
+
 def test_the_figure_has_the_schedulers_in_their_order_and_colours(comparison: Comparison) -> None:
     drawn = {line.get_label(): line.get_color() for line in comparison.figure().axes[-1].lines}
     assert list(drawn.items()) == [*colours_of(["budget", "random"]).items()]
