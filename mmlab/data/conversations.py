@@ -173,7 +173,7 @@ def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], P
             rows = table.read().to_pylist()
         return [(f"row {number}", row) for number, row in enumerate(rows)], root, str(path)
     text = decode_text(path)
-    if text.lstrip()[:1] not in ("[", "{"):
+    if text.lstrip()[:1] not in ("[", "{", ""):
         raise DataError(f"{path}: neither JSON nor JSON Lines nor Parquet")
     return list(read_json(text, path)), root, str(path)
 

@@ -189,6 +189,8 @@ def read_lengths(path: str | Path) -> SampleSizes:
             f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, table)) or 'an empty file'}; "
             "expected height,width,num_tokens[,image_id]"
         )
+    if table.empty:
+        raise DataError(f"{path}: no rows found")
     columns: dict[str, Any] = {}
     for name in wanted:
         text = table[name].str.strip()

@@ -144,3 +144,23 @@ def test_paths_that_cannot_be_used_are_the_inputs_fault(
     assert "cannot be read as a table" in refused(["plan", "--lengths", str(tmp_path / "shard.tar")], capsys)
     said = refused(["data", "make", str(tmp_path / "file" / "in"), "--num-images", "2"], capsys)
     assert said == f"mmlab: error: {tmp_path / 'file'}: File exists"
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "content"),
+    [
+        ("--lengths", "lengths.csv", "height,width,num_tokens\n"),
+        ("--data", "pairs.tsv", "image\ttext\n"),
+        ("--data", "list.json", "\ufeff[\n]\n"),
+        ("--data", "lines.jsonl", "\n\n"),
+        ("--data", "nothing.csv", ""),
+        ("--data", "coco.json", '{"images": [], "annotations": [], "caption": 1}'),
+    ],
+)
+def test_a_file_without_rows_is_told_in_one_line(
+    flag: str, name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert refused(["plan", flag, str(tmp_path / name)], capsys) == (
+        f"mmlab: error: {tmp_path / name}: no rows found"
+    )

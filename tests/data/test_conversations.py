@@ -171,8 +171,10 @@ def test_broken_files_and_options_are_named(folder: Path) -> None:
         read_conversations(folder / "none.json")
     with pytest.raises(DataError, match="cannot read conversations from int"):
         read_conversations(7)
-    with pytest.raises(DataError, match="no rows found"):
-        read_conversations([])
+    (folder / "blank.jsonl").write_text("\n")
+    for empty in ([], folder / "blank.jsonl"):
+        with pytest.raises(DataError, match="no rows found"):
+            read_conversations(empty)
     for images in (folder / "none", 5):
         with pytest.raises(OptionError, match="not a folder"):
             read_conversations([], images=images)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from mmlab.data.readers import read_records
@@ -50,6 +52,8 @@ def test_a_folder_with_one_data_file_among_others(folder):
     folder.text("empty.txt", "")
     folder.json("settings.json", {"size": 3})
     folder.json("list.json", [{"name": "a.jpg"}])
+    os.mkfifo(folder.path / "pipe.csv")
+    (folder.path / "folder.json").mkdir()
     assert read_records(folder.path).texts == ["x"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ from mmlab.errors import DataError
 _DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
 _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+_MAX_BLANKS = 1 << 16  # bytes of a file that is looked through for anything else
 _NUM_TRIED = 50  # images that are looked for in each folder
 _IMAGE_FOLDERS = [
     "".join(parts)
@@ -47,18 +49,25 @@ def recognise(path: Path, allow_missing_modality: bool) -> tuple[FileFormat | No
     """The format of a data file or, in words, why each one does not fit."""
     reasons = []
     for name, file_format in FILE_FORMATS.items():
-        empty = not path.stat().st_size
-        reason = "the file is empty" if empty else file_format.why_not(path, allow_missing_modality)
+        reason = "it has no rows" if _is_empty(path) else file_format.why_not(path, allow_missing_modality)
         if not reason:
             return file_format, ""
         reasons.append(f"\n  {path.name}, as {name}: {reason}")
     return None, "".join(reasons)
 
 
+def _is_empty(path: Path) -> bool:
+    """Whether a file holds nothing but blanks, or an empty JSON list."""
+    is_short = path.stat().st_size <= _MAX_BLANKS
+    return is_short and b"".join(path.read_bytes().removeprefix(BOM_UTF8).split()) in (b"", b"[]")
+
+
 def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool) -> Table:
     """The rows of one data file, and the folder of its images."""
     file_format, tried = recognise(path, allow_missing_modality)
     if file_format is None:
+        if _is_empty(path):
+            raise DataError(f"{path}: no rows found")
         raise DataError(
             f"{path}: not a format that mmlab reads (docs/internals/data_formats.md lists them). Tried:{tried}"
         )
@@ -113,12 +122,12 @@ def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | N
     tried = ""
     for place in (folder, folder / "annotations"):
         for path in sorted(place.glob("*")):
-            if path.suffix.lower() not in _DATA_SUFFIXES or path.name.startswith("."):
-                continue
-            file_format, reasons = recognise(path, allow_missing_modality)
-            tried += reasons
-            if file_format is not None:
-                found[path] = split_in(path.stem)
+            is_data = path.suffix.lower() in _DATA_SUFFIXES and not path.name.startswith(".")
+            if is_data and path.is_file():
+                file_format, reasons = recognise(path, allow_missing_modality)
+                tried += reasons
+                if file_format is not None:
+                    found[path] = split_in(path.stem)
     if not found:
         raise DataError(
             f"{folder}: no image-text data found. Looked for tar shards, a saved datasets.Dataset, "
