@@ -35,7 +35,7 @@ from mmlab.comparison.result import load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import PHASE, Control, replace_file, send
-from mmlab.runs.folders import COMPARISON_FILES, fresh_folder
+from mmlab.runs.folders import COMPARISON_FILES, fresh_folder, held
 
 if TYPE_CHECKING:
     from mmlab.comparison.config import RunConfig
@@ -183,7 +183,7 @@ def start_compare(
         detached: the run goes on when this process ends.
 
     Raises:
-        OptionError: something that cannot be sent to another process.
+        OptionError: something that cannot be sent to another process, or a run of another process in the folder.
     """
     call = ("compare", (data, schedulers), {**options, "out": str(out)})
     return _start(Path(out), call, job_of(data, schedulers, options), COMPARISON_FILES, detached)
@@ -230,11 +230,11 @@ def _start(
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
     ours = (LOG, PROCESS, OUTCOME, PHASE)
-    if any((folder / name).exists() for name in written):
-        fresh_folder(folder, (*written, *ours))
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ours:
-        (folder / name).unlink(missing_ok=True)
+    with held(folder):  # not of a run that another process has started
+        if any((folder / name).exists() for name in written):
+            fresh_folder(folder, (*written, *ours))
+        for name in ours:
+            (folder / name).unlink(missing_ok=True)
     with (folder / LOG).open("wb") as log:
         command = [sys.executable, "-m", "mmlab.comparison.background"]
         # in a session of its own: interrupting a cell of the notebook must not interrupt the run

@@ -18,6 +18,7 @@ import dataclasses
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from mmlab.loading.loader import default_num_workers
 from mmlab.machine import resolve_device, signals_held, versions
 from mmlab.model.presets import PRESETS
 from mmlab.runs.control import Control
-from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, fresh_folder
+from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, fresh_folder, held
 from mmlab.runs.summaries import WARMUP_STEPS
 from mmlab.schedule.base import Scheduler
 
@@ -70,11 +71,23 @@ def compare(
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
-        OptionError: an option cannot work; the message names it.
+        OptionError: an option cannot work; the message names it. Or another run is going on in the folder.
     """
     chosen = read_options(ComparisonOptions, options, "compare")
     augmentation(chosen.augment)
-    control = control or Control(out)
+    with nullcontext() if out is None else held(Path(out)):
+        return _compare(data, schedulers, chosen, out, progress, control or Control(out))
+
+
+def _compare(
+    data: str | Path | Records | Conversations,
+    schedulers: Sequence[str] | Mapping[str, Scheduler],
+    chosen: ComparisonOptions,
+    out: str | Path | None,
+    progress: bool,
+    control: Control,
+) -> Comparison:
+    """`compare`, in a folder that no other run writes to."""
     chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device))
     names = scheduler_names(schedulers)
     control.say("reading headers")

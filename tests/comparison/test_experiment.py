@@ -23,6 +23,7 @@ from mmlab.machine import resolve_device
 from mmlab.pricing.time_model import TimeModel
 from mmlab.runs.events import read_runs
 from mmlab.runs.figures import colours_of
+from mmlab.runs.folders import held
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape
@@ -316,6 +317,19 @@ def test_an_earlier_comparison_is_moved_aside(records: Records, tmp_path: Path) 
     compare(records, ("sorted",), out=tmp_path, **SHORT)
     assert (tmp_path / "previous-1" / "comparison.json").read_text() == first
     assert [arm.scheduler for arm in load_comparison(tmp_path).arms] == ["sorted"]
+
+
+def test_a_second_comparison_in_a_folder_is_refused_and_moves_nothing(
+    records: Records, tmp_path: Path
+) -> None:
+    (tmp_path / "table.csv").write_text("of the first")
+    refused = f"a run is going on in {tmp_path}.*; stop it, or name another folder"
+    with held(tmp_path):
+        with pytest.raises(OptionError, match=refused):
+            compare(records, ("random",), out=tmp_path, **SHORT)
+        with pytest.raises(OptionError, match=refused):
+            start_compare("pairs.csv", out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
 
 
 def test_held_out_images_are_never_trained_on(records: Records) -> None:
