@@ -26,7 +26,7 @@ from mmlab.comparison.result import PAGE_HEAD, Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_png
-from mmlab.runs.follow import Runs, RunState, overall_status
+from mmlab.runs.follow import ENDED, Runs, RunState, overall_status
 from mmlab.runs.summaries import Progress, draw_runs, progress_of, table_of
 from mmlab.types import parse_image_policy
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from mmlab.lab.lab_panel import LabPanel
 
-ENDED = ("done", "stopped", "failed")
 POLL_S = 0.1  # between two looks at the runs' files
 
 
@@ -205,7 +204,7 @@ class Lab:
 
     @property
     def state(self) -> str:
-        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped` or `failed`."""
+        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped`, `failed` or `unreadable`."""
         run, states = self._run, self._poll()
         if run is None:
             return overall_status(states.values()) if self._opened and states else "idle"

@@ -25,7 +25,7 @@ from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, headlines_of, note_of
 from mmlab.runs.control import read_phase
 from mmlab.runs.figures import colours_of
-from mmlab.runs.follow import Runs, RunState, Source, overall_status, shown_error
+from mmlab.runs.follow import ENDED, Runs, RunState, Source, overall_status, shown_error
 from mmlab.runs.summaries import progress_of
 
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
@@ -37,7 +37,6 @@ FACTS_S = (0.2, 1.0)  # between looks at all but the rows, such as the controlle
 POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
 REGULAR = 0.95  # of the shortest time between the last steps: no look before that
 SCAN_S = 1.0  # between looks for new folders and files
-ENDED = ("done", "stopped", "failed", "killed")
 ACTIONS = ("start", "pause", "resume", "stop")
 
 

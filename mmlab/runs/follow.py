@@ -30,6 +30,7 @@ from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, check_typ
 from mmlab.runs.folders import ASIDE
 
 ACTIVE = ("waiting", "running", "paused")  # what a run's status is until it has ended
+ENDED = ("done", "stopped", "failed", "unreadable")  # what runs are together once all of them have
 NOTED = ("warning", "out_of_memory", "decision", "bad_sample")  # kinds of event that a person should see
 MAX_NOTES = 30  # kept of each run
 HEAD_BYTES = 128  # of an event file, by which a new file in its place is recognised
@@ -61,6 +62,7 @@ class RunState:
         self.first_s = self.last_s = nan  # time of the first and the last event, seconds since 1970
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
         self.done_cost = 0.0  # of the first rank's steps, as the plan counts it
+        self.is_broken = False  # a file of it cannot be read; it is left alone
         self._written_status = "waiting"
         # path -> inode, first bytes, and the offset that was reached; a new file may be given an old one's inode
         self._files: dict[str, tuple[int, bytes, int]] = {}
@@ -70,7 +72,11 @@ class RunState:
 
     @property
     def status(self) -> str:
-        """Waiting, running, paused, done, stopped or failed; killed if the run's process is gone without a word."""
+        """Waiting, running, paused, done, stopped or failed; killed if the run's process is gone without a word, and
+        unreadable if its files are damaged.
+        """
+        if self.is_broken:
+            return "unreadable"
         start = self.latest("start")
         if self._written_status not in ("running", "paused") or not start.keys() >= set(IDENTITY):
             return self._written_status
@@ -237,7 +243,6 @@ class Runs:
         self._states: dict[Path, RunState] = {}
         # the same, named and in order; None: to be worked out
         self._ordered: dict[str, RunState] | None = None
-        self.broken: set[str] = set()  # ids of runs with a file that cannot be read; left alone
         self._scan_s = scan_s
         self._num_runs = 0
         self.follow(source)
@@ -278,7 +283,7 @@ class Runs:
     def _read(self) -> bool:
         changed = False
         for folder, state in list(self._states.items()):
-            if state.id in self.broken:
+            if state.is_broken:
                 continue
             try:
                 was_empty = isnan(state.first_s)
@@ -293,7 +298,7 @@ class Runs:
                 self._ordered, self._next_scan_s = None, -inf
                 changed = True
             except (DataError, OSError) as error:
-                self.broken.add(state.id)
+                state.is_broken = True
                 self.errors.append(shown_error("reading", error))
                 changed = True
         return changed
@@ -359,7 +364,7 @@ def overall_status(states: Iterable[RunState]) -> str:
     found = {state.status for state in states}
     if "waiting" in found and len(found) > 1:
         found.add("running")
-    for status in ("paused", "running", "waiting", "failed", "killed", "stopped", "done"):
+    for status in ("paused", "running", "waiting", "failed", "killed", "unreadable", "stopped", "done"):
         if status in found:
             return "failed" if status == "killed" else status
     return "waiting"

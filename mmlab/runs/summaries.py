@@ -35,7 +35,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(runs: Iterable[RunState]) -> Progress:
-    """How far these runs are together, which take turns or follow each other.
+    """How far these runs are together, which take turns or follow each other; those that cannot be read do not count.
 
     >>> from mmlab.runs.events import RunEvent
     >>> run = RunState()
@@ -45,7 +45,7 @@ def progress_of(runs: Iterable[RunState]) -> Progress:
     >>> progress_of([run])
     Progress(done_ratio=0.6, left_s=4.0)
     """
-    runs = list(runs)
+    runs = [run for run in runs if not run.is_broken]
     planned, done = np.array([_planned_and_done(run) for run in runs]).reshape(-1, 2).T
     if not runs or not np.isfinite(planned).all():
         return Progress()

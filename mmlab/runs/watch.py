@@ -45,11 +45,11 @@ def summary(folder: str | Path) -> dict[str, Any]:
 
 def _describe(runs: Runs) -> dict[str, Any]:
     states = runs.states
-    progress = progress_of(state for state in states.values() if state.id not in runs.broken)
+    progress = progress_of(states.values())
     found = {
         "folder": str(runs.source),
         "time_s": time.time(),
-        "runs": {name: _describe_run(state, state.id in runs.broken) for name, state in states.items()},
+        "runs": {name: _describe_run(state) for name, state in states.items()},
         "errors": [error["text"] for error in runs.errors],
         "done_ratio": progress.done_ratio,
         "left_s": progress.left_s,
@@ -57,17 +57,16 @@ def _describe(runs: Runs) -> dict[str, Any]:
     return _finite(found)
 
 
-def _describe_run(state: RunState, is_broken: bool) -> dict[str, Any]:
+def _describe_run(state: RunState) -> dict[str, Any]:
     start, progress = state.latest("start"), progress_of([state])
-    status = {"status": "unreadable" if is_broken else state.status}
-    ranks = state.ranks() or ([0] if is_broken else [])
+    ranks = state.ranks() or [0] * state.is_broken
     return {
-        **status,
+        "status": state.status,
         "scheduler": start.get("scheduler"),
         "device": start.get("device") or (start.get("config") or {}).get("device"),
         "done_ratio": progress.done_ratio,
         "left_s": progress.left_s,
-        "ranks": {str(rank): summarize(state, rank) | status for rank in ranks},
+        "ranks": {str(rank): summarize(state, rank) for rank in ranks},
         "messages": state.messages()[-_MAX_MESSAGES:],
         "error": state.latest("end").get("message"),
     }

@@ -20,6 +20,7 @@ from mmlab.lab.messages import TRACKS
 from mmlab.lab.pump import WINDOW
 from mmlab.runs.events import RunEvent, RunLog
 from mmlab.runs.figures import colours_of
+from mmlab.runs.watch import summary
 
 PATIENCE_S = 30.0
 LOSS = TRACKS["step"].index("loss")
@@ -218,6 +219,24 @@ def test_an_error_of_training_and_one_of_the_panel_itself_are_sent(
     assert page.facts["errors"][0]["text"] == said
     del controller.progress
     page.until(lambda: any(error["where"] == "panel" for error in page.facts["errors"]))
+
+
+def test_a_run_whose_file_is_damaged_is_unreadable_as_in_watch(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    (tmp_path / "events-rank0.jsonl").write_text("no event\n")
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: page.facts.get("errors"))
+    [run] = page.facts["runs"]
+    assert (
+        page.facts["state"]
+        == run["status"]
+        == summary(tmp_path)["runs"][tmp_path.name]["status"]
+        == "unreadable"
+    )
+    assert page.facts["progress"] == [None, None]
 
 
 def test_ranks_and_kinds_of_events_are_series_whose_seconds_count_from_the_first_event(
