@@ -345,12 +345,11 @@ def test_a_second_interrupt_does_not_wait():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_best_key_that_no_evaluation_has_is_said_once(tmp_path):
-    events = []
-    checkpoints = Checkpoints(tmp_path, best_key="recall", emit=events.append)
+def test_a_best_key_that_no_evaluation_has_is_refused_once_a_checkpoint_is_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, best_key="los")
     trainer = FusionTrainer(tiny_model(), device="cpu", total_steps=4)
-    for _ in range(2):
+    checkpoints.save(trainer.state_dict())
+    with pytest.raises(OptionError, match="unknown best_key of evaluations 'los'; did you mean 'loss'"):
         checkpoints.save(trainer.state_dict(), values={"loss": 1.0})
-    assert [event.values["message"] for event in events] == [
-        "evaluations have no 'recall', so no checkpoint is the best; known: loss"
-    ]
+    assert len(checkpoints.paths) == 2
+    Checkpoints(tmp_path, best_key="los", keep_best=0).save(trainer.state_dict(), values={"loss": 1.0})

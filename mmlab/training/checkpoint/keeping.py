@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmlab.errors import DataError, OptionError, check_numbers
+from mmlab.errors import DataError, OptionError, check_name, check_numbers
 from mmlab.runs.events import RunEvent
 from mmlab.training.checkpoint.files import SAVING, check, read_manifest, read_state, sync, write_state
 from mmlab.training.strategy import Strategy
@@ -60,7 +60,7 @@ class Checkpoints(CheckpointOptions):
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        self._folder, self._is_warned = Path(self.folder), False
+        self._folder = Path(self.folder)
         self.start_interval()
 
     @property
@@ -103,6 +103,7 @@ class Checkpoints(CheckpointOptions):
             The values of a `checkpoint` event.
 
         Raises:
+            OptionError: the evaluation has no `best_key`; the checkpoint is written nevertheless.
             OSError: the disk is full or read-only; no checkpoint was added and none removed.
             RunError: the same where several ranks write, on all of them; those that failed are named.
             TypeError: progress or the loader's state hold more than numbers and texts.
@@ -139,10 +140,9 @@ class Checkpoints(CheckpointOptions):
     def _tidy(self, values: Mapping[str, Any]) -> None:
         """Flush the new name to the disk; then keep only the newest and the best."""
         sync(self._folder)
-        if values and self.best_key not in values and self.keep_best and not self._is_warned:
-            self._is_warned = True
-            known = ", ".join(sorted(key for key, value in values.items() if isinstance(value, float)))
-            self._warn(f"evaluations have no {self.best_key!r}, so no checkpoint is the best; known: {known}")
+        known = [key for key, value in values.items() if isinstance(value, int | float)]
+        if known and self.keep_best:
+            check_name("best_key of evaluations", self.best_key, known)
         kept = {*self.paths[-self.keep_last :], *self._ranked()[: self.keep_best]}
         for old in set(self.paths) - kept:
             old.rename(self._aside(old))
