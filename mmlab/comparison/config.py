@@ -37,6 +37,7 @@ from mmlab.comparison.options import SamplingOptions, names_of, read_options
 from mmlab.comparison.preparation import augmentation
 from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, check_name
+from mmlab.machine import regular
 from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.reduce import ParallelOptions
@@ -156,11 +157,13 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        sections = tomllib.loads(path.read_text("utf-8"))
+        with open(path, encoding="utf-8", opener=regular) as file:
+            sections = tomllib.loads(file.read())
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise DataError(f"{path} is a folder; give the TOML file of a run") from error
+    except OSError as error:
+        what = " is a folder" if path.is_dir() else f": {error.strerror}"
+        raise DataError(f"{path}{what}; give the TOML file of a run") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not TOML: {error}") from error
     for change in changes:

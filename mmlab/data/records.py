@@ -6,9 +6,7 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import DataError, OptionError
+from mmlab.machine import regular
 from mmlab.types import ImagePolicy, Record, SampleSizes
 
 if TYPE_CHECKING:
@@ -30,19 +29,6 @@ class ImageStore(Protocol):
     def read(self, image_path: str) -> bytes:
         """The encoded bytes of one image. Raises OSError where they cannot be read."""
         ...
-
-
-def regular(path: str, flags: int) -> int:
-    """The `opener` of `open` that refuses a pipe or a device, where a reader could wait for ever. Costs 3 us.
-
-    Raises:
-        OSError: no regular file.
-    """
-    number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe, too, opens at once
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    return number
 
 
 class FileStore:

@@ -28,6 +28,7 @@ import numpy as np
 import orjson
 
 from mmlab.errors import DataError, OptionError, check_name, unknown_name
+from mmlab.machine import regular
 from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS, USER_PREFIX
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def read_events(path: str | Path, offset: int = 0, head: bytes = b"") -> tuple[l
         DataError: a whole line is not an event.
         WrittenAnewError: the file begins otherwise, or is shorter than `offset`.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=regular) as file:
         if file.read(len(head)) != head or file.seek(0, 2) < offset:
             raise WrittenAnewError(f"{path}: the run was written anew; read it from offset 0")
         file.seek(offset)

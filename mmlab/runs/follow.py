@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import DataError, unknown_name
-from mmlab.machine import IDENTITY, process_runs
+from mmlab.machine import IDENTITY, process_runs, regular
 from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, check_types, read_events
 from mmlab.runs.folders import ASIDE
 
@@ -373,7 +373,7 @@ def overall_status(states: Iterable[RunState]) -> str:
 def summary_line(folder: str | Path) -> str:
     """How far a run is, in words, from the last 64 KiB of its first rank's file."""
     path = min(Path(folder).glob(EVENT_FILES))
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         offset = max(0, file.seek(0, 2) - 65536)
         file.seek(offset)
         if offset:

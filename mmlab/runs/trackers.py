@@ -39,7 +39,10 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
     paths = sorted(folder.glob(EVENT_FILES))
     if not paths:
         raise DataError(f"{folder}: no {EVENT_FILES} in it; give the folder of a run")
-    events = [event for path in paths for event in current_events(read_events(path)[0])]
+    try:
+        events = [event for path in paths for event in current_events(read_events(path)[0])]
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     start = next((event for event in events if event.kind == "start"), None)
     values = {} if start is None else start.values
     points = list(_points(events, several_ranks=len(paths) > 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import DataError, check_name, check_numbers
+from mmlab.machine import regular
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
@@ -171,6 +173,7 @@ def read_lengths(path: str | Path) -> SampleSizes:
     import pandas as pd
 
     try:
+        os.close(regular(os.fspath(path), os.O_RDONLY))
         if Path(path).suffix == ".parquet":
             table = pd.read_parquet(path).astype(str)
         else:

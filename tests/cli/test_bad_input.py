@@ -164,3 +164,19 @@ def test_a_file_without_rows_is_told_in_one_line(
     assert refused(["plan", flag, str(tmp_path / name)], capsys) == (
         f"mmlab: error: {tmp_path / name}: no rows found"
     )
+
+
+@pytest.mark.parametrize("words", ["plan --lengths", "train", "export"])
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_is_refused_and_not_waited_for(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "events-rank0.jsonl"
+    os.mkfifo(pipe)
+    arguments = [*words.split(), str(pipe)]
+    if words == "export":
+        arguments = ["export", str(tmp_path), "board", "--to", "tensorboard"]
+    said = refused(arguments, capsys)
+    assert str(pipe) in said
+    assert "not a regular file" in said
+    assert len(said.splitlines()) == 1
