@@ -219,3 +219,10 @@ def test_a_whole_column_may_be_missing_when_allowed(images):
     assert read_records(path, allow_missing_modality=True).group.tolist() == [0, 1]
     with pytest.raises(DataError, match="no image column among text"):
         read_records(path)
+
+
+@pytest.mark.parametrize("column", ["text", "id", "label"])
+def test_half_a_pair_of_surrogates_is_refused_in_every_column(images, column):
+    row = {"image": "good.jpg", "text": "x", "id": "1", "label": "a", column: "\ud800"}
+    with pytest.raises(DataError, match=f"{column} is not valid Unicode"):
+        read_records([row], images=images.path)

@@ -140,19 +140,20 @@ def _what_is_missing(row: Row, allow_missing_modality: bool) -> str:
         return "no image (allow_missing_modality=True keeps text-only rows)"
     if row.text is not None and not isinstance(row.text, str):
         return f"text must be a string, found {type(row.text).__name__} {row.text!r:.40}"
-    if row.text is None:
-        return ""
-    return why_not_unicode(row.text) if row.text.strip() else "empty text"
+    if row.text is not None and not row.text.strip():
+        return "empty text"
+    stated = {"text": row.text, "id": row.id, "label": row.label}
+    return next(filter(None, (why_not_unicode(str(value), name) for name, value in stated.items())), "")
 
 
-def why_not_unicode(text: str) -> str:
+def why_not_unicode(text: str, name: str = "text") -> str:
     """Why a text cannot be stored: it has half of a pair of surrogates. Empty if it can."""
     try:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError as error:
         found = text[error.start]
-        return f"text is not valid Unicode: {error.reason}, found {found!a}; write the whole character"
+        return f"{name} is not valid Unicode: {error.reason}, found {found!a}; write the whole character"
     return ""
 
 
