@@ -63,6 +63,8 @@ def load_tokenizer(
         OptionError: `"builtin"` without texts, or a vocabulary too small for their characters.
         DataError: a name or folder that holds no tokenizer, or that cannot be reached.
     """
+    if not str(name_or_path):
+        raise OptionError("the tokenizer's name is empty; give 'builtin', or a Hugging Face name or path")
     if name_or_path == BUILTIN:
         texts = [text for text in records.texts if text is not None] if records is not None else []
         if not texts:

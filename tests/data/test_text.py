@@ -165,3 +165,8 @@ def test_lengths_are_those_of_the_ids_in_any_batch(tokenizer, monkeypatch):
     monkeypatch.setattr("mmlab.data.text._BATCH_SIZE", 2)
     assert measure_tokens(records, tokenizer).num_tokens.tolist() == expected
     assert records.num_tokens.tolist() == [0] * 6
+
+
+def test_an_empty_name_of_a_tokenizer_is_refused_in_one_line():
+    with pytest.raises(OptionError, match=r"^the tokenizer's name is empty; give 'builtin'.*$"):
+        load_tokenizer("")
