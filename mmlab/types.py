@@ -226,6 +226,7 @@ class SampleSizes:
         return SampleSizes(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 
+IGNORED = -100  # a label that no loss counts, as in transformers
 PATCH = 16  # pixels; the grid in which image waste is counted
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmlab.errors import OptionError, loading_by_name
-from mmlab.model.huggingface import IGNORED, LossModel
-from mmlab.types import Batch, HostColumns
+from mmlab.model.huggingface import LossModel
+from mmlab.types import IGNORED, Batch, HostColumns
 
 
 class ConversationModel(LossModel):

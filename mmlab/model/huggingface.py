@@ -22,14 +22,13 @@ from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError, check_name, first_line
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
-from mmlab.types import Batch, HostColumns
+from mmlab.types import IGNORED, Batch, HostColumns
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LABELS = ("batch", "text", "masked")
 OFFERED = ("input_ids", "attention_mask", "pixel_values", "pixel_mask", "labels", "batch")
 _ALSO = ("return_loss", "interpolate_pos_encoding")
 _PATCH_RATIO = 0.4  # of an image's patches are hidden, as in BEiT (Bao et al. 2022, arXiv:2106.08254)
-IGNORED = -100  # the label that transformers leaves out of a loss
 
 
 class Loss(NamedTuple):

@@ -32,10 +32,9 @@ from torch import distributed
 
 from mmlab.errors import MmlabError, RunError, check_numbers
 from mmlab.parallel.torch_internals import default_store
+from mmlab.training.strategy import SAVES, STARTS, STEP, WAITS
 
 TIMEOUT_S = 600.0  # that a rank may keep the others waiting
-# what a rank may be doing, as the others read it
-STARTS, STEP, WAITS, SAVES = "starting", "computing", "waiting for the others", "saving a checkpoint"
 _BEAT_S = 1.0
 _MAX_WORDS = 600  # characters of an error that the others read
 _BROKEN = ("gloo", "NCCL", "Connection", "peer", "Socket")  # in the text of an exchange's error

@@ -34,6 +34,7 @@ from mmlab.training.randomness import RandomStream
 from mmlab.training.setup import TrainerSetup
 from mmlab.training.split import Window
 from mmlab.training.step_meter import StepValues, predicted_cost
+from mmlab.training.strategy import STEP
 from mmlab.types import Batch
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class FusionTrainer(TrainerSetup):
 
     def _begin_step(self) -> float:
         """Put the model into training mode and set the learning rate, which is returned."""
-        self.strategy.note(self.step, "computing")
+        self.strategy.note(self.step, STEP)
         self.strategy.begin_step()
         if not self.model.training:
             self.model.train()

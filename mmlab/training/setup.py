@@ -33,7 +33,7 @@ from mmlab.training.randomness import RandomStream
 from mmlab.training.schedule import warmup_cosine
 from mmlab.training.split import Window, running_statistics
 from mmlab.training.step_meter import StepMeter, StepValues, clock, key_of
-from mmlab.training.strategy import Strategy, alone
+from mmlab.training.strategy import SAVES, Strategy, alone
 from mmlab.training.weighting import Weighting, make_weighting
 from mmlab.types import Batch, CostModel
 
@@ -275,7 +275,7 @@ class TrainerSetup:
         """Rank 0 writes a checkpoint and the others wait for it; what is sharded every rank writes."""
         if checkpoints is None:
             return
-        self.strategy.note(self.step, "saving a checkpoint")
+        self.strategy.note(self.step, SAVES)
         state = self.state_dict()
         if hasattr(loader, "start_batch"):  # it can go on by itself
             state["loader"] = loader.state_dict()

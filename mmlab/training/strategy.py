@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mmlab.training.setup import TrainerSetup
 
 Result = TypeVar("Result")
+# what a rank may be doing, as the others read it
+STARTS, STEP, WAITS, SAVES = "starting", "computing", "waiting for the others", "saving a checkpoint"
 
 
 class CollectiveFailed(RunError):
