@@ -116,7 +116,7 @@ def export(
 class _PlanOptions:
     budget: Annotated[float | None, "padded tokens a batch may cost (default: 32 mean samples)"] = None
     patch: Annotated[int | None, "side of an image patch in pixels (default: the model's, else 16)"] = None
-    ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 8
+    ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 1
     epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2
     seed: Seed = 0
 

@@ -95,7 +95,7 @@ def preview(
     *,
     budget: float | None = None,
     patch: int = PATCH,
-    ranks: int = 8,
+    ranks: int = 1,
     epochs: int = 2,
     seed: int = 0,
     prices: Prices | None = None,
