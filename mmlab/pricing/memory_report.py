@@ -268,8 +268,7 @@ def memory_report(
     other_precision = "bf16" if asked.precision == "fp32" else "fp32"
     plans = {}
     if progress:
-        said = f"Pricing {model}: about 50 steps simulated; one to two minutes for the preset base"
-        print(said, file=sys.stderr, flush=True)
+        print(f"Pricing {model} by 50 steps; base takes a minute or two", file=sys.stderr, flush=True)
     for change in ({}, {"precision": other_precision}, {"checkpointing": not asked.checkpointing}):
         options = {"num_held_out": 0 if change else 6, **setting, **change}
         memory = fit_memory(network, dataset=dataset, progress=progress, **options)

@@ -112,11 +112,8 @@ def price_plans(
     priced: dict[str, Any] = {"precision": precision, "progress": progress}
     packs = None
     if progress:
-        steps = (
-            f"about 30 steps simulated for {device_name}" if named else f"100 to 200 steps timed on {here}"
-        )
-        said = f"Pricing {model}: {steps}; one to two minutes for the preset base"
-        print(said, file=sys.stderr, flush=True)
+        steps = "30 steps without the device" if named else f"100 to 200 steps on {here}"
+        print(f"Pricing {model} by {steps}; base takes a minute or two", file=sys.stderr, flush=True)
     if dataset is not None and not named:
         vlm = conversation_model(model, device=str(here))
         memory, time = price_dataset(vlm, dataset, precision=precision)

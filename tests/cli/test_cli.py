@@ -160,7 +160,7 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     asked = [*words, "--device-name", "t4", "--price-per-hour", "0.5", "--precision", "fp16"]
     assert main([*asked, "--json"]) == 0
     said = capsys.readouterr()
-    assert said.err.startswith("Pricing speck: about 30 steps simulated for t4; ")
+    assert said.err.startswith("Pricing speck by 30 steps without the device; ")
     document = json.loads(said.out)
     for name, figures in document.items():
         assert figures["seconds"] == "predicted, not measured"
