@@ -130,7 +130,7 @@ def test_plan_and_inspect_say_the_same_of_the_same_data(
         found = json.loads(capsys.readouterr().out)
         wastes.append({name: found.get("waste", found)[name]["combined_waste"] for name in SHOWN_SCHEDULERS})
         assert main(words) == 0
-        settings.append(re.findall("^images: .*ranks: 8.*$", capsys.readouterr().out, re.MULTILINE))
+        settings.append(re.findall("^images: .*ranks: 1.*$", capsys.readouterr().out, re.MULTILINE))
     assert wastes[0] == wastes[1]
     assert settings[0] == settings[1] != []
 
@@ -157,7 +157,7 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     rows = [f"{96 + 16 * (index % 3)},{96 + 16 * (index % 2)},{8 + index % 9}" for index in range(400)]
     table.write_text("height,width,num_tokens\n" + "\n".join(rows) + "\n")
     words = ["plan", "--lengths", str(table), "--model", speck, "--schedulers", "random,budget,packed"]
-    asked = [*words, "--device-name", "t4", "--price-per-hour", "0.5", "--precision", "fp16"]
+    asked = [*words, *"--device-name t4 --price-per-hour 0.5 --precision fp16 --ranks 8".split()]
     assert main([*asked, "--json"]) == 0
     said = capsys.readouterr()
     assert said.err.startswith("Pricing speck by 30 steps without the device; ")
