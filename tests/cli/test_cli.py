@@ -157,7 +157,10 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     rows = [f"{96 + 16 * (index % 3)},{96 + 16 * (index % 2)},{8 + index % 9}" for index in range(400)]
     table.write_text("height,width,num_tokens\n" + "\n".join(rows) + "\n")
     words = ["plan", "--lengths", str(table), "--model", speck, "--schedulers", "random,budget,packed"]
-    asked = [*words, *"--device-name t4 --price-per-hour 0.5 --precision fp16 --ranks 8".split()]
+    asked = [
+        *words,
+        *["--device-name", "t4", "--price-per-hour", "0.5", "--precision", "fp16", "--ranks", "8"],
+    ]
     assert main([*asked, "--json"]) == 0
     said = capsys.readouterr()
     assert said.err.startswith("Pricing speck by 30 steps without the device; ")
