@@ -20,8 +20,8 @@ from mmlab.model.encoders import ResNet, SelfAttention
 from mmlab.model.fusion import CrossAttention
 
 
-def enable_checkpointing(model: nn.Module, enabled: bool = True) -> nn.Module:
-    """Turn checkpointing on, or off, for every transformer block and ResNet stage, and every Hugging Face model within.
+def enable_checkpointing(model: nn.Module) -> nn.Module:
+    """Turn checkpointing on for every transformer block and ResNet stage, and every Hugging Face model within.
 
     >>> from mmlab.model import build_model
     >>> model = enable_checkpointing(build_model("tiny", vocab_size=100))
@@ -38,18 +38,13 @@ def enable_checkpointing(model: nn.Module, enabled: bool = True) -> nn.Module:
     blocks = _blocks(model)
     others = [item for item in model.modules() if getattr(item, "supports_gradient_checkpointing", False)]
     for block in blocks:
-        if enabled and not isinstance(block.forward, _Checkpointed):
+        if not isinstance(block.forward, _Checkpointed):
             block.forward = _Checkpointed(block)
-        elif not enabled:
-            block.__dict__.pop("forward", None)
     for other in others:
         # its name since transformers 5, or before
         prefix = "activation" if hasattr(other, "activation_checkpointing_enable") else "gradient"
-        if enabled:
-            getattr(other, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
-        else:
-            getattr(other, f"{prefix}_checkpointing_disable")()
-    if enabled and not blocks and not others:
+        getattr(other, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
+    if not blocks and not others:
         raise OptionError(
             f"{type(model).__name__} has no block that can be checkpointed: mmlab's own encoders and fusion can, and "
             "Hugging Face models with gradient checkpointing"

@@ -96,8 +96,8 @@ def attend(
     return torch.cat(attended, dim=2)
 
 
-def enable_packing(model: nn.Module, enabled: bool = True) -> nn.Module:
-    """Turn packed execution on, or off, in every part of a model that knows it; changes no weight.
+def enable_packing(model: nn.Module) -> nn.Module:
+    """Turn packed execution on in every part of a model that knows it; changes no weight.
 
     >>> from mmlab.model import build_model
     >>> model = enable_packing(build_model("small", vocab_size=100, image_depth=1, text_depth=1))
@@ -111,17 +111,17 @@ def enable_packing(model: nn.Module, enabled: bool = True) -> nn.Module:
     parts: list[Any] = [module for module in model.modules() if hasattr(module, "packed")]
     names = ("image_encoder", "text_encoder")
     unable = [name for name in names if not hasattr(getattr(model, name, None), "packed")]
-    if enabled and unable:
+    if unable:
         kinds = ", ".join(f"{name} {type(getattr(model, name, None)).__name__}" for name in unable)
         raise OptionError(
             f"{type(model).__name__} cannot be packed: {kinds}; packing needs a ViT ('tiny', 'small', 'base') and a "
             "transformers text model with exchangeable attention"
         )
     for part in parts:
-        part.packed = enabled
+        part.packed = True
         if hasattr(getattr(part, "model", None), "set_attn_implementation"):
             _register()
-            part.model.set_attn_implementation(ATTENTION_NAME if enabled else "sdpa")
+            part.model.set_attn_implementation(ATTENTION_NAME)
     return model
 
 

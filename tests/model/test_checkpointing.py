@@ -69,7 +69,6 @@ def test_gradients_and_statistics_are_the_same_in_less_memory(build: Callable[[]
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     assert found_bytes < expected_bytes
-    assert _after_a_pass(enable_checkpointing(model, False))[1] == expected_bytes
 
 
 def test_evaluation_and_the_state_dict_are_untouched() -> None:

@@ -87,14 +87,6 @@ def test_samples_of_a_stream_do_not_see_each_other():
     assert (moved[[0, 2, 3, 5]] == 0).all()
 
 
-def test_packing_can_be_turned_off_again():
-    padded, packed = models()
-    enable_packing(packed, False)
-    batch = make_batch(SIZES[:3])
-    for found, expected in zip(outputs(packed, batch), outputs(padded, batch), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_a_resnet_cannot_be_packed():
     model = build_model("resnet18", vocab_size=50, text_dim=64, text_depth=1, head_dim=16)
     with pytest.raises(OptionError, match="cannot be packed: image_encoder ResNet"):
