@@ -54,7 +54,7 @@ def enable_checkpointing(model: nn.Module) -> nn.Module:
 
 def counts_batches(model: nn.Module) -> bool:
     """Whether a checkpointed block has statistics that a second computation must not change."""
-    return any(isinstance(block.forward, _Checkpointed) and _norms(block) for block in _blocks(model))
+    return any(isinstance(block.forward, _Checkpointed) and counting_norms(block) for block in _blocks(model))
 
 
 class _Checkpointed:
@@ -80,7 +80,7 @@ class _Checkpointed:
 @contextmanager
 def _keeping_statistics(block: nn.Module) -> Iterator[None]:
     """Batch normalisation counts a batch once, though it is computed twice."""
-    kept = [(norm, *named) for norm in _norms(block) for named in norm.named_buffers(recurse=False)]
+    kept = [(norm, *named) for norm in counting_norms(block) for named in norm.named_buffers(recurse=False)]
     for norm, name, buffer in kept:
         setattr(norm, name, buffer.clone())
     try:
@@ -90,7 +90,8 @@ def _keeping_statistics(block: nn.Module) -> Iterator[None]:
             setattr(norm, name, buffer)
 
 
-def _norms(block: nn.Module) -> list[nn.Module]:
+def counting_norms(block: nn.Module) -> list[nn.Module]:
+    """The layers of batch normalisation that count statistics while they train."""
     return [module for module in block.modules() if getattr(module, "track_running_stats", False)]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from mmlab.errors import RunError
+from mmlab.model.checkpointing import counting_norms
 from mmlab.schedule.cost import described
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import OWN
@@ -268,9 +269,4 @@ def dummy_batch(batch: Batch) -> Batch:
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
     """What batch normalisation counts while it trains, which a second run of the same window must not count again."""
-    return [
-        buffer
-        for module in model.modules()
-        if getattr(module, "track_running_stats", False)
-        for buffer in module.buffers(recurse=False)
-    ]
+    return [buffer for norm in counting_norms(model) for buffer in norm.buffers(recurse=False)]
