@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils import _pytree
 
 from mmlab.errors import RunError
 from mmlab.model.fusion_model import FusionOutput
@@ -106,10 +107,7 @@ class _Found(NamedTuple):
 
     def on_host(self) -> _Found:
         """The same in the host's memory, to be sent."""
-        pairs = self.pairs
-        if pairs is not None:
-            pairs = Embeddings(pairs.image.cpu(), pairs.text.cpu(), pairs.groups.cpu(), pairs.record_ids)
-        return self._replace(pairs=pairs, logit_scale=self.logit_scale.cpu())
+        return _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, self)
 
 
 def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, held_out: Batch) -> _Found:
