@@ -98,6 +98,7 @@ class FusionTrainer(TrainerSetup):
         if self.options.weighting_on == "held_out" and eval_loader is None:
             raise OptionError("weighting_on='held_out' follows held-out losses: give fit an eval_loader")
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
+        eval_every = self.options.eval_every
         with self._stoppable(checkpoints, control) as should_stop:
             self._plan_schedule(loader, self.epoch + num_epochs)
             while self.epoch < self.last_epoch and not should_stop():
@@ -106,7 +107,7 @@ class FusionTrainer(TrainerSetup):
                     self.epoch_batches += len(batches)
                     history.append(values)
                     self._emit_event("step", values)
-                    if eval_loader is not None and is_due(self.step, self.options.eval_every):
+                    if eval_loader is not None and eval_every is not None and self.step % eval_every == 0:
                         self._evaluate_midway(eval_loader)
                     if hasattr(loader, "observe"):
                         loader.observe(values)
@@ -273,8 +274,3 @@ class FusionTrainer(TrainerSetup):
             self.weighting.update(self.step, means)
         self._emit_event("eval", measured)
         return measured
-
-
-def is_due(step: int, every: int | None) -> bool:
-    """Whether a step is one of every so many."""
-    return every is not None and step % every == 0
