@@ -261,15 +261,15 @@ class FusionTrainer(TrainerSetup):
     def _evaluate_midway(self, loader: Iterable[Batch]) -> None:
         """Evaluate between two steps, and leave the modules' modes as they are."""
         training = [module for module in self.model.modules() if module.training]
-        with RandomStream([self.device]):
-            self._evaluate_in_fit(islice(iter(loader), self.options.eval_batches))
+        self._evaluate_in_fit(loader, self.options.eval_batches)
         for module in training:
             module.training = True
 
-    def _evaluate_in_fit(self, loader: Iterable[Batch]) -> StepValues:
-        """Evaluate, emit the event, and let the weights follow held-out losses."""
+    def _evaluate_in_fit(self, loader: Iterable[Batch], num_batches: int | None = None) -> StepValues:
+        """Evaluate on the first batches or all, emit the event, and let the weights follow held-out losses."""
         with RandomStream([self.device]):
-            measured = self.evaluate(loader, by_objective=self.options.weighting_on == "held_out")
+            batches = islice(loader, num_batches)
+            measured = self.evaluate(batches, by_objective=self.options.weighting_on == "held_out")
         if means := measured.pop("by_objective", {}):
             self.weighting.update(self.step, means)
         self._emit_event("eval", measured)
