@@ -57,13 +57,12 @@ def learning(model: nn.Module) -> list[nn.Parameter]:
     return weights
 
 
-def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
-    """Stop training the parameters whose names match a pattern (`image_encoder.*`); returns how many.
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Stop training the parameters whose names match a pattern (`image_encoder.*`).
 
     Raises:
         OptionError: a pattern that matches nothing.
     """
-    frozen = 0
     for pattern in patterns:
         weights = [weight for name, weight in model.named_parameters() if fnmatchcase(name, pattern)]
         if not weights:
@@ -73,8 +72,6 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
             )
         for weight in weights:
             weight.requires_grad_(False)
-        frozen += len(weights)
-    return frozen
 
 
 def parameter_groups(
