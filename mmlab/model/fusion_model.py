@@ -167,7 +167,13 @@ class FusionModel(nn.Module):
 
     def encode_image(self, pixel_values: Tensor, pixel_mask: Tensor) -> Encoded:
         """The image branch alone: pixels (B, 3, H, W) uint8 and their mask (B, H, W)."""
-        features, fusable, mask = self._encode_images(self._normalised(pixel_values), pixel_mask)
+        pixels = self._normalised(pixel_values)
+        if self.num_levels == 1:
+            features, mask = self.image_encoder(pixels, pixel_mask)
+            fusable = features
+        else:
+            levels, mask = self.image_encoder.levels(pixels, pixel_mask, num_levels=self.num_levels)
+            features, fusable = levels[-1], self.fusion.mix_images(levels)
         return Encoded(self._embed_image(features, mask), fusable, mask)
 
     def begin_image(self, pixel_values: Tensor, pixel_mask: Tensor, *, num_blocks: int) -> Pair:
@@ -220,14 +226,6 @@ class FusionModel(nn.Module):
             matcher=self._match,
             predictor=self._token_losses if self.token_head else None,
         )
-
-    def _encode_images(self, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (B, P, C), those that the fusion reads, and their mask (B, P)."""
-        if self.num_levels == 1:
-            features, mask = self.image_encoder(pixels, pixel_mask)
-            return features, features, mask
-        levels, mask = self.image_encoder.levels(pixels, pixel_mask, num_levels=self.num_levels)
-        return levels[-1], self.fusion.mix_images(levels), mask
 
     def _encode_texts(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Features (B, T, C), and those that the fusion reads."""
