@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmlab.errors import OptionError, check_name, check_numbers
@@ -98,7 +98,6 @@ def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> 
     Raises:
         OptionError: no such option, an unknown name, or a number out of range.
     """
-    known = [item.name for item in fields(TrainOptions)]
     for name in changes:
-        check_name("option of the trainer", name, known)
+        check_name("option of the trainer", name, TrainOptions.__dataclass_fields__)
     return replace(options or TrainOptions(), **changes)
