@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmlab.training.retrieval import Embeddings, distinct_images
-
-_ROWS_PER_BLOCK = 1024
+from mmlab.training.retrieval import ROWS_PER_BLOCK, Embeddings, distinct_images
 
 
 def describe_alignment(embeddings: Embeddings) -> dict[str, float]:
@@ -50,8 +48,8 @@ def uniformity(vectors: Tensor) -> float:
         vectors: (N, D) of length one.
     """
     total = 0.0
-    for start in range(0, len(vectors), _ROWS_PER_BLOCK):
-        similarity = vectors[start : start + _ROWS_PER_BLOCK] @ vectors.T
+    for start in range(0, len(vectors), ROWS_PER_BLOCK):
+        similarity = vectors[start : start + ROWS_PER_BLOCK] @ vectors.T
         near = (4 * similarity - 4).exp()  # d^2 = 2 - 2 x similarity
         near[torch.arange(len(near)), torch.arange(start, start + len(near))] = 0.0
         total += float(near.sum(dtype=torch.float64))

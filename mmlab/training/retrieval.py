@@ -21,7 +21,7 @@ from mmlab.training.losses.base import pairs
 from mmlab.training.losses.contrastive import one_way_losses
 from mmlab.types import Batch
 
-_ROWS_PER_BLOCK = 1024
+ROWS_PER_BLOCK = 1024
 
 
 class Embeddings(NamedTuple):
@@ -123,8 +123,8 @@ def _ranks(
     queries: Tensor, query_groups: Tensor, candidates: Tensor, candidate_groups: Tensor
 ) -> Iterator[Tensor]:
     """For blocks of queries: how many wrong candidates stand at or above the best right one."""
-    for start in range(0, len(queries), _ROWS_PER_BLOCK):
-        rows = slice(start, start + _ROWS_PER_BLOCK)
+    for start in range(0, len(queries), ROWS_PER_BLOCK):
+        rows = slice(start, start + ROWS_PER_BLOCK)
         similarity = queries[rows] @ candidates.T
         right = query_groups[rows, None] == candidate_groups
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
