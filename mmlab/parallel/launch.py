@@ -48,7 +48,6 @@ def run_on_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     num_processes: int = 2,
-    log_dir: str | Path | None = None,
     shows_progress: bool = False,
 ) -> list[Any]:
     """Call a function in several processes, which find the variables that `torchrun` sets.
@@ -56,7 +55,6 @@ def run_on_ranks(
     Args:
         function: from a module, not from a notebook's cell.
         arguments: what can be pickled; all ranks get the same.
-        log_dir: keep what the processes write to their terminals here, in files by rank; None keeps nothing.
         shows_progress: leave rank 0's stderr on the terminal, for a progress bar.
 
     Returns:
@@ -69,7 +67,6 @@ def run_on_ranks(
     _check(function, arguments, num_processes)
     redirects = {rank: Std.OUT if shows_progress and rank == 0 else Std.ALL for rank in range(num_processes)}
     with tempfile.TemporaryDirectory(prefix="mmlab-ranks-") as folder, _undisturbed():
-        logs = Path(folder if log_dir is None else log_dir)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -80,14 +77,14 @@ def run_on_ranks(
             local_addr="localhost",
             max_restarts=0,
             start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=redirects),
             shutdown_timeout=_SHUTDOWN_S,
         )
         before = multiprocessing.active_children()
         try:
             found = elastic_launch(config, _on_rank)(function, arguments, num_processes)
         except ChildFailedError as failure:
-            _raise(failure, logs, config.run_id)
+            _raise(failure, Path(folder), config.run_id)
         except SignalException as stopped:
             for process in set(multiprocessing.active_children()).difference(before):
                 process.kill()  # the launcher ends those that it knows: none while it still starts them
