@@ -59,12 +59,13 @@ except KeyboardInterrupt:
 """
 
 
-def test_ranks_form_a_group_and_return_what_they_found() -> None:
+def test_ranks_form_a_group_and_return_what_they_found(capfd: pytest.CaptureFixture[str]) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment = dict(os.environ)
     assert run_on_ranks(summed, 10) == [(0, 21.0), (1, 21.0)]
     assert {number: signal.getsignal(number) for number in before} == before
     assert {**os.environ, "OMP_WAIT_POLICY": ""} == {**environment, "OMP_WAIT_POLICY": ""}
+    assert "was here" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
