@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mmlab.data.decode import to_rgb
 from mmlab.data.readers.headers import Size, image_sizes
 from mmlab.data.readers.hub import as_stored, is_dataset
-from mmlab.data.readers.manifest import as_entry, decode_text, parquet_file, read_json
+from mmlab.data.readers.manifest import decode_text, is_parquet, numbered, parquet_file, read_json
 from mmlab.data.readers.paths import FileResolver, image_folder
 from mmlab.data.readers.rows import open_file, report_bad_rows, why_not_unicode
 from mmlab.data.readers.sidecar import Stamp
@@ -157,7 +157,7 @@ def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], P
     if is_dataset(source):
         return [(f"row {number}", row) for number, row in enumerate(_undecoded(source))], folder, "dataset"
     if isinstance(source, list | tuple):
-        return [(f"item {number}", as_entry(row)) for number, row in enumerate(source)], folder, "a list"
+        return list(numbered(source)), folder, "a list"
     if not isinstance(source, str | os.PathLike):
         raise DataError(
             f"cannot read conversations from {type(source).__name__}: pass a file, a datasets.Dataset or a list of dicts"
@@ -166,9 +166,7 @@ def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], P
     if not path.is_file():
         raise DataError(f"{path}: no such file; conversations are read from JSON, JSON Lines or Parquet")
     root = path.parent if folder is None else folder
-    with open(path, "rb") as file:
-        is_parquet = file.read(4) == b"PAR1"
-    if is_parquet:
+    if is_parquet(path):
         with parquet_file(path) as table:
             rows = table.read().to_pylist()
         return [(f"row {number}", row) for number, row in enumerate(rows)], root, str(path)

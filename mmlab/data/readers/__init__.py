@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.data.readers.files import read_data_file, read_folder
 from mmlab.data.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
-from mmlab.data.readers.manifest import as_entry, rows_of_entries
+from mmlab.data.readers.manifest import numbered, rows_of_entries
 from mmlab.data.readers.paths import image_folder
 from mmlab.data.readers.remote import download, is_url
 from mmlab.data.readers.rows import Row, Table, to_records
@@ -92,8 +92,8 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
         return read_dataset(source, images, allow_missing_modality)
     if isinstance(source, list | tuple) and source:
         if isinstance(source[0], dict):
-            entries = [(f"item {number}", as_entry(entry)) for number, entry in enumerate(source)]
-            return Table(rows=rows_of_entries(entries, "a list", allow_missing_modality), root=images)
+            rows = rows_of_entries(list(numbered(source)), "a list", allow_missing_modality)
+            return Table(rows=rows, root=images)
         for number, shard in enumerate(source):
             if not isinstance(shard, str | os.PathLike):
                 raise DataError(

@@ -26,7 +26,6 @@ SYNONYMS = {  # column -> names it may have, preferred first; compared in lower 
     "split": "split subset",
     "group": "group group_id image_id",
 }
-_PARQUET = b"PAR1"  # first bytes
 _HEAD_BYTES = 1 << 16
 _FIRST_ROW_BYTES = 1 << 24  # the longest first row of JSON
 _DELIMITERS = ",\t|;"
@@ -68,27 +67,24 @@ def require_columns(found: Iterable[object], what: str, allow_missing_modality: 
 
 def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
     """Why the file is not a manifest; empty if it is. Looks at its beginning only."""
-    with open(path, "rb") as beginning:
-        head = beginning.read(_HEAD_BYTES)
     try:
-        if head[:4] == _PARQUET:
-            with parquet_file(path) as file:
-                columns = file.schema_arrow.names
-        elif b"\0" in head.partition(b"\n")[0]:
-            return "is not text"
-        else:
-            columns = _text_columns(path)
-        require_columns(columns, "a table", allow_missing_modality)
+        require_columns(_columns(path), "a table", allow_missing_modality)
     except DataError as error:
         return str(error)
     return ""
 
 
-def _text_columns(path: Path) -> list[str]:
-    """The columns that a text file's beginning names; it is read further where it ends within the first row."""
+def _columns(path: Path) -> list[str]:
+    """The columns that a file's beginning names; a text is read further where that ends within the first row."""
+    if is_parquet(path):
+        with parquet_file(path) as table:
+            return table.schema_arrow.names
     for num_bytes in (_HEAD_BYTES, _FIRST_ROW_BYTES):
         with open(path, "rb") as file:
-            text = file.read(num_bytes).decode("utf-8-sig", errors="ignore").lstrip()
+            head = file.read(num_bytes)
+        if b"\0" in head.partition(b"\n")[0]:
+            raise DataError("is not text")
+        text = head.decode("utf-8-sig", errors="ignore").lstrip()
         if text[:1] not in ("[", "{"):
             header = _header_line(text)
             return next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
@@ -121,13 +117,10 @@ def rows_of_entries(
 
 
 def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    with open(path, "rb") as file:
-        if file.read(4) == _PARQUET:
-            return _parquet(path, allow_missing_modality)
+    if is_parquet(path):
+        return _parquet(path, allow_missing_modality)
     text = decode_text(path)
-    if text.lstrip()[:1] in ("[", "{"):
-        return read_json(text, path)
-    return _delimited(text, path)
+    return read_json(text, path) if text.lstrip()[:1] in ("[", "{") else _delimited(text, path)
 
 
 def read_json(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
@@ -136,7 +129,12 @@ def read_json(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str
     Raises:
         DataError: a list that is not JSON.
     """
-    return _json_list(text, path) if text.lstrip()[:1] == "[" else _json_lines(text)
+    if text.lstrip()[:1] != "[":
+        return _json_lines(text)
+    try:
+        return numbered(json.loads(text))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
 
 
 def _first_objects(text: str) -> list[dict[str, Any]]:
@@ -249,21 +247,22 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
         except ValueError as error:
             yield f"line {number}", f"not JSON: {error}"
         else:
-            yield f"line {number}", as_entry(entry)
+            yield f"line {number}", _as_entry(entry)
 
 
-def _json_list(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    try:
-        entries = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    for number, entry in enumerate(entries):
-        yield f"item {number}", as_entry(entry)
+def numbered(entries: Iterable[object]) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The entries of a list, each with where it stands, or with what is wrong with it."""
+    return ((f"item {number}", _as_entry(entry)) for number, entry in enumerate(entries))
 
 
-def as_entry(entry: object) -> dict[str, Any] | str:
-    """An entry of a list, or what is wrong with it."""
+def _as_entry(entry: object) -> dict[str, Any] | str:
     return entry if isinstance(entry, dict) else f"expected an object, found {entry!r:.40}"
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether the file begins as Parquet does."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
 
 
 @contextmanager

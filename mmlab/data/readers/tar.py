@@ -45,7 +45,7 @@ class TarStore:
         Raises:
             OSError: the shard is gone or has become shorter.
         """
-        shard, offset, num_bytes = _locate(image_path)
+        shard, offset, num_bytes = self.part_of(image_path)
         with open(shard, "rb", buffering=0, opener=regular) as file:
             file.seek(offset)
             content = file.read(num_bytes)
@@ -53,9 +53,12 @@ class TarStore:
             raise OSError(f"{shard} ends before byte {offset + num_bytes}")
         return content
 
-    def part_of(self, image_path: str) -> tuple[str, int, int]:
+    @staticmethod
+    def part_of(image_path: str) -> tuple[str, int, int]:
         """The shard that holds an image, where it begins there, and its bytes."""
-        return _locate(image_path)
+        before, _, place = image_path.rpartition("@")
+        offset, num_bytes = place.split("+")
+        return before.partition("::")[0], int(offset), int(num_bytes)
 
 
 def is_tar(path: Path) -> bool:
@@ -118,7 +121,7 @@ def read_shards(shards: Sequence[Path]) -> Table:
         rows=[row for shard in shards for row in _rows_of_shard(shard, root)],
         root=root,
         store=TarStore(),
-        find=lambda key: (key, stamp_of_shard(_locate(key)[0])),
+        find=lambda key: (key, stamp_of_shard(TarStore.part_of(key)[0])),
         open_image=_open_image,
     )
 
@@ -181,16 +184,10 @@ def _entry(file: BinaryIO, parts: Mapping[str, Member]) -> dict[str, Any] | str:
     return entry
 
 
-def _locate(key: str) -> tuple[str, int, int]:
-    before, _, place = key.rpartition("@")
-    offset, num_bytes = place.split("+")
-    return before.partition("::")[0], int(offset), int(num_bytes)
-
-
 @contextmanager
 def _open_image(key: str) -> Iterator[BinaryIO]:
     """An image as a file of its own, so that only the bytes of its header are read."""
-    shard, offset, num_bytes = _locate(key)
+    shard, offset, num_bytes = TarStore.part_of(key)
     with tarfile.open(shard, "r:") as archive:
         info = tarfile.TarInfo()
         info.offset_data, info.size = offset, num_bytes
