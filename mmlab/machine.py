@@ -357,6 +357,22 @@ def resolve_device(name: str) -> str:
     return name
 
 
+def lock(file: int, *, wait: bool) -> None:
+    """Lock an open file or folder until it is closed. Nothing is locked where the system or the file system cannot.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is False.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except (ModuleNotFoundError, OSError):  # not Unix; a file system without such locks
+        pass
+
+
 def regular(path: str, flags: int) -> int:
     """The `opener` of `open` that refuses a pipe or a device, where a reader could wait for ever. Costs 3 us.
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mmlab.errors import OptionError
+from mmlab.machine import lock
 
 TIME_MODEL = "time_model.json"
 COMPARISON_FILES = ("comparison.json", "table.csv", "figure.png", "report.html", TIME_MODEL, "runs")
@@ -43,20 +44,13 @@ def held(folder: Path) -> Iterator[None]:
         OptionError: another run holds the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # not Unix
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)  # processes that are started from this one do not get it
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, wait=False)
         except BlockingIOError:
             problem = f"a run is going on in {folder}{_holder(folder)}; stop it, or name another folder"
             raise OptionError(problem) from None
-        except OSError:  # a file system without such locks
-            pass
         yield
     finally:
         os.close(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +15,7 @@ import pytest
 
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError
+from mmlab.runs.folders import held
 from tests.data.test_tar_shards import pairs, shard
 
 
@@ -50,6 +53,17 @@ def test_a_pattern_and_a_list_give_what_local_shards_give(tmp_path, store, cache
         assert (records.ids, records.texts, records.splits) == (local.ids, local.texts, local.splits)
         assert [records.read_image(row) for row in range(4)] == [local.read_image(row) for row in range(4)]
     assert downloaded(cache) == ["memory/bucket/train/0.tar", "memory/bucket/val/0.tar"]
+
+
+def test_a_disk_without_locks_is_no_obstacle(tmp_path, store, cache, monkeypatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    put(store, tmp_path / "train/0.tar", "a")
+    assert read_records("memory://bucket/train/0.tar", progress=False).ids == ["0.tar/a"]
+    with held(tmp_path / "run"):
+        pass
 
 
 def test_files_at_hand_are_not_copied(tmp_path, cache) -> None:

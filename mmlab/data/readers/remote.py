@@ -10,7 +10,6 @@ another size, time of change or ETag; where it cannot be reached, the file that 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from urllib.parse import quote
 from tqdm.auto import tqdm
 
 from mmlab.errors import DataError
+from mmlab.machine import lock
 
 _URL = re.compile(r"[a-z][\w+.-]*(::[a-z][\w+.-]*)*://", re.IGNORECASE)
 _NUM_AT_ONCE = 4  # downloads
@@ -82,7 +82,7 @@ def _local_copy(url: str, system: Any, path: str) -> Path:
     target = _place(url)
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_name(f".{target.name}.origin"), "a+", encoding="utf-8") as origin:
-        fcntl.flock(origin, fcntl.LOCK_EX)  # other processes wait here, and then find the file
+        lock(origin.fileno(), wait=True)  # other processes wait here, and then find the file
         origin.seek(0)
         known = origin.read() if target.is_file() else ""
         try:
