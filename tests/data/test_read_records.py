@@ -81,11 +81,17 @@ def test_unknown_sources(source, message):
         read_records(source)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00\x01\x02", b"just some words\n", b'{"a": \n', encoded()])
+@pytest.mark.parametrize("content", [b"\x00\x01\x02", b"just some words\n", b'{"a": \n', encoded()])
 def test_an_unknown_file_names_every_format_tried(folder, content):
     with pytest.raises(
         DataError, match=r"(?s)not a format.*as COCO captions:.*as Flickr token file:.*as manifest:"
     ):
+        read_records(folder.raw("data.bin", content))
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"[]"])
+def test_a_file_without_rows_says_so(folder, content):
+    with pytest.raises(DataError, match=r"data\.bin: no rows found"):
         read_records(folder.raw("data.bin", content))
 
 
