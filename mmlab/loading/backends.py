@@ -41,12 +41,14 @@ class Pending(NamedTuple):
 
     request: BatchRequest
     num_bytes: int
-    parts: list[Future]  # what the workers do
     loaded: Future[LoadedBatch]
 
 
 class Backend(ABC):
     """Loads requests with a pool of workers.
+
+    Attributes:
+        in_turns: a worker does all stages of a batch, one after the other.
 
     Args:
         loader: loads them; the workers share it.
@@ -54,6 +56,8 @@ class Backend(ABC):
         copier: pins, and copies to the device.
         max_bytes: limit on the padded bytes of the batches under way; one is always allowed.
     """
+
+    in_turns = True
 
     def __init__(self, loader: SampleLoader, setting: Setting, *, copier: Copier, max_bytes: int) -> None:
         self.loader, self.setting = loader, setting
@@ -68,8 +72,12 @@ class Backend(ABC):
         """Workers as the setting says."""
 
     @abstractmethod
-    def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
+    def _submit(self, request: BatchRequest) -> Future[LoadedBatch]:
         """Begin to load a request."""
+
+    @abstractmethod
+    def _abandon(self, pending: deque[Pending]) -> None:
+        """Give up what is pending, after an epoch or when it is left half-way."""
 
     @abstractmethod
     def ram_bytes(self, setting: Setting) -> int:
@@ -109,12 +117,6 @@ class Backend(ABC):
         """End all workers at once, but for the samples in hand; whoever waits for a batch is told."""
         _end(self._pools)
 
-    def _abandon(self, pending: deque[Pending]) -> None:
-        """After an epoch, or when it is left half-way."""
-        for item in pending:
-            for future in (*item.parts, item.loaded):
-                future.cancel()
-
     def _await(self, pending: deque[Pending]) -> LoadedBatch:
         try:
             loaded = pending[0].loaded.result()
@@ -136,7 +138,7 @@ class Backend(ABC):
             if pending and sum(item.num_bytes for item in pending) + num_bytes > self.max_bytes:
                 return request
             held = None
-            pending.append(Pending(request, num_bytes, *self._submit(request)))
+            pending.append(Pending(request, num_bytes, self._submit(request)))
         return held
 
     def _pool(self) -> Any:
@@ -144,8 +146,9 @@ class Backend(ABC):
             self._pools += [_threads(1, "mmlab-collate"), self._new_pool()]
         return self._pools[-1]
 
-    def _new_meter(self, shared: bool = True) -> StageMeter:
+    def _new_meter(self) -> StageMeter:
         num_workers = max(1, self.setting.num_workers)
+        shared = self.in_turns or not self.setting.num_workers
         stages = {"read": num_workers, "decode": num_workers, "collate": num_workers if shared else 1}
         return StageMeter(stages | ({"copy": 1} if self.copier.has_work else {}), shared=shared)
 
@@ -158,6 +161,7 @@ class ThreadBackend(Backend):
     more time on the interpreter's lock than they save.
     """
 
+    in_turns = False
     _is_quick = False  # the last samples were
 
     def ram_bytes(self, setting: Setting) -> int:
@@ -170,7 +174,7 @@ class ThreadBackend(Backend):
             self._upcoming = Upcoming()
         return _threads(self.setting.num_workers, "mmlab-load")
 
-    def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
+    def _submit(self, request: BatchRequest) -> Future[LoadedBatch]:
         num_samples, pixels, pool = len(request.rows), self.loader.pixels(request), self._pool()
         # Each worker decodes its share of a batch, so that the batch is there soon. A sample of the cache takes no longer
         # than to be handed over, so there a thread takes whole batches.
@@ -179,7 +183,7 @@ class ThreadBackend(Backend):
         slices = [range(num_samples)[start : start + size] for start in range(0, num_samples, size)]
         self._upcoming.extend(request.rows)
         parts = [] if self._is_quick else [pool.submit(self._load, request, part, pixels) for part in slices]
-        return parts, self._pools[0].submit(self._collate, request, parts, pixels)
+        return self._pools[0].submit(self._collate, request, parts, pixels)
 
     def _load(self, request: BatchRequest, places: range, pixels: NDArray[np.uint8]) -> list[LoadedSample]:
         samples, busy_s = self.loader.load_part(request, places, pixels, self._upcoming)
@@ -191,21 +195,10 @@ class ThreadBackend(Backend):
     def _collate(self, request: BatchRequest, parts: list[Future], pixels: NDArray[np.uint8]) -> LoadedBatch:
         samples = [sample for part in parts for sample in part.result()]
         samples = samples or self._load(request, range(len(request.rows)), pixels)
-        started = time.perf_counter()
-        loaded = self.loader.collate(request, samples, pixels)
-        self.meter.add("collate", len(request.rows), time.perf_counter() - started)
-        return finish(loaded, self.meter, self.copier)
+        return finish(self.loader.collate(request, samples, pixels), self.meter, self.copier)
 
     def _abandon(self, pending: deque[Pending]) -> None:
         self.close()
-
-    def _new_meter(self, shared: bool = True) -> StageMeter:
-        return super()._new_meter(shared=not self.setting.num_workers)
-
-
-def receive(made: Future[LoadedBatch], meter: StageMeter, copier: Copier) -> LoadedBatch:
-    """Finish what a worker loads."""
-    return finish(made.result(), meter, copier)
 
 
 def finish(loaded: LoadedBatch, meter: StageMeter, copier: Copier) -> LoadedBatch:

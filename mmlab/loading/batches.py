@@ -99,7 +99,9 @@ class LoadedBatch(NamedTuple):
     batch: Batch | None
     bad_samples: list[BadSample]
     num_hits: int  # samples that the cache had
-    busy_s: dict[str, float]  # seconds by stage, where one thread or process did it all
+    busy_s: dict[
+        str, float
+    ]  # seconds of collating; of the other stages too, where one thread or process did it all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,29 +154,23 @@ class SampleLoader:
             sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
         return loaded
 
-    def collate(
-        self,
-        request: BatchRequest,
-        loaded: Sequence[LoadedSample],
-        pixels: Pixels,
-        busy_s: dict[str, float] | None = None,
-    ) -> LoadedBatch:
+    def collate(self, request: BatchRequest, loaded: Sequence[LoadedSample], pixels: Pixels) -> LoadedBatch:
         """Pad the request's samples together, in the memory that `pixels` gave."""
+        started = time.perf_counter()
         rows = [item.row for item in loaded if item.sample is not None]
         samples = [item.sample for item in loaded if item.sample is not None]
         batch = self.dataset.collate(samples, pixels) if samples else None
         bad = [item.bad for item in loaded if item.bad is not None]
-        return LoadedBatch(request, rows, batch, bad, sum(item.hit for item in loaded), busy_s or {})
+        busy_s = {"collate": time.perf_counter() - started}
+        return LoadedBatch(request, rows, batch, bad, sum(item.hit for item in loaded), busy_s)
 
     def load(self, request: BatchRequest, holding: Callable[[int], None] = lambda row: None) -> LoadedBatch:
         """Load a whole request here and now; `holding` is told each row before it is touched."""
         pixels = self.pixels(request)
         rows = request.rows
         loaded, busy_s = self.load_part(request, range(len(rows)), pixels, Upcoming(rows), holding)
-        started = time.perf_counter()
-        batch = self.collate(request, loaded, pixels, busy_s)
-        busy_s["collate"] = time.perf_counter() - started
-        return batch
+        batch = self.collate(request, loaded, pixels)
+        return batch._replace(busy_s=busy_s | batch.busy_s)
 
     def load_part(
         self,

@@ -264,14 +264,12 @@ class PlannedLoader:
             self._num_done, self._num_bad, self._place = self._num_before, 0, None
         self._goes_on, self.bad_samples = False, []
         batches: Any = iter(self.plan)
-        if self._num_done > self._num_before:  # by a state of this very plan
+        number, epoch = self._num_done, self.epoch
+        if number > self._num_before:  # by a state of this very plan
             if self._place is None:
-                batches = iter(self.plan.skip(self._num_done - self._num_before))
+                batches = iter(self.plan.skip(number - self._num_before))
             else:
                 batches.load_state_dict(self._place)
-        return self._drawn(batches, self._num_done, self.epoch)
-
-    def _drawn(self, batches: Any, number: int, epoch: int) -> Iterator[BatchRequest]:
         for rows in batches:
             place = batches.state_dict() if hasattr(batches, "state_dict") else None
             yield BatchRequest(number, epoch, list(rows), place)

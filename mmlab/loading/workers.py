@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from mmlab.errors import OptionError, RunError
-from mmlab.loading.backends import Backend, Pending, Setting, receive
+from mmlab.loading.backends import Backend, Pending, Setting, finish
 from mmlab.loading.batches import BatchRequest, LoadedBatch, SampleLoader
 
 _MAX_DEATHS = 2  # of workers, without a batch delivered in between
@@ -83,7 +83,7 @@ class ProcessBackend(Backend):
         arguments = (content, self._holding, context.Value("q", 0), self._num_abandoned)
         return ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=arguments)
 
-    def _submit(self, request: BatchRequest) -> tuple[list[Future], Future[LoadedBatch]]:
+    def _submit(self, request: BatchRequest) -> Future[LoadedBatch]:
         pool = self._pool()
         try:
             made = pool.submit(_load, request, self._num_abandoned.value)
@@ -91,7 +91,8 @@ class ProcessBackend(Backend):
             made = Future()
             made.set_exception(error.with_traceback(None))  # noticed in its turn
         # without a reference to this backend, which ends its workers when it is let go of
-        return [made], self._pools[0].submit(receive, made, self.meter, self.copier)
+        meter, copier = self.meter, self.copier
+        return self._pools[0].submit(lambda: finish(made.result(), meter, copier))
 
     def _abandon(self, pending: deque[Pending]) -> None:
         """Let the workers pass over what is left.
@@ -114,7 +115,7 @@ class ProcessBackend(Backend):
                 self._report_deaths(error)
                 error.__traceback__ = None  # futures keep the error, and its frames would keep this backend
                 for place, item in enumerate(pending):
-                    pending[place] = Pending(item.request, item.num_bytes, *self._submit(item.request))
+                    pending[place] = item._replace(loaded=self._submit(item.request))
             else:
                 self._num_deaths = 0
                 return loaded
