@@ -67,7 +67,7 @@ class QuickFakeMode(FakeTensorMode):
     (several devices, constants, no tensors at all, a result that depends on values) goes torch's way.
     """
 
-    _known: ClassVar[dict[Any, tuple[Any, list[Any]]]] = {}  # forms of the results, by what went in
+    _known: ClassVar[dict[Any, Any]] = {}  # the results of operations, without data, by what went in
 
     def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kind, tensors = _kind(func), tensors_in((*args, *kwargs.values()))
@@ -77,31 +77,17 @@ class QuickFakeMode(FakeTensorMode):
             return self._dispatch_impl(func, types, args, kwargs)
         key = (device, func, _form(args), _form((*kwargs.items(),))) if kind.gives_memory else None
         if key in self._known:
-            container, forms = self._known[key]
-            return _joined(container, [self._made(device, *form) for form in forms])
+            return _each(lambda known: FakeTensor(self, _like(known), device), self._known[key])
         if kind.has_rules:
             out = self._dispatch_impl(func, types, args, kwargs)
         else:
             with in_kernel_invocation_manager(self):
                 out = func(*args, **{name: value for name, value in kwargs.items() if name != "device"})
-        container = list if isinstance(out, list) else tuple if isinstance(out, tuple) else None
-        results: list[Any] = [*out] if container else [out]
-        results = [self._on(device, result) if type(result) is Tensor else result for result in results]
-        if key and all(_is_plain(result) and result.fake_device == device for result in results):
-            forms = [(result.shape, result.stride(), result.dtype) for result in results]
-            made = [self._made(device, *form) for form in forms]
-            if [*map(_storage_bytes, made)] == [
-                *map(_storage_bytes, results)
-            ]:  # no result is part of something larger
-                self._known[key] = container, forms
-        return _joined(container, results)
-
-    def _made(self, device: torch.device, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
-        with torch._C._DisableTorchDispatch():
-            return self._on(device, torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
-
-    def _on(self, device: torch.device, without_data: Tensor) -> FakeTensor:
-        return FakeTensor(self, without_data, device)
+            out = _each(lambda one: FakeTensor(self, one, device) if type(one) is Tensor else one, out)
+        results = out if isinstance(out, list | tuple) else (out,)
+        if key and all(_is_whole(result, device) for result in results):
+            self._known[key] = _each(_like, out)
+        return out
 
 
 class _Kind(NamedTuple):
@@ -117,18 +103,17 @@ def _kind(operation: Any) -> _Kind | None:
     if getattr(operation, "namespace", "") != "aten" or _BY_VALUE.intersection(operation.tags):
         return None
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(operation.name(), "Meta")
-    gives_memory = operation is not _VIEWS[1] and not any(
-        item.alias_info for item in schema_of(operation).arguments
-    )
-    has_rules = operation not in _VIEWS and any(
-        applies(operation) for applies, _ in op_implementations_checks
-    )
+    aliases = any(argument.alias_info for argument in schema_of(operation).arguments)
+    gives_memory = not aliases and operation is not _UNSAFE_VIEW
+    ruled = any(applies(operation) for applies, _ in op_implementations_checks)
+    has_rules = ruled and operation not in _VIEWS
     return _Kind(gives_memory, has_rules) if has_kernel and (gives_memory or not has_rules) else None
 
 
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-# whose rules are about symbolic sizes; the second is a view that its schema does not call one
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.slice.Tensor)
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that its schema does not call one
+# whose rules are about symbolic sizes
+_VIEWS = (torch.ops.aten.view.default, _UNSAFE_VIEW, torch.ops.aten.slice.Tensor)
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -142,12 +127,24 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
-def _storage_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _is_whole(result: Any, device: torch.device) -> bool:
+    """Whether it is all that its memory holds, on this device."""
+    if not _is_plain(result) or result.fake_device != device:
+        return False
+    return result.untyped_storage().nbytes() == _like(result).untyped_storage().nbytes()
 
 
-def _joined(container: Any, results: list[Any]) -> Any:
-    return container(results) if container else results[0]
+def _like(tensor: Tensor) -> Tensor:
+    """A new tensor of the same form without data."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _each(change: Callable[[Any], Any], out: Any) -> Any:
+    """What an operation gives, its one result or each of several changed."""
+    if not isinstance(out, list | tuple):
+        return change(out)
+    return [*map(change, out)] if isinstance(out, list) else tuple(map(change, out))
 
 
 def schema_of(operation: Any) -> Any:
