@@ -17,7 +17,7 @@ import traceback
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import inf, isnan, nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -241,32 +241,25 @@ class Runs:
     def __init__(self, source: Source, *, scan_s: float = 0.0) -> None:
         self.errors: list[dict[str, str]] = []  # what could not be read: where, text, traceback
         self._states: dict[Path, RunState] = {}
-        # the same, named and in order; None: to be worked out
-        self._ordered: dict[str, RunState] | None = None
         self._scan_s = scan_s
         self._num_runs = 0
         self.follow(source)
 
     def follow(self, source: Source) -> None:
         """Follow something else from now on; what is no longer followed is dropped at the next poll."""
-        self.source = source
-        self._ordered, self._next_scan_s = None, -inf
+        self.source, self._next_scan_s = source, -inf
 
     @property
     def states(self) -> dict[str, RunState]:
         """The runs in the order in which they began, by folder relative to the one that was given."""
-        if self._ordered is None:
-            self._ordered = self._in_order()
-        return self._ordered
-
-    def _in_order(self) -> dict[str, RunState]:
         root = Path(self.source) if isinstance(self.source, str | Path) else Path()
-        found = sorted(self._states.items(), key=lambda item: item[1].first_s if item[1].ranks() else inf)
-        names = (folder.relative_to(root) if folder.is_relative_to(root) else folder for folder, _ in found)
-        return {
-            state.name if folder == root else name.as_posix(): state
-            for name, (folder, state) in zip(names, found, strict=True)
-        }
+        named = {}
+        for folder, state in sorted(
+            self._states.items(), key=lambda item: item[1].first_s if item[1].ranks() else inf
+        ):
+            below = folder.relative_to(root) if folder.is_relative_to(root) else folder
+            named[state.name if folder == root else below.as_posix()] = state
+        return named
 
     def poll(self) -> bool:
         """Read what was written since the last call; True if anything is new. Never raises for what a file holds."""
@@ -286,17 +279,13 @@ class Runs:
             if state.is_broken:
                 continue
             try:
-                was_empty = isnan(state.first_s)
                 changed |= state._read() > 0
-                if was_empty:
-                    self._ordered = None
             except WrittenAnewError:
                 self._take(folder, list(state._files))
                 changed = True
             except FileNotFoundError:  # moved aside: a new one may come in its place
                 del self._states[folder]
-                self._ordered, self._next_scan_s = None, -inf
-                changed = True
+                self._next_scan_s, changed = -inf, True
             except (DataError, OSError) as error:
                 state.is_broken = True
                 self.errors.append(shown_error("reading", error))
@@ -315,13 +304,11 @@ class Runs:
             else:
                 self._take(folder, paths)
         if changed := before != list(self._states):
-            self._ordered = None
             self._name()
         return changed
 
     def _take(self, folder: Path, paths: Iterable[str]) -> None:
         self._num_runs += 1
-        self._ordered = None
         state = self._states[folder] = RunState(folder, id=f"r{self._num_runs}")
         state._files = dict.fromkeys(paths, UNREAD)
 
