@@ -10,7 +10,7 @@ import atexit
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mmlab.training.step_meter import clock
 from mmlab.types import PATCH, CostModel
 
 
-class RunWriter:
+class RunWriter(AbstractContextManager["RunWriter"]):
     """A context manager around a run; a step of it is one call.
 
     ::
@@ -137,9 +137,6 @@ class RunWriter:
             atexit.unregister(self._close_at_exit)
             kind, trace = (type(error), error.__traceback__) if error else (None, None)
             self._opened.__exit__(kind, error, trace)
-
-    def __enter__(self) -> RunWriter:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)

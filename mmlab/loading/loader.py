@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from functools import partial
 from operator import length_hint
@@ -48,7 +48,7 @@ def default_num_workers() -> int:
     return min(8, num_usable_cores())
 
 
-class PlannedLoader:
+class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     """Iterates over the batches of one epoch's plan; `set_epoch` plans the next.
 
     Args:
@@ -164,9 +164,6 @@ class PlannedLoader:
         self._check_open()
         return self._deliver()
 
-    def __enter__(self) -> PlannedLoader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -201,13 +198,12 @@ class PlannedLoader:
             )
         place, num_batches = state.get("plan"), state["num_batches"]
         here = getattr(self.scheduler, "world_size", 1)
+        rest, num_before = None, 0
         if "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
-            self._begin(state["epoch"])
         elif place is not None and any(num and ranks != here for ranks, num in place.get("taken", ())):
-            self._begin(state["epoch"], self.scheduler.resume(self._loader.sizes, place), num_batches)
-        else:
-            self._begin(state["epoch"])
+            rest, num_before = self.scheduler.resume(self._loader.sizes, place), num_batches
+        self._begin(state["epoch"], rest, num_before)
         self._num_done, self._num_bad = num_batches, state["num_bad_samples"]
         self._place, self._goes_on = place, True
 

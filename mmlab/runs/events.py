@@ -20,6 +20,7 @@ import mmap
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ class RunEvent:
         return cls(kind, step, rank, time.time(), values)
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """Append events to one rank's file in a run's folder; a context manager, safe to call from any thread.
 
     The folder is made if need be. If a killed run left a torn last line, it is cut off and a warning event says so.
@@ -110,9 +111,6 @@ class RunLog:
     def close(self) -> None:
         """Close the file; writing after that is an error."""
         self._file.close()
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ def read_device(device: str | torch.device) -> DeviceReading:
         return meter.read()
 
 
-class DeviceMeter:
+class DeviceMeter(AbstractContextManager["DeviceMeter"]):
     """Reads one device again and again; a process's CPU share is taken since the reading before. Use from one thread.
 
     For a CUDA device, making it opens NVML and initialises CUDA in this process. Close it, or use it as a context
@@ -123,9 +124,6 @@ class DeviceMeter:
         if self._gpu is not None:
             self._gpu.close()
             self._gpu = None
-
-    def __enter__(self) -> DeviceMeter:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
