@@ -161,11 +161,8 @@ def _number(value: float | None, factor: float = 1.0, unit: str = "", *, digits:
 
 def _steps(row: Mapping[str, Any]) -> str:
     """With how many there will be, about; no two epochs need have as many."""
-    return (
-        f"{row['steps']}/{row['planned_steps']}"
-        if row["planned_steps"] and row["left_s"]
-        else str(row["steps"])
-    )
+    planned = f"/{row['planned_steps']}" if row["planned_steps"] and row["left_s"] else ""
+    return f"{row['steps']}{planned}"
 
 
 def _memory(row: Mapping[str, Any]) -> str:
@@ -182,7 +179,7 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {  # heading -> how a 
     "status": lambda row: row["status"],
     "done": lambda row: _number(row["done_ratio"], 100, "%"),
     "left": lambda row: duration(row["left_s"]) if row["status"] in ACTIVE else "",
-    "step": lambda row: _steps(row),
+    "step": _steps,
     "loss": lambda row: _number(row["loss"], digits=3),
     "samples/s": lambda row: _number(row["samples_per_s"], digits=1),
     "step ms": lambda row: _number(row["step_s"], 1000, digits=1),
