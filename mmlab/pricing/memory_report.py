@@ -144,8 +144,7 @@ class MemoryReport:
 
         table = pd.DataFrame(shapes[:, 1:], columns=["num_tokens", "height", "width"])
         if self.of_conversations:  # whose columns stand for patches
-            patches = table.pop("height") * table.pop("width") // PATCH**2
-            table["num_patches"] = patches
+            table["num_patches"] = table.pop("height") * table.pop("width") // PATCH**2
         table["num_samples"] = counts
         table["alone_bytes"] = batch_costs(self.memory, shapes).round().astype(np.int64)
         table["best_batch_size"] = [

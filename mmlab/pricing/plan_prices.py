@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import CONTEXT_BYTES, GIB, memory_limit, resolve_device
@@ -103,35 +105,32 @@ def price_plans(
         OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device.
     """
     check_numbers({"price_per_hour": price_per_hour})
-    here = resolve_device("auto") if device_name is None else None
     named = None if device_name is None else find_device(device_name)
     if named is not None:
         named.check_precision(precision)
-    kind = named.kind if named else str(here).partition(":")[0]
-    limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(str(here)).usable_bytes
+    kind = named.kind if named else resolve_device("auto")
+    limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(kind).usable_bytes
     priced: dict[str, Any] = {"precision": precision, "progress": progress}
     packs = None
     if progress:
-        steps = "30 steps without the device" if named else f"100 to 200 steps on {here}"
+        steps = "30 steps without the device" if named else f"100 to 200 steps on {kind}"
         print(f"Pricing {model} by {steps}; base takes a minute or two", file=sys.stderr, flush=True)
     if dataset is not None and not named:
-        vlm = conversation_model(model, device=str(here))
+        vlm = conversation_model(model, device=kind)
         memory, time = price_dataset(vlm, dataset, precision=precision)
         packs = price_dataset(packing(vlm, dataset), dataset, precision=precision) if packed else None
     else:
-        where = "meta" if named else "cpu"
-        network = (
-            conversation_model(model)
-            if dataset is not None
-            else named_model(model, vocab_size=_VOCAB_SIZE, device=where)
-        )
+        if dataset is not None:
+            network: nn.Module = conversation_model(model)
+        else:
+            network = named_model(model, vocab_size=_VOCAB_SIZE, device="meta" if named else "cpu")
         memory = fit_memory(network, dataset=dataset, device=kind, num_held_out=0, **priced)
         require_room(memory, sizes, limit_bytes, "make images smaller, or take a larger device")
         if named:
             priced |= {"dataset": dataset, "cost": memory, "budget": limit_bytes}
             time = predict_time(network, sizes, named, **priced)
         else:
-            time = fit_time(network, sizes, device=here, **priced)
+            time = fit_time(network, sizes, device=kind, **priced)
     return PlanPrices(
         memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour, packs=packs
     )

@@ -38,10 +38,8 @@ from mmlab.types import Batch, BatchShape
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
-ALLOCATION_BYTES = {
-    "cuda": 512,
-    "cpu": 1,
-}  # an allocation is a multiple of this; on CUDA torch's kMinBlockSize
+# an allocation is a multiple of this; on CUDA torch's kMinBlockSize
+ALLOCATION_BYTES = {"cuda": 512, "cpu": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +47,14 @@ class StepSetting:
     """What decides a step's memory beside the model and the shape; the options of everything that prices a step."""
 
     precision: str = "fp32"  # "fp32", "bf16" or "fp16"
-    optimizer: str | OptimizerFactory = (
-        "adamw"  # or "sgd" (momentum 0.9), or a function from parameters to one
-    )
+    # or "sgd" (momentum 0.9), or a function from parameters to one
+    optimizer: str | OptimizerFactory = "adamw"
     device: str = "cuda"  # or "cpu": whose kernels and allocator are priced
     checkpointing: bool = False  # turn activation checkpointing on; a model that has it keeps it
     objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",)  # as the trainer takes them
     accumulating: bool = False  # earlier micro-batches of the step have left their gradients
-    gradient_buckets: bool = (
-        False  # every weight that learns has its place in a bucket all the time, as under `ddp`
-    )
+    # every weight that learns has its place in a bucket all the time, as under `ddp`
+    gradient_buckets: bool = False
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -86,9 +82,8 @@ class StepTrace:
     saved_bytes: int  # live between forward and backward beyond those two: what the graph keeps
     gradient_bytes: NDArray[np.int64]  # (n,) of the parameters, in `live_bytes`
     step_peak_bytes: int  # of the first optimizer step, which makes the state; the same for all shapes
-    reads: Mapping[
-        str, int
-    ]  # numbers that the model read though pricing has none, see `mmlab.pricing.values`
+    # numbers that the model read though pricing has none, see `mmlab.pricing.values`
+    reads: Mapping[str, int]
 
     @property
     def peak_bytes(self) -> int:
