@@ -52,20 +52,17 @@ def read_coco(path: Path, allow_missing_modality: bool) -> list[Row]:
     for number, annotation in enumerate(content["annotations"]):
         image_id = str(annotation.get("image_id"))
         without_caption.pop(image_id, None)
-        row = _row(f"annotation {number}", images.get(image_id, {}), annotation.get("caption"))
+        row = _row(f"annotation {number}", images.get(image_id, {}), annotation.get("caption"), ambiguous)
         row.id = str(annotation["id"]) if "id" in annotation else None
         if image_id not in images:
             row.problem = f"image_id {image_id} is not among the images"
-        row.problem = ambiguous.get(image_id, row.problem)
         rows.append(row)
-    for image_id, image in without_caption.items():
-        row = _row(f"image {image_id}", image, None)
-        row.problem = ambiguous.get(image_id, row.problem)
-        rows.append(row)
-    return rows
+    alone = without_caption.items()
+    return [*rows, *(_row(f"image {image_id}", image, None, ambiguous) for image_id, image in alone)]
 
 
-def _row(where: str, image: dict[str, Any], caption: object) -> Row:
+def _row(where: str, image: dict[str, Any], caption: object, ambiguous: dict[str, str]) -> Row:
     name = image.get("file_name")
-    problem = "" if isinstance(name, str) else f"file_name must be a path, found {name!r:.40}"
-    return Row(where, None if problem else name, caption, split=image.get("split"), problem=problem)
+    no_path = "" if isinstance(name, str) else f"file_name must be a path, found {name!r:.40}"
+    problem = ambiguous.get(str(image.get("id")), no_path)
+    return Row(where, None if no_path else name, caption, split=image.get("split"), problem=problem)

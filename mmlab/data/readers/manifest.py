@@ -56,11 +56,10 @@ def require_columns(found: Iterable[object], what: str, allow_missing_modality: 
     if len(missing) > (1 if allow_missing_modality else 0):
         names = "; ".join(f"{column}: {', '.join(SYNONYMS[column].split())}" for column in missing)
         talks = not {"conversations", "messages"}.isdisjoint(found_names)
+        hint = "; conversations are read with the --processor of a vision-language model" if talks else ""
         raise DataError(
             f"{what}: no {' and no '.join(missing)} column among {', '.join(found_names) or 'no columns'}. "
-            f"Rename one to any of these ({names})"
-            + "; conversations are read with the --processor of a vision-language model"
-            * talks
+            f"Rename one to any of these ({names}){hint}"
         )
     return matched
 
