@@ -76,7 +76,9 @@ def fit_rows(
 
 def held_out_errors(predicted: NDArray[np.floating], found: NDArray[Any]) -> dict[str, float]:
     """Relative errors of predictions: `p50_ratio`, `p95_ratio`, `max_ratio` of the absolute ones, and
-    `worst_under_ratio`, the largest that a prediction fell short by; with `num_shapes`."""
+    `worst_under_ratio`, the largest that a prediction fell short by; with `num_shapes`. Without any there are none."""
+    if not len(found):
+        return {}
     error = np.asarray(predicted) / np.asarray(found) - 1
     return {
         "num_shapes": len(error),

@@ -82,15 +82,12 @@ def fit_memory(
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
     live = _aligned(traces[: len(probes)])
     rows = fit_rows(probes, live, step_peak_bytes=tracer.step_peak_bytes, patch=patch, largest=largest)
-    held_out = {}
-    if num_held_out:
-        peaks = np.array([trace.peak_bytes for trace in traces[len(probes) :]])
-        held_out = held_out_errors(batch_costs(rows, unseen), peaks)
+    peaks = np.array([trace.peak_bytes for trace in traces[len(probes) :]])
     return MemoryModel(
         rows=rows,
         fingerprint=fingerprint(model),
         conditions=tracer.setting.conditions | ({} if side is None else {"image_size": side}),
-        held_out=held_out,
+        held_out=held_out_errors(batch_costs(rows, unseen), peaks),
     )
 
 

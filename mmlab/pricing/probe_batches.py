@@ -65,7 +65,7 @@ class ProbeBatches:
             _, shortest, height, width = self._shapes[place].tolist()
             size = rng.integers(2, max(4, min(_LARGEST_SIZE, self._most_samples(place))), endpoint=True)
             shapes.append((size, rng.integers(shortest, self._longest, endpoint=True), height, width))
-        return np.array(shapes)
+        return np.array(shapes, dtype=np.int64).reshape(-1, 4)
 
     def __call__(self, shape: BatchShape) -> ConversationBatch:
         """The batch, whose first sample is a token short."""

@@ -97,16 +97,13 @@ def fit_time(
     # other work spoils later rounds as often as new shapes the first one
     low_s, spread_ratio = low_seconds(np.column_stack([first_s, times]))
     rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
-    held_out = {}
-    if num_held_out:
-        held_out = held_out_errors(batch_costs(rows, shapes[num_probes:]), low_s[num_probes:])
     # an epoch has its share of other programs' work as well: as much as the repeats had
     usual_ratio = float(np.median(times.mean(axis=1) / low_s))
     return TimeModel(
         rows=replace(rows, coefficients=usual_ratio * rows.coefficients),
         fingerprint=fingerprint(model),
         conditions=time_conditions(trainer),
-        held_out=held_out,
+        held_out=held_out_errors(batch_costs(rows, shapes[num_probes:]), low_s[num_probes:]),
         spread_ratio=spread_ratio,
         new_shape_s=max(0.0, float(np.median(first_s - np.median(times, axis=1)))),
         **dict[str, Any](loading or {}),
