@@ -266,9 +266,8 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
     else:
         total, others = given, 0
     if given is not None and given < total:
-        others = max(
-            0, others - (total - given)
-        )  # what others use of the part that is left out does not matter
+        # what others use of the part that is left out does not matter
+        others = max(0, others - (total - given))
         total = given
     limit = MemoryLimit(
         device=str(device), total_bytes=total, others_bytes=others, context_bytes=CONTEXT_BYTES[device.type]
