@@ -99,9 +99,8 @@ class LoadedBatch(NamedTuple):
     batch: Batch | None
     bad_samples: list[BadSample]
     num_hits: int  # samples that the cache had
-    busy_s: dict[
-        str, float
-    ]  # seconds of collating; of the other stages too, where one thread or process did it all
+    # seconds of collating; of the other stages too, where one thread or process did it all
+    busy_s: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
