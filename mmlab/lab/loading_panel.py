@@ -12,7 +12,6 @@ from copy import copy
 from pathlib import Path
 
 import ipywidgets as widgets
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -128,15 +127,11 @@ def loading_figure(figures: pd.DataFrame) -> Figure:
     """Bars of each setting: samples/s, and how busy each stage was, with the time that training waited in grey."""
     figure = Figure(figsize=(11, 1.1 + 0.55 * len(figures)), layout="constrained")
     speed, busy = figure.subplots(1, 2, sharey=True)
-    places = np.arange(len(figures))
-    speed.barh(places, figures["samples/s"], color=PALETTE[0], height=0.6)
-    shares = figures.drop(columns="samples/s")
-    colours = (PALETTE[5], PALETTE[0], PALETTE[1], GREY)
-    for number, (name, colour) in enumerate(zip(shares, colours, strict=True)):
-        busy.barh(places + 0.2 * (number - 1.5), 100 * shares[name], height=0.18, color=colour, label=name)
-    speed.set(yticks=places, yticklabels=list(figures.index), xlabel="samples/s")
+    figures["samples/s"].plot.barh(ax=speed, color=PALETTE[0], width=0.6, xlabel="samples/s")
+    shares = 100 * figures.drop(columns="samples/s")
+    colours = [PALETTE[5], PALETTE[0], PALETTE[1], GREY]
+    shares.plot.barh(ax=busy, color=colours, width=0.75, xlabel="% of the time", xlim=(0, 100))
     speed.invert_yaxis()
-    busy.set(xlabel="% of the time", xlim=(0, 100))
     busy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     for axis in (speed, busy):
         axis.spines[["top", "right"]].set_visible(False)
