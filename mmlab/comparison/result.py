@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,8 +202,7 @@ class Comparison:
         arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None]
         return [
             (one.scheduler, other.scheduler)
-            for one in arms
-            for other in arms
+            for one, other in permutations(arms, 2)
             if one.samples_per_s > 1.05 * other.samples_per_s
             and (one.predicted_samples_per_s or 0) < (other.predicted_samples_per_s or 0)
         ]
@@ -242,14 +241,13 @@ class Comparison:
 
     def html(self, picture: bytes | None = None) -> str:
         """One self-contained page: configuration, table, figure (drawn unless given, as a PNG file), notes."""
-        from jinja2 import Template
-
-        return Template(PAGE_HEAD + _PAGE, autoescape=True).render(
-            title=self.config["data"],
-            comparison=self,
-            table=self.summary().to_html(border=0),
-            picture=base64.b64encode(picture or to_png(self.figure())).decode(),
-            config=json.dumps(self.config, indent=2),
+        return page_of(
+            self.summary(),
+            picture or to_png(self.figure()),
+            heading="What each batch scheduler costs",
+            about=(self.config["data"], self.config["device"], self.config["date"]),
+            notes=self.notes(),
+            details={"Configuration": json.dumps(self.config, indent=2)},
         )
 
     def __repr__(self) -> str:
@@ -308,8 +306,20 @@ def _size(arm: ArmResult) -> str:
     return f"{arm.options['budget']} padded tokens" if "budget" in arm.options else "as configured"
 
 
-PAGE_HEAD = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>mmlab: {{ title }}</title>
+def page_of(table: pd.DataFrame, picture: bytes, **texts: Any) -> str:
+    """One self-contained page with a table and a PNG file.
+
+    Args:
+        texts: `heading`; `about`, of which the first is the title; `notes`; `details` by their names.
+    """
+    from jinja2 import Template
+
+    encoded = base64.b64encode(picture).decode()
+    return Template(_PAGE, autoescape=True).render(table=table.to_html(border=0), picture=encoded, **texts)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>mmlab: {{ about[0] }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
 body { color: #222; background: #fff }
@@ -317,13 +327,12 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: 
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
 img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
 </style>
-"""
-_PAGE = """<h1>What each batch scheduler costs</h1>
-<p>{{ title }} · {{ comparison.config.device }} · {{ comparison.config.date }}</p>
+<h1>{{ heading }}</h1>
+<p>{{ about | join(" · ") }}</p>
 {{ table | safe }}
-<ul>{% for note in comparison.notes() %}<li>{{ note }}</li>{% endfor %}</ul>
-<img alt="Padding waste, throughput, time, memory, batch cost and loss of each scheduler"
-     src="data:image/png;base64,{{ picture }}">
-<details><summary>Configuration</summary><pre>{{ config }}</pre></details>
-</html>
+<ul>{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>
+<img alt="Throughput, memory, batch cost and loss of each scheduler" src="data:image/png;base64,{{ picture }}">
+{% for name, text in details.items() -%}
+<details{{ " open" if name == "Error" }}><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
+{% endfor %}</html>
 """

@@ -10,7 +10,6 @@ second. Loads neither torch nor widgets until the panel is asked for.
 
 from __future__ import annotations
 
-import base64
 import threading
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
 from mmlab.comparison.options import COMPARED, PRECISIONS, ComparisonOptions, read_options, scheduler_names
-from mmlab.comparison.result import PAGE_HEAD, Comparison, load_comparison
+from mmlab.comparison.result import Comparison, load_comparison, page_of
 from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_png
@@ -281,7 +280,17 @@ class Lab:
             RunError: no run has begun.
         """
         found = self._comparison()
-        page = self._page() if found is None else found.html()
+        if found is None:
+            error = {} if self.error is None else {"Error": self.error}
+            page = page_of(
+                self.table(),
+                to_png(self.figure()),
+                heading="Batch schedulers side by side, so far",
+                about=(str(self.data), self.state),
+                details={**error, "Configuration": self.code()},
+            )
+        else:
+            page = found.html()
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page)
@@ -336,18 +345,6 @@ class Lab:
                 return load_comparison(self.folder)
         return None
 
-    def _page(self) -> str:
-        from jinja2 import Template
-
-        return Template(PAGE_HEAD + _PAGE, autoescape=True).render(
-            title=str(self.data),
-            state=self.state,
-            table=self.table().to_html(border=0),
-            picture=base64.b64encode(to_png(self.figure())).decode(),
-            error=self.error,
-            code=self.code(),
-        )
-
 
 _DEFAULTS: dict[str, Any] = {"schedulers": COMPARED, **asdict(ComparisonOptions())}
 
@@ -372,13 +369,3 @@ def _job_of(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = next((start["config"] for start in starts if "config" in start), {})
     options = {key: config[key] for key in _DEFAULTS if key in config}
     return {"data": config.get("data"), "schedulers": tuple(runs.states), "options": options}
-
-
-_PAGE = """<h1>Batch schedulers side by side, so far</h1>
-<p>{{ title }} · {{ state }}</p>
-{{ table | safe }}
-<img alt="Loss, batch cost, throughput and memory of each run" src="data:image/png;base64,{{ picture }}">
-{% if error %}<details open><summary>Error</summary><pre>{{ error }}</pre></details>{% endif %}
-<details><summary>Configuration</summary><pre>{{ code }}</pre></details>
-</html>
-"""
