@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
-from mmlab.comparison.options import COMPARED, PRECISIONS, ComparisonOptions, read_options, scheduler_names
+from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.result import Comparison, load_comparison, page_of
 from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.runs.control import send
@@ -302,7 +302,7 @@ class Lab:
 
         if self._panel is None:
             self._find_running()
-            self._panel = LabPanel(self, PRECISIONS)
+            self._panel = LabPanel(self)
         return self._panel
 
     def differences(self, job: Mapping[str, Any]) -> str:

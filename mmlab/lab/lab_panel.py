@@ -9,12 +9,13 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets as widgets
 
 from mmlab.comparison.background import PROCESS
+from mmlab.comparison.options import PRECISIONS
 from mmlab.errors import OptionError
 from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.panels import Panel
@@ -29,10 +30,9 @@ class LabPanel(Panel):
 
     Args:
         lab: a `mmlab.Lab`.
-        precisions: names to choose from.
     """
 
-    def __init__(self, lab: Any, precisions: Sequence[str]) -> None:
+    def __init__(self, lab: Any) -> None:
         self.lab = lab
         options: Mapping[str, Any] = lab.options
         chosen = tuple(options["schedulers"])
@@ -58,7 +58,7 @@ class LabPanel(Panel):
         self.batch_size = widgets.FloatText(options["batch_size"], description="batch size", style=_WIDE)
         self.epochs = widgets.FloatText(options["epochs"], description="epochs", style=_WIDE)
         self.precision = widgets.Dropdown(
-            options=list(precisions), value=options["precision"], description="precision", style=_WIDE
+            options=PRECISIONS, value=options["precision"], description="precision", style=_WIDE
         )
         self.code = widgets.HTML()
         self.wrong: list[str] = []  # what is the matter with the fields' values
