@@ -89,7 +89,7 @@ class Lab:
         self._run: BackgroundRun | None = None
         self._opened = False  # what is in the folder is of this lab, though it has not started it
         self._runs = Runs(self.folder / "runs")
-        self._polled_s, self._progress = 0.0, Progress()
+        self._polled_s = 0.0
         self._panel: LabPanel | None = None
 
     @classmethod
@@ -146,7 +146,7 @@ class Lab:
                     "the data of this run were not given as a path, so only the process that has them can start it "
                     "again; make a new Lab with them"
                 )
-            self._runs, self._progress = Runs(self.folder / "runs"), Progress()
+            self._runs = Runs(self.folder / "runs")
             options = {key: value for key, value in self.options.items() if key != "schedulers"}
             self._run = start_compare(
                 self.data, self.options["schedulers"], out=self.folder, detached=self.detached, **options
@@ -216,8 +216,10 @@ class Lab:
     @property
     def progress(self) -> Progress:
         """Share of the run that is done, and seconds left by what the plans still cost; NaN where not known yet."""
-        self._poll()
-        return self._progress
+        with self._lock:
+            states = self._poll()
+            known = len(states) >= len(self.options["schedulers"])
+            return progress_of(states.values()) if known else Progress()
 
     @property
     def error(self) -> str | None:
@@ -333,9 +335,6 @@ class Lab:
             if at_once or time.monotonic() - self._polled_s > POLL_S:
                 self._polled_s = time.monotonic()
                 self._runs.poll()
-                states = self._runs.states
-                if len(states) >= len(self.options["schedulers"]):
-                    self._progress = progress_of(states.values())
             return self._runs.states
 
     def _comparison(self) -> Comparison | None:
