@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -112,15 +111,6 @@ def export(
     return Printed(document=document, text=f"Gave {count} points of {run} to {to} at {target}")
 
 
-@dataclass(kw_only=True)
-class _PlanOptions:
-    budget: Annotated[float | None, "padded tokens a batch may cost (default: 32 mean samples)"] = None
-    patch: Annotated[int | None, "side of an image patch in pixels (default: the model's, else 16)"] = None
-    ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 1
-    epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2
-    seed: Seed = 0
-
-
 def plan(
     *,
     data: Annotated[str | None, "image-text pairs in any format that mmlab reads"] = None,
@@ -133,7 +123,11 @@ def plan(
     device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
     price_per_hour: Annotated[float | None, "of one device: adds epoch_price"] = None,
     precision: Precision = "fp32",
-    **options: Annotated[Any, _PlanOptions],
+    budget: Annotated[float | None, "padded tokens a batch may cost (default: 32 mean samples)"] = None,
+    patch: Annotated[int | None, "side of an image patch in pixels (default: the model's, else 16)"] = None,
+    ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 1,
+    epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2,
+    seed: Seed = 0,
 ) -> Any:
     """Show what each scheduler's batches would waste, and what an epoch would take, before any training."""
     from mmlab.data.readers import read_records
@@ -150,7 +144,7 @@ def plan(
     if model is not None:
         from mmlab.pricing.plan_prices import price_plans, side_of_patch
     if processor is not None:
-        if data is None or options["patch"] is not None:
+        if data is None or patch is not None:
             raise OptionError("--processor takes --data with conversations, and no --patch")
         from mmlab.pricing.step_prices import named_dataset
 
@@ -162,11 +156,11 @@ def plan(
         sizes = read_records(data, images=images, tokenizer="builtin").sizes()
     if dataset is None:
         if model is not None:
-            options["patch"] = side_of_patch(model, options["patch"])
-        policy = Aspect(max_side**2, options["patch"] or PATCH)
+            patch = side_of_patch(model, patch)
+        policy = Aspect(max_side**2, patch or PATCH)
         sizes, made = sizes.resized(policy), str(policy)
-    options["patch"] = options["patch"] or PATCH
     names = _names(schedulers)
+    options: Any = {"budget": budget, "patch": patch or PATCH, "ranks": ranks, "epochs": epochs, "seed": seed}
     if model is None:
         found = preview(sizes, names, **options)
         return Printed(document=found.as_dict(), text=f"images: {made}; {found}")
@@ -178,36 +172,32 @@ def plan(
     return Printed(document=document, text=f"{prices}\nimages: {made}; model: {model}; {found}")
 
 
-@dataclass(kw_only=True)
-class _MemoryOptions:
-    memory_gb: Annotated[float | None, "plan for so many GiB (default: ask the device)"] = None
-    device: Annotated[str, "cuda or cpu; it need not be here"] = "cuda"
-    precision: Precision = "fp32"
-    checkpointing: Annotated[bool, "compute activations twice, to keep fewer"] = False
-    accumulating: Annotated[bool, "a step has several micro-batches"] = False
-    optimizer: Annotated[str, "adamw or sgd"] = "adamw"
-    image: Image = "aspect:224"
-    tokenizer: Tokenizer = "builtin"
-    limit: Limit = None
-    images: Images = None
-    processor: Processor = None
-
-
 def memory(
     *,
     model: Annotated[str, "a preset, or the name or path of a transformers model"],
     data: Data,
     plot: Plot = None,
     save: Annotated[str | None, "a file for the fitted memory model, as JSON"] = None,
-    **options: Annotated[Any, _MemoryOptions],
+    memory_gb: Annotated[float | None, "plan for so many GiB (default: ask the device)"] = None,
+    device: Annotated[str, "cuda or cpu; it need not be here"] = "cuda",
+    precision: Precision = "fp32",
+    checkpointing: Annotated[bool, "compute activations twice, to keep fewer"] = False,
+    accumulating: Annotated[bool, "a step has several micro-batches"] = False,
+    optimizer: Annotated[str, "adamw or sgd"] = "adamw",
+    image: Image = "aspect:224",
+    tokenizer: Tokenizer = "builtin",
+    limit: Limit = None,
+    images: Images = None,
+    processor: Processor = None,
 ) -> Any:
     """Say what memory each batch needs, and plan batches that fill a device."""
+    options = {name: value for name, value in locals().items() if name not in ("plot", "save")}
     from mmlab.pricing.memory_report import memory_report
     from mmlab.runs.figures import save_figure
 
     if save and not Path(save).parent.is_dir():  # pricing takes a while
         raise OptionError(f"cannot save to {save}: there is no folder {Path(save).parent}")
-    report = memory_report(model, data, **options)
+    report = memory_report(**options)
     if plot:
         save_figure(report.figure(), plot)
     if save:
@@ -215,24 +205,20 @@ def memory(
     return report
 
 
-@dataclass(kw_only=True)
-class _MakeOptions:
-    num_images: Annotated[int, "images"] = 200
-    captions_per_image: Annotated[int, "captions of each"] = 5
-    max_side: Annotated[int, "longest side in pixels"] = 640
-    val_fraction: Annotated[float, "share of images in the split 'val'"] = 0.1
-    seed: Seed = 0
-
-
 def make(
     out: Annotated[str, "folder to write; must not exist or be empty"],
-    **options: Annotated[Any, _MakeOptions],
+    *,
+    num_images: Annotated[int, "images"] = 200,
+    captions_per_image: Annotated[int, "captions of each"] = 5,
+    max_side: Annotated[int, "longest side in pixels"] = 640,
+    val_fraction: Annotated[float, "share of images in the split 'val'"] = 0.1,
+    seed: Seed = 0,
 ) -> Any:
     """Write a seeded data set of learnable scenes and captions, in COCO format."""
+    options = locals()
     from mmlab.data.synthetic import make_dataset
 
-    path, num_images = make_dataset(out, **options), options["num_images"]
-    count = num_images * options["captions_per_image"]
+    path, count = make_dataset(**options), num_images * captions_per_image
     document = {"path": str(path), "num_images": num_images, "num_captions": count}
     return Printed(document=document, text=f"Wrote {num_images} images and {count} captions to {path}")
 
@@ -330,30 +316,26 @@ def bench_io(
     return bench_io(**options)
 
 
-@dataclass(kw_only=True)
-class _ParallelOptions:
-    ranks: Annotated[int, "processes; on CUDA one a GPU"] = 2
-    model: Model = "small"
-    batch_size: Annotated[int, "samples a step, over all ranks"] = 16
-    micro_batches: Annotated[int, "of a step, in each process"] = 1
-    image_side: Annotated[int, "pixels"] = 128
-    num_tokens: Annotated[int, "of the longest text"] = 32
-    steps: Annotated[int, "timed in a row"] = 4
-    rounds: Annotated[int, "turns of every strategy; figures are medians"] = 3
-    device: Device = "auto"
-    precision: Precision = "fp32"
-    seed: Seed = 0
-
-
 def bench_parallel(
     *,
     strategies: Annotated[str | None, "names, separated by commas (default: all that can run)"] = None,
-    **options: Annotated[Any, _ParallelOptions],
+    ranks: Annotated[int, "processes; on CUDA one a GPU"] = 2,
+    model: Model = "small",
+    batch_size: Annotated[int, "samples a step, over all ranks"] = 16,
+    micro_batches: Annotated[int, "of a step, in each process"] = 1,
+    image_side: Annotated[int, "pixels"] = 128,
+    num_tokens: Annotated[int, "of the longest text"] = 32,
+    steps: Annotated[int, "timed in a row"] = 4,
+    rounds: Annotated[int, "turns of every strategy; figures are medians"] = 3,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    seed: Seed = 0,
 ) -> Any:
     """Train with several parallel strategies in real processes; say who wins, and what more devices would give."""
+    options = locals() | {"strategies": None if strategies is None else _names(strategies)}
     from mmlab.parallel.bench import bench_parallel
 
-    return bench_parallel(None if strategies is None else _names(strategies), **options)
+    return bench_parallel(**options)
 
 
 def doctor(*, data: Annotated[str | None, "measure the disk that holds this"] = None) -> Any:
