@@ -157,22 +157,23 @@ def held_out_loader(dataset: Any, scheduler: str = "sorted") -> PlannedLoader:
     return PlannedLoader(dataset, make_scheduler(scheduler, batch_size=EVAL_BATCH_SIZE), num_workers=0)
 
 
-def make_model(options: Mapping[str, Any], *, vocab_size: int, seed: int) -> nn.Module:
+def make_model(options: Mapping[str, Any], dataset: Any, *, seed: int) -> nn.Module:
     """A model with the same first weights for the same seed, whatever was drawn before.
 
     Args:
-        options: of `build_model`.
+        options: of `build_model`; of `named_vlm` where the data set is one of conversations.
     """
+    if isinstance(dataset, ConversationDataset):
+        return ConversationModel(named_vlm(**options))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return build_model(**options, vocab_size=vocab_size)
+        return build_model(**options, vocab_size=len(dataset.tokenizer))
 
 
 def model_of(options: ComparisonOptions, dataset: Any) -> nn.Module:
     """The model that a comparison trains, with its first weights."""
-    if options.processor is not None:
-        return ConversationModel(named_vlm(options.model))
-    return make_model({"preset": options.model}, vocab_size=len(dataset.tokenizer), seed=options.seed)
+    named = {"preset" if options.processor is None else "name": options.model}
+    return make_model(named, dataset, seed=options.seed)
 
 
 def sampled(

@@ -36,7 +36,7 @@ from mmlab.comparison.run import Run
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import resolve_device
-from mmlab.model.conversation_model import ConversationModel, named_vlm
+from mmlab.model.conversation_model import ConversationModel
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
@@ -122,10 +122,8 @@ def train(
         run = stack.enter_context(Run(folder, rank=rank, control=control, interval_s=interval_s))
         if world_size > 1:
             stack.enter_context(RankWatch(run.write, timeout_s=config.parallel.timeout_s))
-        shown = progress and rank == 0
-        bar = stack.enter_context(
-            tqdm(total=config.trainer.num_epochs, bar_format=_BAR, disable=None if shown else True)
-        )
+        hidden = None if progress and rank == 0 else True
+        bar = stack.enter_context(tqdm(total=config.trainer.num_epochs, bar_format=_BAR, disable=hidden))
         training = _Training(config, folder, run, bar, device, world_size=world_size)
         return training.train(training.checkpoint_of(resume, restarted=restarted))
 
@@ -173,7 +171,16 @@ class _Training:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
         options, data = config.trainer, config.data
-        train_set, held_out_set, model = self._data_and_model()
+        names = ("image", "images", "tokenizer", "limit", "max_tokens", "cache", "cache_limit_gib")
+        train_set, held_out_set = make_datasets(
+            data.path,
+            processor=config.processor,
+            seed=options.seed,
+            progress=not bar.disable,
+            save_tokenizer_to=folder / _TOKENIZER if run.rank == 0 else None,
+            **{name: getattr(data, name) for name in names},
+        )
+        model = make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(
             config, run, train_set, model, objectives, device, folder / _MEMORY, world_size=world_size
@@ -203,23 +210,6 @@ class _Training:
         )
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
-
-    def _data_and_model(self) -> tuple[Any, Any, torch.nn.Module]:
-        """Training and held-out samples, and the model before its first step."""
-        config, seed = self.config, self.config.trainer.seed
-        names = ("image", "images", "tokenizer", "limit", "max_tokens", "cache", "cache_limit_gib")
-        train_set, held_out_set = make_datasets(
-            config.data.path,
-            processor=config.processor,
-            seed=seed,
-            progress=not self._bar.disable,
-            save_tokenizer_to=self.folder / _TOKENIZER if self._run.rank == 0 else None,
-            **{name: getattr(config.data, name) for name in names},
-        )
-        if config.processor is not None:
-            return train_set, held_out_set, ConversationModel(named_vlm(**config.model))
-        model = make_model(config.model, vocab_size=len(train_set.tokenizer), seed=seed)
-        return train_set, held_out_set, model
 
     def checkpoint_of(self, resume: str, *, restarted: bool) -> Path | None:
         """The checkpoint to go on from; None where the run starts anew.
