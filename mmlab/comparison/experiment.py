@@ -75,73 +75,61 @@ def compare(
     """
     chosen = read_options(ComparisonOptions, options, "compare")
     augmentation(chosen.augment)
-    with nullcontext() if out is None else held(Path(out)):
-        return _compare(data, schedulers, chosen, out, progress, control or Control(out))
-
-
-def _compare(
-    data: str | Path | Records | Conversations,
-    schedulers: Sequence[str] | Mapping[str, Scheduler],
-    chosen: ComparisonOptions,
-    out: str | Path | None,
-    progress: bool,
-    control: Control,
-) -> Comparison:
-    """`compare`, in a folder that no other run writes to."""
-    chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device))
-    names = scheduler_names(schedulers)
-    control.say("reading headers")
-    train_set, held_out_set = _data_sets(data, chosen, progress)
-    if chosen.num_workers is None:
-        chosen = dataclasses.replace(chosen, num_workers=default_num_workers())
-    control.say("planning")
-    if isinstance(schedulers, Mapping):
-        sized = as_configured(schedulers, chosen, train_set)
-    else:
-        sized = size_schedulers(names, chosen, train_set, progress=progress)
-    equal, time = "memory" if sized.budget is None else "batch_size", sized.time
-    config = {
-        **dataclasses.asdict(chosen),
-        "equal": None if isinstance(schedulers, Mapping) else equal,  # what they have alike
-        "budget": sized.budget,
-        "data": train_set.records.source,
-        "num_train": len(train_set),
-        "num_held_out": len(held_out_set),
-        "budget_unit": COST.unit,
-        "memory_limit_bytes": sized.limit_bytes,
-        "time_model": time and {**time.held_out, "spread_ratio": time.spread_ratio},
-        "image": None if chosen.processor else str(train_set.image_policy),
-        "num_negatives": NUM_NEGATIVES,
-        "warmup_steps": WARMUP_STEPS,
-        "machine": describe_machine(chosen.device),
-        "versions": versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    folder = None if out is None else fresh_folder(Path(out), COMPARISON_FILES)
-    setup = ComparisonSetup(
-        options=chosen,
-        config=config,
-        train_set=train_set,
-        held_out_set=held_out_set,
-        folder=folder,
-        control=control,
-        sized=sized,
-    )
-    if folder is not None and time is not None:
-        time.save(folder / TIME_MODEL)
-    runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
-    control.say("reading every image once")
-    _warm_page_cache(train_set, progress)
-    interrupted = take_turns(runs, setup, progress)
-    finished = min(len(run.epochs) for run in runs)
-    if not finished:
-        raise KeyboardInterrupt
-    with signals_held(signal.SIGINT):  # minutes of training must not be lost in the last second
-        arms = [run.result(finished) for run in runs]
-        comparison = Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
-        if folder is not None:
-            comparison.save(folder)
-    return comparison
+    num_workers = default_num_workers() if chosen.num_workers is None else chosen.num_workers
+    chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device), num_workers=num_workers)
+    control = control or Control(out)
+    with nullcontext() if out is None else held(Path(out)):  # no other run writes to the folder
+        names = scheduler_names(schedulers)
+        control.say("reading headers")
+        train_set, held_out_set = _data_sets(data, chosen, progress)
+        control.say("planning")
+        if isinstance(schedulers, Mapping):
+            sized = as_configured(schedulers, chosen, train_set)
+        else:
+            sized = size_schedulers(names, chosen, train_set, progress=progress)
+        equal, time = "memory" if sized.budget is None else "batch_size", sized.time
+        config = {
+            **dataclasses.asdict(chosen),
+            "equal": None if isinstance(schedulers, Mapping) else equal,  # what they have alike
+            "budget": sized.budget,
+            "data": train_set.records.source,
+            "num_train": len(train_set),
+            "num_held_out": len(held_out_set),
+            "budget_unit": COST.unit,
+            "memory_limit_bytes": sized.limit_bytes,
+            "time_model": time and {**time.held_out, "spread_ratio": time.spread_ratio},
+            "image": None if chosen.processor else str(train_set.image_policy),
+            "num_negatives": NUM_NEGATIVES,
+            "warmup_steps": WARMUP_STEPS,
+            "machine": describe_machine(chosen.device),
+            "versions": versions(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        folder = None if out is None else fresh_folder(Path(out), COMPARISON_FILES)
+        setup = ComparisonSetup(
+            options=chosen,
+            config=config,
+            train_set=train_set,
+            held_out_set=held_out_set,
+            folder=folder,
+            control=control,
+            sized=sized,
+        )
+        if folder is not None and time is not None:
+            time.save(folder / TIME_MODEL)
+        runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
+        control.say("reading every image once")
+        _warm_page_cache(train_set, progress)
+        interrupted = take_turns(runs, setup, progress)
+        finished = min(len(run.epochs) for run in runs)
+        if not finished:
+            raise KeyboardInterrupt
+        with signals_held(signal.SIGINT):  # minutes of training must not be lost in the last second
+            arms = [run.result(finished) for run in runs]
+            comparison = Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
+            if folder is not None:
+                comparison.save(folder)
+        return comparison
 
 
 def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[Any, Any]:

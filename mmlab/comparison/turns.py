@@ -276,10 +276,8 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
     num_epochs = setup.options.epochs
     held_out = held_out_loader(setup.held_out_set)
     try:
-        with ExitStack() as stack:
-            bar = stack.enter_context(
-                tqdm(total=num_epochs * len(runs), unit="epoch", disable=None if progress else True)
-            )
+        hidden = None if progress else True
+        with ExitStack() as stack, tqdm(total=num_epochs * len(runs), unit="epoch", disable=hidden) as bar:
             for run in runs:
                 stack.enter_context(run.begin())
             for epoch in range(num_epochs):
