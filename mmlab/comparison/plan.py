@@ -120,8 +120,7 @@ def _priced(
         ),
         doing="measure the model's steps",
     )
-    shared = {item.name: getattr(memory, item.name) for item in dataclasses.fields(Fastest)}
-    return Fastest(**{**shared, "budget": limit_bytes, "time": time})
+    return Fastest(**Fastest.options_among({**vars(memory), "budget": limit_bytes, "time": time}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
