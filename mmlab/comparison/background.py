@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
 _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
-_DONE: dict[str, Any] = {"status": "done", "error": None, "message": None, "traceback": None}
 
 _latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
 
@@ -73,7 +72,7 @@ class BackgroundRun:
     @property
     def error(self) -> str | None:
         """The traceback of what ended a failed run, or the end of its log where it could not say."""
-        return None if self._is_alive() else self._outcome()["traceback"]
+        return None if self._is_alive() else self._outcome().get("traceback")
 
     @property
     def log(self) -> str:
@@ -124,7 +123,7 @@ class BackgroundRun:
         self._let_go()
         outcome = self._outcome()
         if outcome["status"] == "failed":
-            if kind := _USER_ERRORS.get(outcome["error"]):
+            if kind := _USER_ERRORS.get(outcome.get("error", "")):
                 raise kind(outcome["message"])
             raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
         if "config" in self.job:
@@ -164,12 +163,12 @@ class BackgroundRun:
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self.folder / OUTCOME).read_text())
         if self.asked_to_stop:
-            return {**_DONE, "status": "stopped"}
+            return {"status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
         message = trace = f"its process ended{code} without saying why"
         with contextlib.suppress(FileNotFoundError):
             trace = f"{message}; its log ends:\n{self.log[-4000:]}"
-        return {**_DONE, "status": "failed", "message": message, "traceback": trace}
+        return {"status": "failed", "message": message, "traceback": trace}
 
 
 def start_compare(
@@ -284,7 +283,7 @@ def _child() -> None:
     share_cores()
     # before torch: the parent may wait for it to be read
     (name, arguments, options), folder, since_s, detached = pickle.load(sys.stdin.buffer)
-    outcome = dict(_DONE)
+    outcome: dict[str, Any] = {"status": "done"}
     try:
         if not detached:
             threading.Thread(target=end_with_parent, args=(signal.SIGINT,), daemon=True).start()
