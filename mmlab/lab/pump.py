@@ -110,31 +110,27 @@ class Pump:
             self._thread.join(timeout=5)
 
     def _act(self, content: Mapping[str, Any]) -> None:
-        kind = content.get("kind")
+        kind, action = content.get("kind"), str(content.get("name"))
         with self._wake:
             self._seen_s = time.monotonic()
+            self._urgent |= kind != "ack"
             if kind == "ack":
                 self._acked = max(self._acked, int(content["seq"]))
-                return
-            self._urgent = True
-            if kind == "ready":
+            elif kind == "ready":
                 self._rewind.append({str(key): int(rows) for key, rows in content["have"].items()})
                 self._heard = True
                 self._acked = self._seq  # an earlier page will not answer any more
                 self.begin()
-                return
-            if kind == "hidden":
+            elif kind == "hidden":
                 self._shown = False
-                return
-            if kind == "clear":  # a run that is written anew has another id
+            elif kind == "clear":  # a run that is written anew has another id
                 self._cleared.add(content["run"])
-                return
-        if kind == "action" and content.get("name") in ACTIONS and self._controller is not None:
-            with self._wake:
+            elif kind == "action" and action in ACTIONS and self._controller is not None:
                 self._errors = [error for error in self._errors if error["where"] != "callback"]
-            getattr(self._controller, content["name"])()
-        else:
-            raise OptionError(f"the panel's page sent an unknown message: {content!r}")
+            else:
+                raise OptionError(f"the panel's page sent an unknown message: {content!r}")
+        if kind == "action":  # outside of the lock: it may take its time
+            getattr(self._controller, action)()
 
     def _report(self, where: str, error: Exception) -> None:
         with self._wake:
