@@ -120,17 +120,17 @@ def saved_view(runs: list[RunState]) -> str:
     """Table and picture of runs as HTML, for a notebook that is opened without its kernel."""
     if not (runs := [run for run in runs if run.count()]):
         return "No run had ended when this was saved; run the cell to see them live."
+    import pandas as pd
+
     found = headlines_of(runs)
     named = zip(runs, found["tiles"], strict=True)
-    figures = [{"": html.escape(run.name), **dict(tile["figures"])} for run, tile in named]
-    names = dict.fromkeys(name for each in figures for name in each)
-    rows = ["".join(f"<td>{each.get(name, '')}</td>" for name in names) for each in figures]
+    table = pd.DataFrame([{"": run.name, **dict(tile["figures"])} for run, tile in named])
+    shown = table.style.hide().format(escape="html", na_rep="")
     drawn = draw_runs({run.name: run for run in runs}, [run.name for run in earlier_of(runs)])
     picture = base64.b64encode(to_png(drawn, dpi=72)).decode()
     return (
         f"<p>{html.escape(found['verdict'])}</p>"
-        f"<table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
-        f"{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+        f"{shown.to_html()}"
         f'<img alt="Loss, cost, throughput and memory of each run" src="data:image/png;base64,{picture}">'
     )
 
