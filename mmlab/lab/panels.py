@@ -36,7 +36,7 @@ class Panel(widgets.VBox):
         self._saved = SavedView()
         self.message = widgets.HTML()
         self.message.add_class("mmlab-message")
-        super().__init__([*above, self.message, *below, _KeptKeys()])
+        super().__init__([*above, self.message, *below, _KeptKeys(layout={"display": "none"})])
         self.add_class("mmlab-panel")
 
     def _repr_mimebundle_(self, **arguments: Any) -> Any:
@@ -117,6 +117,3 @@ class _KeptKeys(anywidget.AnyWidget):
     }
     export default { render };
     """
-
-    def __init__(self) -> None:
-        super().__init__(layout=widgets.Layout(display="none"))
