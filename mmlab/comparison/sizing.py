@@ -89,6 +89,7 @@ class _Sizing:
 
     memory: MemoryModel
     time: TimeModel | None = None
+    packs: tuple[MemoryModel, TimeModel] | None = None
 
     def __init__(self, options: ComparisonOptions, dataset: Any, progress: bool) -> None:
         self.options, self.dataset, self.progress = options, dataset, progress
@@ -111,37 +112,33 @@ class _Sizing:
     def by_memory(self, names: Sequence[str]) -> Sized:
         """One limit of bytes for all."""
         options, dataset, model = self.options, self.dataset, model_of(self.options, self.dataset)
-        self.memory, self.time = self._fit_memory(model)
+        memory, time = self._fit_memory(model)
+        self.memory = memory
         if options.memory_gb is None:
             baseline = self._make("random", options.batch_size)
             limit_bytes = max(map(self._peak_bytes, self._plans(baseline)))
         else:
             limit_bytes = device_limit(options.device, memory_gb=options.memory_gb)
             require_room(
-                self.memory,
-                dataset.sizes,
-                limit_bytes,
-                "raise memory_gb, take a smaller model or smaller images",
+                memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
             )
             baseline = self._largest("random", limit_bytes)
-        self.time = self.time or self._fit_time(model, self.memory, limit_bytes)
-        planners, packs = {}, None
+        self.time = time = time or self._fit_time(model, memory, limit_bytes)
+        planners = {}
         for name in names:
             if name == "random":
                 planners[name] = baseline
             elif name in ("memory", "fastest"):
-                planners[name] = self._scheduler(name, cost=self.memory, budget=limit_bytes, time=self.time)
+                planners[name] = self._scheduler(name, cost=memory, budget=limit_bytes, time=time)
             elif name == "packed" and isinstance(model, ConversationModel):
-                packs = self._price(packing(model, dataset))
-                planners[name] = self._scheduler(name, cost=packs[0], budget=limit_bytes)
+                self.packs = self._price(packing(model, dataset))
+                planners[name] = self._scheduler(name, cost=self.packs[0], budget=limit_bytes)
             elif name == "packed":  # cannot be priced: as many tokens, without padding
                 tokens = max(float(plan.costs(COST).max()) for plan in self._plans(baseline))
                 planners[name] = self._make(name, int(tokens))
             else:
                 planners[name] = self._largest(name, limit_bytes)
-        return Sized(
-            planners=planners, memory=self.memory, limit_bytes=limit_bytes, time=self.time, packs=packs
-        )
+        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=self.packs)
 
     def _scheduler(self, name: str, **values: Any) -> Scheduler:
         """A scheduler with those of the values that it has; all keep captions apart and share a seed."""
