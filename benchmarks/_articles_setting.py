@@ -21,7 +21,7 @@ from PIL import Image
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from mmlab.comparison.preparation import costs_of, make_model, suit
+from mmlab.comparison.preparation import costs_of, suit
 from mmlab.comparison.sizing import largest_that
 from mmlab.data.collate import Sample, collate
 from mmlab.data.dataset import MultimodalDataset
@@ -29,6 +29,7 @@ from mmlab.data.records import Records
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.loader import PlannedLoader
+from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.timing import fit_time
@@ -332,6 +333,8 @@ def predicted_peak_bytes(planner: Planner, setting: Setting, scheduler: Schedule
     return planner.peak_bytes(scheduler, setting.images)
 
 
-def tiny(vocab_size: int) -> torch.nn.Module:
-    """The model, with weights that are always the same."""
-    return make_model({"preset": "tiny"}, vocab_size=vocab_size, seed=0)
+def tiny(vocab_size: int, seed: int = 0) -> torch.nn.Module:
+    """The model, with weights that are always the same for a seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build_model("tiny", vocab_size=vocab_size)

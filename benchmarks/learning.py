@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from _articles_setting import tiny
 from _common import T_95, add_common_options, goal, print_goals, write_if_asked
 from tqdm.auto import tqdm
 
-from mmlab.comparison.preparation import COST, make_datasets, make_model
+from mmlab.comparison.preparation import COST, make_datasets
 from mmlab.data.collate import collate
 from mmlab.data.synthetic import make_dataset
 from mmlab.schedule.base import Scheduler
@@ -182,7 +183,7 @@ def train(
     arm: Arm, samples: Samples, scheduler: Scheduler, seed: int, num_steps: int, batch_ratio: float
 ) -> dict[str, Any]:
     """Train one model for so many steps, and judge it."""
-    model = make_model({"preset": "tiny"}, vocab_size=samples.vocab_size, seed=seed)
+    model = tiny(samples.vocab_size, seed)
     trainer = FusionTrainer(
         model,
         device="cpu",

@@ -30,11 +30,10 @@ from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import build_model
-from mmlab.training.evaluation import evaluate
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.losses.masked_language import MaskedLanguage
-from mmlab.training.precision import Precision
 from mmlab.training.weighting import Weighting, make_weighting
 from mmlab.types import Aspect, Batch
 
@@ -45,7 +44,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 BATCH_SIZE, LR = 16, 1e-3
 LAST = 60  # steps whose shares and losses go into the result file
-CPU = torch.device("cpu")
 
 
 def main() -> None:
@@ -124,8 +122,7 @@ def run(
             changes.append(np.subtract(list(weighting.shares.values()), before))
         shares.append(before)
     run_s = time.perf_counter() - started_s
-    precision = Precision("fp32", CPU)
-    found = evaluate(model, held_out, precision, CPU, objectives=objectives)
+    found = FusionTrainer(model, objectives=objectives, device="cpu").evaluate(held_out)
     return {
         **oscillation(np.array(changes), num_steps),
         "final_shares": dict(weighting.shares),

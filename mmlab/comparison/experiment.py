@@ -136,7 +136,7 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
     """Training and held-out samples: conversations where there is a processor, else pairs."""
     if options.processor is not None:
         if options.model in PRESETS:
-            raise OptionError(f"model={options.model!r} takes pairs; name the model of the processor")
+            raise OptionError(f"model={options.model!r} takes pairs; name the vision-language model")
         default = ComparisonOptions()
         of_pairs = ("image", "tokenizer", "augment", "adaptive")
         if given := [name for name in of_pairs if getattr(options, name) != getattr(default, name)]:

@@ -249,7 +249,7 @@ def memory_report(
     dataset, source = None, str(data)
     if processor is not None:
         if (image, tokenizer, limit) != ("aspect:224", "builtin", None):
-            raise OptionError("--processor replaces --image, --tokenizer and --limit: leave them out")
+            raise OptionError("--processor decides on these: leave --image, --tokenizer and --limit out")
         dataset = named_dataset(source, images, processor, progress=progress)
         sizes, network = dataset.sizes, conversation_model(model)
     else:
