@@ -2,7 +2,7 @@
 
 The model's memory is fitted without a device (`mmlab.pricing`), for the training asked for and for its alternatives:
 the other precision, and activation checkpointing the other way round. For each, an epoch is planned that fills the
-memory. Costs three fits (15 to 25 s each for the base preset) and three plans; no image is decoded.
+memory. Costs three fits (10 to 20 s each for the base preset) and three plans; no image is decoded.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class QuickFakeMode(FakeTensorMode):
-    """A FakeTensorMode that needs about half the time. The tensors that it gives are the same.
+    """A FakeTensorMode in which a training step takes about half the time. The tensors that it gives are the same.
 
     torch's mode looks for symbolic sizes, constants and much else in every operation, and finds a result that it has
     given before by some twenty properties of each tensor. Here shapes, strides and types decide: where an operation has
