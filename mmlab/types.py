@@ -240,7 +240,7 @@ class Region(NamedTuple):
 
 
 class ImagePolicy(Protocol):
-    """Maps stored sizes to the sizes that the model sees. Pure and picklable."""
+    """Maps stored sizes to the sizes that the model sees. Pure, picklable and hashable."""
 
     def target_sizes(
         self, height: NDArray[np.int32], width: NDArray[np.int32]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import DataError, OptionError
-from mmlab.machine import regular
+from mmlab.machine import read_bytes, regular
 from mmlab.types import ImagePolicy, Record, SampleSizes
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ class FileStore:
 
     def read(self, image_path: str) -> bytes:
         """The file's bytes."""
-        with open(image_path, "rb", buffering=0, opener=regular) as file:
-            return file.read()
+        return read_bytes(image_path)
 
     def part_of(self, image_path: str) -> tuple[str, int, int]:
         """The file that holds an image, from which byte on, and how many (0: to the end)."""

@@ -20,9 +20,13 @@ import torch
 
 from mmlab.data.collate import Pixels, Sample, put
 from mmlab.errors import DataError
+from mmlab.machine import blocks_read
 from mmlab.types import PATCH, Batch, Region, SampleSizes
 
-_SLOW_READ_S = 2.5e-4  # copying a large image from memory takes less
+_SLOW_READ_S = (
+    2.5e-4  # copying a large image from memory takes less, unless other threads or programs are in the way
+)
+_REMOTE_READ_S = 0.01  # so long takes a network file system whose reads Linux does not count
 _NUM_ANNOUNCED = 32  # images that the disk is told of at once
 
 
@@ -181,12 +185,13 @@ class SampleLoader:
     ) -> tuple[list[LoadedSample], dict[str, float]]:
         """The samples at some places of a batch, and the seconds that reading and decoding took.
 
-        Where an image takes so long to read that it was not in memory, the disk is told of the next ones, of each once.
+        Where an image was not in memory, the disk is told of the next ones, of each once.
 
         Args:
             upcoming: rows that nobody has begun, in order; as many as are loaded are taken from it.
         """
         loaded, busy_s = [], {"read": 0.0, "decode": 0.0}
+        blocks = blocks_read()
         for place in places:
             row = request.rows[place]
             holding(row)
@@ -194,7 +199,8 @@ class SampleLoader:
             started = time.perf_counter()
             found = self.read(row, pixels[place])
             read = time.perf_counter()
-            if read - started > _SLOW_READ_S:
+            if read - started > _REMOTE_READ_S or (read - started > _SLOW_READ_S and blocks_read() > blocks):
+                blocks = blocks_read()
                 for following in upcoming.to_announce():
                     self.dataset.announce(following)
             loaded.append(self.sample(request, row, found, pixels[place]))

@@ -147,6 +147,9 @@ def test_the_disk_is_told_what_is_read_next_where_reading_is_slow(
     monkeypatch.setattr(batches, "_SLOW_READ_S", 0.0)
     told.clear()
     assert_same(list(loader), quick)
+    assert not told  # slow as it may be, it came from memory
+    monkeypatch.setattr(batches, "_REMOTE_READ_S", 0.0)
+    assert_same(list(loader), quick)
     assert NUM_SAMPLES // 2 < len(set(told)) < NUM_SAMPLES  # not the first to be read
     assert len(told) == len(set(told))
     starts = {dataset.records.store.part_of(path)[1] for path in dataset.records.image_paths}

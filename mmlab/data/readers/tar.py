@@ -20,7 +20,7 @@ from mmlab.data.readers.manifest import SYNONYMS, match_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
 from mmlab.data.readers.sidecar import stamp_of
 from mmlab.errors import DataError
-from mmlab.machine import regular
+from mmlab.machine import read_bytes
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
 _TEXT_SUFFIXES = ("txt", "text", "caption")
@@ -46,9 +46,7 @@ class TarStore:
             OSError: the shard is gone or has become shorter.
         """
         shard, offset, num_bytes = self.part_of(image_path)
-        with open(shard, "rb", buffering=0, opener=regular) as file:
-            file.seek(offset)
-            content = file.read(num_bytes)
+        content = read_bytes(shard, offset, num_bytes)
         if len(content) < num_bytes:
             raise OSError(f"{shard} ends before byte {offset + num_bytes}")
         return content
