@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _branch_pipelining import PipelinedBranches
-from _parallel_balance import VOCAB_SIZE, batch_of_noise
+from _parallel_balance import VOCAB_SIZE
 from torch import distributed
 
 from mmlab.model.fusion_model import FusionModel
@@ -21,6 +21,7 @@ from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.noise import noise_batch
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch, BatchShape
 
@@ -48,7 +49,7 @@ class Sizes(NamedTuple):
         """A step's samples: noise, nothing padded."""
         size = self.batch_size * self.num_micro_batches
         shape = BatchShape(size, self.num_tokens, self.image_side, self.image_side)
-        return batch_of_noise(shape, vocab_size=VOCAB_SIZE, seed=0)
+        return noise_batch(shape, num_ids=VOCAB_SIZE)
 
     def window(self) -> list[Batch]:
         """The same as micro-batches."""

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from mmlab.model.presets import build_model
-from mmlab.parallel.bench import batch_of_noise
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.noise import noise_batch
 from mmlab.types import Aspect, BatchShape, SampleSizes
 
 VOCAB_SIZE = 1000
@@ -69,9 +69,7 @@ def _timed(shapes: list[Any]) -> dict[str, Any]:
     trainer = FusionTrainer(
         build_model("tiny", vocab_size=VOCAB_SIZE), objectives={"contrastive": Contrastive()}, device="cpu"
     )
-    batches = [
-        batch_of_noise(BatchShape(*map(int, shape)), vocab_size=VOCAB_SIZE, seed=0) for shape in shapes
-    ]
+    batches = [noise_batch(BatchShape(*map(int, shape)), num_ids=VOCAB_SIZE) for shape in shapes]
     trainer.train_step([batches[0]])
     times: list[list[float]] = [[] for _ in batches]
     for _ in range(_REPEATS):

@@ -32,12 +32,13 @@ from mmlab.data.synthetic import make_dataset
 from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.timing import fit_time, noise_sample
+from mmlab.pricing.timing import fit_time
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.preview import read_lengths
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
+from mmlab.training.noise import noise_sample
 from mmlab.types import Aspect, SampleSizes
 
 SIDE = 80  # of images, pixels

@@ -28,13 +28,12 @@ class TrainerEvents(TrainerCallback):
         self.run: Any = None  # a RunWriter, once training has begun
         self._pending: dict[str, Any] | None = None  # a step that waits for its loss
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.run is not None:
             self.run.close()
-        sampler, self._each = planned_sampler(train_dataloader), args.gradient_accumulation_steps
-        self._batches = len(train_dataloader) if sampler is not None else 0
+        loader = given.get("train_dataloader")
+        sampler, self._each = planned_sampler(loader), args.gradient_accumulation_steps
+        self._batches = len(loader) if sampler is not None else 0
         self._asked = {} if sampler is not None else {"num_samples": args.train_batch_size * self._each}
         about = {"num_steps": state.max_steps, "num_epochs": state.num_train_epochs, "seed": args.seed}
         about |= {"accumulation_steps": self._each, "config": args.to_sanitized_dict()}

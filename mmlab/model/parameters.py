@@ -1,9 +1,7 @@
 """A model's parameters by the part that they belong to, and as groups of an optimizer.
 
 Parts are `image`, `text`, `fusion` and `heads`, by the names of modules; what belongs to none of the first three is a
-head. A parameter's depth is the number that follows `blocks`, `layers`, `layer`, `stages` or `h` in its name. One
-without a number counts as below the first layer if it is defined before the layers (embeddings), and as of the last
-layer if after them (norms, projections).
+head.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ _NAMES = (
     ("image", re.compile(r"^(module\.)?encoder\.|image_encoder|vision|visual(?!_projection)|pixel|patch")),
     ("text", re.compile(r"text_encoder|text_model|language|embeddings|decoder|bert")),
 )
-_DEPTH = re.compile(r"(?:blocks|layers?|stages|h)\.(\d+)\.")
 
 
 def part_of(name: str) -> str:
@@ -75,38 +72,24 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 
 
 def parameter_groups(
-    model: nn.Module,
-    *,
-    weight_decay: float,
-    lr_factors: Mapping[str, float] | None = None,
-    layer_decay: float = 1.0,
+    model: nn.Module, *, weight_decay: float, lr_factors: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: `params`, `weight_decay`, and `lr_factor`, to be multiplied with the learning rate.
 
     Args:
         weight_decay: of weights of two or more dimensions; none for biases, norms and scalars.
         lr_factors: by part; 1 where a part is not named.
-        layer_decay: factor on the learning rate for each layer below an encoder's last (Clark et al. 2020, ELECTRA).
 
     Raises:
-        OptionError: a part that does not exist, or a decay outside (0, 1].
+        OptionError: a part that does not exist.
     """
     for part in lr_factors or {}:
         check_name("part of the model", part, PARTS)
-    if not 0 < layer_decay <= 1:
-        raise OptionError(f"layer_decay must lie in (0, 1], found {layer_decay}")
-    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    depths, last = {}, dict.fromkeys(PARTS, 0)
-    for name, _ in named:
-        found = _DEPTH.search(name)
-        depths[name] = int(found[1]) + 1 if found else last[part_of(name)]
-        last[part_of(name)] = max(last[part_of(name)], depths[name])
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, weight in named:
-        part = part_of(name)
-        below = last[part] - depths[name] if part in ("image", "text") and layer_decay < 1 else 0
-        factor = (lr_factors or {}).get(part, 1.0) * layer_decay**below
-        groups.setdefault((factor, weight_decay if weight.dim() > 1 else 0.0), []).append(weight)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            factor = (lr_factors or {}).get(part_of(name), 1.0)
+            groups.setdefault((factor, weight_decay if weight.dim() > 1 else 0.0), []).append(weight)
     return [
         {"params": weights, "weight_decay": decay, "lr_factor": factor}
         for (factor, decay), weights in sorted(groups.items(), key=lambda item: item[0], reverse=True)

@@ -30,6 +30,7 @@ from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
+from mmlab.training.noise import noise_batch
 from mmlab.training.precision import Precision
 from mmlab.training.step_meter import clock
 from mmlab.training.strategy import Strategy
@@ -118,23 +119,8 @@ def make_batch(options: BenchOptions, share: int = 0, num_shares: int = 1) -> Ba
     """A share of the batch that every strategy trains on: noise, nothing padded."""
     size, side = options.batch_size, options.image_side
     shape = BatchShape(size, options.num_tokens, side, side)
-    whole = batch_of_noise(shape, vocab_size=VOCAB_SIZE, seed=options.seed)
+    whole = noise_batch(shape, num_ids=VOCAB_SIZE, seed=options.seed)
     return whole.part(slice(share * size // num_shares, (share + 1) * size // num_shares))
-
-
-def batch_of_noise(shape: BatchShape, *, vocab_size: int, seed: int) -> Batch:
-    """Random images and texts; nothing is padded."""
-    size, length, height, width = shape
-    draw = torch.Generator().manual_seed(seed)
-    return Batch(
-        pixel_values=torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=draw),
-        pixel_mask=torch.ones(size, height, width, dtype=torch.bool),
-        input_ids=torch.randint(0, vocab_size, (size, length), generator=draw),
-        attention_mask=torch.ones(size, length, dtype=torch.bool),
-        labels=None,
-        record_ids=[str(number) for number in range(size)],
-        groups=torch.arange(size),
-    )
 
 
 def _make_trainer(options: BenchOptions, rank: int, strategy: Strategy) -> FusionTrainer:

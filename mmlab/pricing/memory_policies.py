@@ -232,8 +232,7 @@ class Halving(MemoryPolicy):
         return current
 
     def planner(self, planner: Scheduler, value: float) -> Scheduler:
-        options: dict[str, Any] = {"batch_size": int(value)}
-        return replace(planner, **options)
+        return replace(planner, **dict[str, Any](batch_size=int(value)))
 
     def observe(self, values: Values) -> Wish:
         self._num_steps += 1

@@ -27,7 +27,6 @@ from torch import nn
 from torch.quasirandom import SobolEngine
 from tqdm.auto import tqdm
 
-from mmlab.data.collate import Sample, collate
 from mmlab.errors import OptionError
 from mmlab.loading.loader import PlannedLoader, default_num_workers
 from mmlab.machine import cpu_name, num_usable_cores
@@ -38,7 +37,8 @@ from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
 from mmlab.schedule.cost import PaddedTokens, batch_costs, max_batch_size
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
-from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
+from mmlab.training.noise import noise_batch
+from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 _LOW_QUANTILE = 0.25
 _MIN_ROUNDS = 3  # in the first of which the shapes are new
@@ -208,41 +208,13 @@ def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]
     return low_s, spread_ratio
 
 
-def make_batch(shape: BatchShape, *, num_ids: int = _MIN_ROWS) -> Batch:
-    """A batch of noise as the loader collates it; its last sample is a token and a row of patches short, if it can be."""
-    generator = torch.Generator().manual_seed(0)
-    size, tokens, height, width = shape
-    samples: list[Sample] = []
-    for row in range(size):
-        short = row == size - 1 and size > 1
-        length = tokens - 1 if short and tokens > 1 else tokens
-        high = height - PATCH if short and height > PATCH else height
-        samples.append(noise_sample(row, (length, high, width), num_ids=num_ids, generator=generator))
-    return collate(samples)
-
-
-def noise_sample(
-    group: int, size: tuple[int, int, int], *, num_ids: int, generator: torch.Generator
-) -> Sample:
-    """A decoded sample of so many tokens, and pixels high and wide, that holds noise."""
-    length, height, width = size
-    return Sample(
-        id=str(group),
-        image=torch.randint(256, (3, height, width), dtype=torch.uint8, generator=generator),
-        text=None,
-        input_ids=torch.randint(1, num_ids, (length,), generator=generator),
-        label=0,
-        group=group,
-    )
-
-
 def measure_steps(
     trainer: FusionTrainer, shapes: NDArray[np.int64], *, repeats: int, seconds: float, progress: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(n,) seconds of the first step of each shape, and (n, r) of its repeats, round after round."""
     tables = (module.num_embeddings for module in trainer.model.modules() if isinstance(module, nn.Embedding))
     num_ids = min((rows for rows in tables if rows >= _MIN_ROWS), default=_MIN_ROWS)
-    batches = [make_batch(BatchShape(*shape), num_ids=num_ids) for shape in shapes.tolist()]
+    batches = [noise_batch(BatchShape(*shape), num_ids=num_ids, ragged=True) for shape in shapes.tolist()]
     largest = max(batches, key=lambda batch: batch.pixel_values.numel())
     for _ in range(_WARM_UP_STEPS):  # of a shape that is not measured
         trainer.train_step([largest.part(slice(1, None)).to(trainer.device)])

@@ -38,7 +38,6 @@ class TrainOptions:
         accumulation_steps: micro-batches in one optimizer step.
         max_grad_norm: L2 limit of the whole gradient, or a limit for each part (image, text, fusion, heads).
         lr_factors: factors on the learning rate of parts.
-        layer_decay: factor on the learning rate for each layer below an encoder's last.
         freeze: names of parameters that are not trained, with wildcards (`image_encoder.*`).
         checkpointing: recompute activations in the backward pass instead of keeping them.
         compile: True calls the model through `torch.compile`, see `mmlab.model.compiling`; a name chooses the backend.
@@ -67,7 +66,6 @@ class TrainOptions:
     accumulation_steps: int = 1
     max_grad_norm: float | Mapping[str, float] = 1.0
     lr_factors: Mapping[str, float] | None = None
-    layer_decay: float = 1.0
     freeze: tuple[str, ...] = ()
     checkpointing: bool = False
     compile: bool | str = False

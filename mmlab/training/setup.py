@@ -140,8 +140,8 @@ class TrainerSetup:
         options = self.options
         self.parameters, self._parts = learning(self.model), parts_of(self.model)
         self.precision.check(self.parameters)
-        names = ("weight_decay", "lr_factors", "layer_decay")
-        groups = parameter_groups(self.model, **{name: getattr(options, name) for name in names})
+        decay, factors = options.weight_decay, options.lr_factors
+        groups = parameter_groups(self.model, weight_decay=decay, lr_factors=factors)
         self.optimizer = torch.optim.AdamW(
             self.strategy.optimizer_groups(groups), lr=options.lr, fused=self.device.type in ("cpu", "cuda")
         )

@@ -29,15 +29,11 @@ def test_parts_hold_every_trainable_weight_once():
 
 def test_groups_hold_every_trainable_weight_once_with_its_factors():
     net = model()
-    groups = parameter_groups(net, weight_decay=0.1, lr_factors={"text": 0.5}, layer_decay=0.8)
+    groups = parameter_groups(net, weight_decay=0.1, lr_factors={"text": 0.5})
     factors = {id(weight): group["lr_factor"] for group in groups for weight in group["params"]}
     assert set(factors) == set(map(id, net.parameters()))
-    blocks = net.image_encoder.blocks
-    assert factors[id(blocks[1].mlp[0].weight)] == 1.0
-    assert factors[id(blocks[0].mlp[0].weight)] == 0.8
-    assert factors[id(next(net.image_encoder.embed.parameters()))] == pytest.approx(0.64)
-    last_text_layer = net.text_encoder.model.encoder.layer[1]
-    assert factors[id(next(last_text_layer.parameters()))] == 0.5
+    of_texts = set(map(id, net.text_encoder.parameters()))
+    assert factors == {id(weight): 0.5 if id(weight) in of_texts else 1.0 for weight in net.parameters()}
     for group in groups:
         assert all((weight.dim() > 1) == (group["weight_decay"] > 0) for weight in group["params"])
 
@@ -72,14 +68,6 @@ def test_wrong_names_say_what_there_is():
         parameter_groups(model(), weight_decay=0.0, lr_factors={"vision": 1.0})
     with pytest.raises(OptionError, match="unknown part of the model 'vision'"):
         FusionTrainer(model(), max_grad_norm={"vision": 1.0})
-
-
-def test_what_stands_above_the_last_layer_is_not_taken_for_an_embedding():
-    net = model()
-    groups = parameter_groups(net, weight_decay=0.1, layer_decay=0.5)
-    factors = {id(weight): group["lr_factor"] for group in groups for weight in group["params"]}
-    assert factors[id(net.image_encoder.norm.weight)] == 1.0
-    assert factors[id(net.image_encoder.embed_norm.weight)] == 0.25
 
 
 def test_the_encoder_of_a_vision_encoder_decoder_is_the_image_part():

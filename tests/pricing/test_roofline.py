@@ -11,11 +11,12 @@ from mmlab.errors import OptionError
 from mmlab.lab.notebook import draw_sizes
 from mmlab.pricing.devices import DEVICES, Device, find_device
 from mmlab.pricing.roofline import predict_time
-from mmlab.pricing.timing import make_batch, probe_shapes
+from mmlab.pricing.timing import probe_shapes
 from mmlab.pricing.trace import StepTracer
 from mmlab.pricing.work import NOTHING, Work, work_of
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.training.loop import FusionTrainer
+from mmlab.training.noise import noise_batch
 from mmlab.types import BatchShape, aspect
 from tests.pricing.priced_models import MODELS
 
@@ -71,7 +72,7 @@ def test_a_traced_step_has_the_flops_of_a_real_one():
     traced = StepTracer(model, device="cpu")(shape)
     trainer = FusionTrainer(model, device="cpu")
     with FlopCounterMode(display=False) as counter:
-        trainer.train_step([make_batch(shape)])
+        trainer.train_step([noise_batch(shape, num_ids=16, ragged=True)])
     assert sum(work.flops for work in traced.work) == pytest.approx(counter.get_total_flops(), rel=0.01)
     assert len(traced.work) == len(traced.operations)
 

@@ -14,10 +14,11 @@ from mmlab.machine import num_usable_cores
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.planner import saved_or_fitted_time
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
-from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, make_batch, probe_shapes
+from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, probe_shapes
 from mmlab.schedule.cost import FREE, MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.noise import noise_batch
 from mmlab.types import BatchShape, SampleSizes, aspect, square
 from tests.pricing.priced_models import MODELS
 
@@ -122,11 +123,11 @@ def test_data_of_one_size_can_be_timed():
 
 
 def test_a_batch_has_the_shape_asked_for_and_padding():
-    batch = make_batch(BatchShape(5, 9, 48, 64))
+    batch = noise_batch(BatchShape(5, 9, 48, 64), num_ids=16, ragged=True)
     assert batch.shape == (5, 9, 48, 64)
     assert not batch.attention_mask.all()
     assert not batch.pixel_mask.all()
-    assert make_batch(BatchShape(2, 1, 16, 16)).shape == (2, 1, 16, 16)
+    assert noise_batch(BatchShape(2, 1, 16, 16), num_ids=16, ragged=True).shape == (2, 1, 16, 16)
 
 
 def test_an_epoch_is_the_sum_of_its_steps():
