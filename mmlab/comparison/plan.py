@@ -53,43 +53,18 @@ def plan_run(
     rank, num_shares = (0, 1) if config.parallel.strategy == "branch" else (run.rank, world_size)
     options = {"seed": config.trainer.seed, "world_size": num_shares, **config.scheduler}
     name, follow = options.pop("name", "budget"), options.pop("follow", True)
-    if name in ("memory", "fastest"):
-        scheduler = _priced(name, options, config, dataset, model, objectives, device, prices)
-    else:
-        scheduler = make_scheduler(name, **options)
-    memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
-    whole, weights = sampled(scheduler, dataset, config.sampling, progress=run.rank == 0)
-    if whole is scheduler and isinstance(scheduler, Memory) and follow:
-        agree = ProcessGroup(device).largest
-        following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)
-        return following, weights, memory
-    return _Share(whole=whole, rank=rank, seed=whole.seed, world_size=num_shares), weights, memory
-
-
-def _priced(
-    name: str,
-    options: dict[str, Any],
-    config: RunConfig,
-    dataset: Any,
-    model: torch.nn.Module,
-    objectives: Mapping[str, Objective],
-    device: str,
-    prices: Path,
-) -> Scheduler:
-    """The scheduler `memory` or `fastest`: rank 0 prices the model for all, unless that was done before.
-
-    Args:
-        options: of the scheduler, and `memory_gb`.
-    """
     group, training, seconds = ProcessGroup(device), config.trainer, None
-    once = partial(group.run_on_main, doing="price the model")
     setting: dict[str, Any] = {"precision": training.precision, "checkpointing": training.checkpointing}
     setting["objectives"] = objectives
-    if isinstance(dataset, ConversationDataset):
+    once = partial(group.run_on_main, doing="price the model")  # rank 0 for all, unless that was done before
+    scheduler: Any
+    if name not in ("memory", "fastest"):
+        scheduler = make_scheduler(name, **options)
+    elif isinstance(dataset, ConversationDataset):
         network: Any = model.to(device)
         cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, precision=training.precision))
         limit = device_limit(device, memory_gb=options.pop("memory_gb", None))
-        scheduler: Any = make_scheduler("memory", cost=cost, budget=limit, **options)
+        scheduler = make_scheduler("memory", cost=cost, budget=limit, **options)
     else:
         scheduler = memory_scheduler(
             model,
@@ -98,29 +73,36 @@ def _priced(
             progress=False,
             once=once,
             accumulating=training.accumulation_steps > 1,
-            gradient_buckets=options["world_size"] > 1 and config.parallel.strategy == "ddp",
+            gradient_buckets=num_shares > 1 and config.parallel.strategy == "ddp",
             **setting,
             **options,
         )
-    # what is free differs between ranks and moments; plans must not: the least counts
-    least = -group.largest(-scheduler.budget)
-    memory: Memory = dataclasses.replace(scheduler, budget=int(least))
-    if name == "memory":
-        return memory
-    limit_bytes = memory.target_ratio * int(least)
-    time = seconds or group.run_on_main(
-        lambda: saved_or_fitted_time(
-            prices.with_name(TIME_MODEL),
-            model,
-            dataset.sizes,
-            trainer={"device": device, **setting},
-            cost=memory.cost,
-            budget=limit_bytes,
-            progress=False,
-        ),
-        doing="measure the model's steps",
-    )
-    return Fastest(**Fastest.options_among({**vars(memory), "budget": limit_bytes, "time": time}))
+    if isinstance(scheduler, Memory):
+        # what is free differs between ranks and moments; plans must not: the least counts
+        scheduler = dataclasses.replace(scheduler, budget=int(-group.largest(-scheduler.budget)))
+    if name == "fastest":
+        limit_bytes = scheduler.target_ratio * scheduler.budget
+        time = seconds or group.run_on_main(
+            lambda: saved_or_fitted_time(
+                prices.with_name(TIME_MODEL),
+                model,
+                dataset.sizes,
+                trainer={"device": device, **setting},
+                cost=scheduler.cost,
+                budget=limit_bytes,
+                progress=False,
+            ),
+            doing="measure the model's steps",
+        )
+        own = {**vars(scheduler), "budget": limit_bytes, "time": time}
+        scheduler = Fastest(**Fastest.options_among(own))
+    memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
+    whole, weights = sampled(scheduler, dataset, config.sampling, progress=run.rank == 0)
+    if whole is scheduler and isinstance(scheduler, Memory) and follow:
+        agree = group.largest
+        following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)
+        return following, weights, memory
+    return _Share(whole=whole, rank=rank, seed=whole.seed, world_size=num_shares), weights, memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

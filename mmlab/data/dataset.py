@@ -21,7 +21,7 @@ from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records, reading_image
 from mmlab.data.text import encode_texts, load_tokenizer
-from mmlab.errors import check_numbers
+from mmlab.errors import OptionError, check_numbers
 from mmlab.types import Batch, ImagePolicy, Region, SampleSizes, Square, processor_policy
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class MultimodalDataset(Dataset[Sample]):
 
     Raises:
         DataError: paths and texts of different number, or rows that cannot be used.
+        OptionError: an image policy that is not hashable, or `max_tokens` below 1.
     """
 
     def __init__(
@@ -82,6 +83,9 @@ class MultimodalDataset(Dataset[Sample]):
         self.max_tokens = max_tokens
         self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
         self.image_policy = image_policy if image_policy is not None else Square(224)
+        if type(self.image_policy).__hash__ is None:  # decoding keeps the target of each size
+            name = type(self.image_policy).__name__
+            raise OptionError(f"image policy {name} is not hashable; make it a frozen dataclass")
         column, lengths, self.num_truncated = array("i"), np.zeros(len(records), np.int64), 0
         for row, ids in encode_texts(tokenizer, records.texts):
             if len(ids) > max_tokens:  # it keeps its first tokens and the closing special token

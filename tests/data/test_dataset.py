@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import tracemalloc
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,3 +102,13 @@ def test_survives_pickling(records: Records) -> None:
     assert second["image"] is not None
     assert torch.equal(first["image"], second["image"])
     assert torch.equal(first["input_ids"], second["input_ids"])
+
+
+def test_an_image_policy_that_cannot_be_hashed_is_refused(records: Records) -> None:
+    @dataclass
+    class Own:
+        side: int = 32
+
+    policy: Any = Own()
+    with pytest.raises(OptionError, match="image policy Own is not hashable; make it a frozen dataclass"):
+        MultimodalDataset(records, image_policy=policy)
