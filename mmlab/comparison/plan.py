@@ -77,7 +77,7 @@ def plan_run(
             **setting,
             **options,
         )
-    if isinstance(scheduler, Memory):
+    if name in ("memory", "fastest"):
         # what is free differs between ranks and moments; plans must not: the least counts
         scheduler = dataclasses.replace(scheduler, budget=int(-group.largest(-scheduler.budget)))
     if name == "fastest":

@@ -31,7 +31,7 @@ class TrainerEvents(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.run is not None:
             self.run.close()
-        loader = given.get("train_dataloader")
+        loader: Any = given.get("train_dataloader")
         sampler, self._each = planned_sampler(loader), args.gradient_accumulation_steps
         self._batches = len(loader) if sampler is not None else 0
         self._asked = {} if sampler is not None else {"num_samples": args.train_batch_size * self._each}
