@@ -378,42 +378,11 @@ def regular(path: str, flags: int) -> int:
     Raises:
         OSError: no regular file.
     """
-    return _open_regular(path, flags)[0]
+    return open_regular(path, flags)[0]
 
 
-def read_bytes(path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-    """A part of a regular file, or all from `start`; what there is, where the file ends before.
-
-    For loading threads: each system call lets go of the interpreter's lock and must get it back from the other threads.
-    A file object makes nine of them to read a file, this four.
-
-    Raises:
-        OSError: no regular file, or it cannot be read.
-    """
-    number, size = _open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    try:
-        if start:
-            os.lseek(number, start, os.SEEK_SET)
-        left = size - start if num_bytes is None else num_bytes
-        content = os.read(number, left)
-        while len(content) < left and (more := os.read(number, left - len(content))):
-            content += more  # some network file systems give less at once
-        return content
-    finally:
-        os.close(number)
-
-
-def blocks_read() -> int:
-    """Blocks that this thread has read from disks so far; 0 where the system does not count them for each thread."""
-    try:
-        from resource import RUSAGE_THREAD, getrusage
-    except ImportError:  # not Linux
-        return 0
-    return getrusage(RUSAGE_THREAD).ru_inblock
-
-
-def _open_regular(path: str, flags: int) -> tuple[int, int]:
-    """A descriptor, and the file's size in bytes."""
+def open_regular(path: str, flags: int) -> tuple[int, int]:
+    """A descriptor of a regular file, and its size in bytes; errors as of `regular`."""
     number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe, too, opens at once
     found = os.fstat(number)
     if not stat.S_ISREG(found.st_mode):

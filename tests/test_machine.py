@@ -101,36 +101,3 @@ def test_usable_cores_heed_the_containers_quota(cgroup, version, quota, cores):
 
 def test_without_a_quota_all_cores_are_usable(cgroup):
     assert machine.num_usable_cores() == 8
-
-
-def test_a_part_of_a_file_is_read_and_what_is_no_file_is_refused(tmp_path, monkeypatch):
-    path = str(tmp_path / "content")
-    (tmp_path / "content").write_bytes(bytes(range(100)))
-    assert machine.read_bytes(path) == bytes(range(100))
-    assert machine.read_bytes(path, 90, 5) == bytes(range(90, 95))
-    assert machine.read_bytes(path, 95, 20) == bytes(range(95, 100))
-    read = os.read
-    monkeypatch.setattr(
-        os, "read", lambda number, size: read(number, min(size, 7))
-    )  # as a network file system may
-    assert machine.read_bytes(path, 3) == bytes(range(3, 100))
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a regular file"):
-        machine.read_bytes(str(tmp_path / "pipe"))
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise")
-def test_blocks_are_counted_that_come_from_a_disk(tmp_path):
-    path = tmp_path / "content"
-    with path.open("wb") as file:
-        file.write(os.urandom(2**20))
-        file.flush()
-        os.fsync(file.fileno())
-        before = machine.blocks_read()
-        path.read_bytes()
-        assert machine.blocks_read() == before
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    path.read_bytes()
-    if machine.blocks_read() == before:
-        pytest.skip("this folder is in memory")
-    assert machine.blocks_read() >= before + 2**20 // 512

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import DataError, OptionError
-from mmlab.machine import read_bytes, regular
+from mmlab.machine import open_regular, regular
 from mmlab.types import ImagePolicy, Record, SampleSizes
 
 if TYPE_CHECKING:
@@ -29,6 +29,28 @@ class ImageStore(Protocol):
     def read(self, image_path: str) -> bytes:
         """The encoded bytes of one image. Raises OSError where they cannot be read."""
         ...
+
+
+def read_bytes(path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+    """A part of a regular file, or all from `start`; what there is, where the file ends before.
+
+    For loading threads: each system call lets go of the interpreter's lock and must get it back from the other threads.
+    A file object makes nine of them to read a file, this four.
+
+    Raises:
+        OSError: no regular file, or it cannot be read.
+    """
+    number, size = open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        if start:
+            os.lseek(number, start, os.SEEK_SET)
+        left = size - start if num_bytes is None else num_bytes
+        content = os.read(number, left)
+        while len(content) < left and (more := os.read(number, left - len(content))):
+            content += more  # some network file systems give less at once
+        return content
+    finally:
+        os.close(number)
 
 
 class FileStore:

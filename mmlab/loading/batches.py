@@ -20,7 +20,6 @@ import torch
 
 from mmlab.data.collate import Pixels, Sample, put
 from mmlab.errors import DataError
-from mmlab.machine import blocks_read
 from mmlab.types import PATCH, Batch, Region, SampleSizes
 
 _SLOW_READ_S = (
@@ -265,6 +264,15 @@ class SampleLoader:
             fits &= (column <= column[request.rows].max()) & ((column > 0) == (column[row] > 0))
         distance = sum(np.abs(column[fits] - int(column[row])) / step for column, step in columns)
         yield from np.flatnonzero(fits)[np.argsort(distance, kind="stable")].tolist()
+
+
+def blocks_read() -> int:
+    """Blocks that this thread has read from disks so far; 0 where the system does not count them for each thread."""
+    try:
+        from resource import RUSAGE_THREAD, getrusage
+    except ImportError:  # not Linux
+        return 0
+    return getrusage(RUSAGE_THREAD).ru_inblock
 
 
 def _rescaled(start: int, length: int, side: int, target: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmlab.data.records import BadRow, Records
+from mmlab.data.records import BadRow, Records, read_bytes
 from mmlab.errors import DataError, OptionError
 from mmlab.types import Record, Square
 
@@ -144,3 +145,19 @@ def test_a_frame_has_a_column_for_what_there_is():
 def test_a_bad_row_reads_as_one_line():
     assert str(BadRow("line 3", "a.jpg", "empty text")) == "line 3: a.jpg: empty text"
     assert str(BadRow("line 3", "", "not JSON")) == "line 3: not JSON"
+
+
+def test_a_part_of_a_file_is_read_and_what_is_no_file_is_refused(tmp_path, monkeypatch):
+    path = str(tmp_path / "content")
+    (tmp_path / "content").write_bytes(bytes(range(100)))
+    assert read_bytes(path) == bytes(range(100))
+    assert read_bytes(path, 90, 5) == bytes(range(90, 95))
+    assert read_bytes(path, 95, 20) == bytes(range(95, 100))
+    read = os.read
+    monkeypatch.setattr(
+        os, "read", lambda number, size: read(number, min(size, 7))
+    )  # as a network file system may
+    assert read_bytes(path, 3) == bytes(range(3, 100))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_bytes(str(tmp_path / "pipe"))

@@ -182,3 +182,20 @@ def test_threads_announce_each_row_once_while_more_rows_come() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert len(announced) == len(set(announced))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise")
+def test_blocks_are_counted_that_come_from_a_disk(tmp_path):
+    path = tmp_path / "content"
+    with path.open("wb") as file:
+        file.write(os.urandom(2**20))
+        file.flush()
+        os.fsync(file.fileno())
+        before = batches.blocks_read()
+        path.read_bytes()
+        assert batches.blocks_read() == before
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    path.read_bytes()
+    if batches.blocks_read() == before:
+        pytest.skip("this folder is in memory")
+    assert batches.blocks_read() >= before + 2**20 // 512

@@ -19,8 +19,8 @@ from mmlab.data.readers.files import split_in
 from mmlab.data.readers.manifest import SYNONYMS, match_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
 from mmlab.data.readers.sidecar import stamp_of
+from mmlab.data.records import read_bytes
 from mmlab.errors import DataError
-from mmlab.machine import read_bytes
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
 _TEXT_SUFFIXES = ("txt", "text", "caption")
