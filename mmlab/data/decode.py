@@ -39,8 +39,8 @@ _REDUCTIONS = (8, 4)  # of JPEGs: DCT scales that pay, largest first
 _REDUCED_FROM_PIXELS = 2_000_000
 _LEAST_RATIO = 2  # sides of a reduced image, to those of the target
 _EXIF_ORIENTATION = 0x0112  # 5 to 8 swap the axes, before the flips
-# of a JPEG: segments with an image's size, one that may tell an orientation (EXIF, XMP), and what ends the header
-_FRAMES, _APP1, _SCAN = (0xC0, 0xC1, 0xC2), 0xE1, 0xDA
+# of a JPEG: a segment that may tell an orientation (EXIF, XMP), and what ends the header
+_APP1, _SCAN = 0xE1, 0xDA
 _FLIPS_ROWS, _FLIPS_COLUMNS = (3, 4, 7, 8), (2, 3, 6, 7)
 
 
@@ -63,7 +63,7 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
     with nullcontext() if plain is not None else _opened(encoded) as image:
         orientation = 1 if image is None else _orientation(image)
         height, width = plain.shape[:2] if image is None else displayed_size(image)
-        target = _target(policy, height, width)  # type: ignore[arg-type]  # hashable, as it says
+        target = _target(policy, height, width)  # type: ignore[arg-type]  # hashable, by its protocol
         region = policy.kept(height, width) if region is None else Region(*region)
         top, left, rows, columns = region
         if not (0 <= top < top + rows <= height and 0 <= left < left + columns <= width):
@@ -130,21 +130,16 @@ def _orientation(image: Image.Image) -> int:
 def _plain_jpeg(encoded: bytes) -> NDArray[np.uint8] | None:
     """All pixels of a sound JPEG that is displayed as it is stored, and too small to be reduced; None for any other.
 
-    Pillow takes 25 to 40 us for the header alone, most of them with the interpreter's lock; this 3.
+    Pillow takes 25 to 40 us for the header alone, most of them with the interpreter's lock; this 4.
     """
-    place, frame = 2, b""
+    place = 2
     with suppress(ValueError, IndexError):  # no JPEG, a damaged one, or one that libjpeg-turbo does not know
         while (kind := encoded[place + 1]) != _SCAN:
             if encoded[place] != 0xFF or kind == _APP1:
                 return None
-            num_bytes = int.from_bytes(encoded[place + 2 : place + 4], "big")
-            if kind in _FRAMES:
-                frame = encoded[
-                    place + 5 : place + 10
-                ]  # height and width, two bytes each, and the number of components
-            place += 2 + num_bytes
-        num_pixels = int.from_bytes(frame[:2], "big") * int.from_bytes(frame[2:4], "big")
-        if frame[4] in (1, 3) and num_pixels < _REDUCED_FROM_PIXELS:  # grey, or three colours: four are CMYK
+            place += 2 + int.from_bytes(encoded[place + 2 : place + 4], "big")
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
+        if colours in ("YCbCr", "Gray", "RGB") and height * width < _REDUCED_FROM_PIXELS:
             return simplejpeg.decode_jpeg(encoded, "RGB")
     return None
 

@@ -199,7 +199,7 @@ class SampleLoader:
             found = self.read(row, pixels[place])
             read = time.perf_counter()
             if read - started > _REMOTE_READ_S or (read - started > _SLOW_READ_S and blocks_read() > blocks):
-                blocks = blocks_read()
+                blocks = blocks_read()  # before the announcements: what they read counts, so that they go on
                 for following in upcoming.to_announce():
                     self.dataset.announce(following)
             loaded.append(self.sample(request, row, found, pixels[place]))

@@ -75,11 +75,13 @@ class PooledFusion(nn.Module):
     Args:
         img_dim, text_dim: widths of the features that come in.
         hidden_dim: width of the vector that goes out.
-        num_layers: residual feed-forward blocks after the modalities have met. Number of heads and other options of
-            attention are taken, so that all fusions are made alike, and change nothing.
+        num_heads: taken so that all fusions are made alike; there is no attention here.
+        num_layers: residual feed-forward blocks after the modalities have met.
     """
 
-    def __init__(self, img_dim: int, text_dim: int, *, hidden_dim: int, num_layers: int, **_: int) -> None:
+    def __init__(
+        self, img_dim: int, text_dim: int, *, hidden_dim: int = 512, num_heads: int = 8, num_layers: int = 1
+    ) -> None:
         super().__init__()
         self.hidden_dim = hidden_dim
         self.image_projection = nn.Sequential(nn.Linear(img_dim, hidden_dim), nn.LayerNorm(hidden_dim))

@@ -154,9 +154,8 @@ def test_a_part_of_a_file_is_read_and_what_is_no_file_is_refused(tmp_path, monke
     assert read_bytes(path, 90, 5) == bytes(range(90, 95))
     assert read_bytes(path, 95, 20) == bytes(range(95, 100))
     read = os.read
-    monkeypatch.setattr(
-        os, "read", lambda number, size: read(number, min(size, 7))
-    )  # as a network file system may
+    # as a network file system may
+    monkeypatch.setattr(os, "read", lambda number, size: read(number, min(size, 7)))
     assert read_bytes(path, 3) == bytes(range(3, 100))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
