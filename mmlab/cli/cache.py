@@ -1,24 +1,24 @@
-"""Looking after a cache from outside, whatever it was made from: what it has, whether it is sound, away with it."""
+"""`mmlab cache info`, `verify` and `clear`: look after a cache from outside, whatever it was made from.
+
+Raises DataError where the folder is no cache.
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-from tqdm.auto import tqdm
+from typing import Annotated, Any
 
 from mmlab.cli.printed import Printed
 from mmlab.errors import DataError
-from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes, slot_files
+
+CacheFolder = Annotated[str | Path, "the cache's folder"]
 
 
-def cache_info(folder: str | Path) -> Printed:
-    """What a cache has, and what it was made with. Reads the tables only.
+def cache_info(folder: CacheFolder) -> Printed:
+    """Show what a cache has and what it was made with."""
+    from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes
 
-    Raises:
-        DataError: the folder is no cache, or what a file says of itself is damaged.
-    """
     files = _files(folder)
     try:
         layouts = [Layout.of(path) for path, _ in files]
@@ -45,15 +45,12 @@ def cache_info(folder: str | Path) -> Printed:
     return Printed(document=document, text=text)
 
 
-def verify_cache(folder: str | Path, *, progress: bool = True) -> Printed:
-    """Read every image and compare it with its checksum. Changes nothing, not even the time of last use.
+def verify_cache(folder: CacheFolder) -> Printed:
+    """Read all of a cache and list what is damaged; change nothing."""
+    from tqdm.auto import tqdm
 
-    Returns:
-        How many images and bytes were read, and a line on each damaged part.
+    from mmlab.loading.cache.slots import Damaged, Layout, SlotFile
 
-    Raises:
-        DataError: the folder is no cache.
-    """
     num_images = num_bytes = 0
     damage: list[str] = []
     for path, _ in _files(folder):
@@ -62,7 +59,7 @@ def verify_cache(folder: str | Path, *, progress: bool = True) -> Printed:
         except Damaged as error:
             damage.append(str(error))
             continue
-        for slot in tqdm(file.filled().tolist(), "Verifying", disable=None if progress else True):
+        for slot in tqdm(file.filled().tolist(), "Verifying", disable=None):
             try:
                 pixels = file.read(slot)
                 num_bytes += 0 if pixels is None else pixels.nbytes
@@ -76,15 +73,10 @@ def verify_cache(folder: str | Path, *, progress: bool = True) -> Printed:
     return Printed(document=document, text="\n".join(lines), ok=not damage)
 
 
-def clear_cache(folder: str | Path) -> Printed:
-    """Remove all that a cache has; a training that uses it goes on.
+def clear_cache(folder: CacheFolder) -> Printed:
+    """Remove all that a cache has; a training that uses it goes on."""
+    from mmlab.loading.cache.slots import disk_bytes
 
-    Returns:
-        How many files and bytes that were.
-
-    Raises:
-        DataError: the folder is no cache.
-    """
     files = _files(folder)
     for path, _ in files:
         path.unlink(missing_ok=True)
@@ -94,6 +86,8 @@ def clear_cache(folder: str | Path) -> Printed:
 
 
 def _files(folder: str | Path) -> list[Any]:
+    from mmlab.loading.cache.slots import slot_files
+
     if not (files := slot_files(Path(folder))):
         raise DataError(f"{folder}: no cache is there; mmlab cache build makes one")
     return files

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mmlab.cli.cache import CacheFolder, cache_info, clear_cache, verify_cache
 from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import ComparisonOptions
@@ -31,7 +32,6 @@ Precision = Annotated[str, "of the training: fp32, tf32, bf16 or fp16"]
 Names = Annotated[str, "names of schedulers, separated by commas"]
 Plot = Annotated[str | None, "a file to draw it into as well, as PNG, SVG or PDF"]
 Seed = Annotated[int, "of all that is drawn"]
-CacheFolder = Annotated[str, "the cache's folder"]
 
 
 def compare(
@@ -276,27 +276,6 @@ def cache_build(
     return build_cache(dataset, num_threads=threads)
 
 
-def cache_info(folder: CacheFolder) -> Any:
-    """Show what a cache has and what it was made with."""
-    from mmlab.cli.cache import cache_info
-
-    return cache_info(folder)
-
-
-def cache_verify(folder: CacheFolder) -> Any:
-    """Read all of a cache and list what is damaged."""
-    from mmlab.cli.cache import verify_cache
-
-    return verify_cache(folder)
-
-
-def cache_clear(folder: CacheFolder) -> Any:
-    """Remove all that a cache has."""
-    from mmlab.cli.cache import clear_cache
-
-    return clear_cache(folder)
-
-
 def bench_io(
     *,
     data: Data,
@@ -356,7 +335,7 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
     "data": ("Make or look at a data set.", {"make": make, "inspect": inspect}),
     "cache": (
         "Keep decoded samples on disk.",
-        {"build": cache_build, "info": cache_info, "verify": cache_verify, "clear": cache_clear},
+        {"build": cache_build, "info": cache_info, "verify": verify_cache, "clear": clear_cache},
     ),
     "bench": ("Measure this machine.", {"io": bench_io, "parallel": bench_parallel}),
     "tour": copy_tour,

@@ -32,7 +32,7 @@ from mmlab.loading.batches import BatchRequest, LoadedBatch, SampleLoader
 
 _MAX_DEATHS = 2  # of workers, without a batch delivered in between
 # worker processes start from a server without threads, or afresh where the system has no such server
-_START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 class ProcessBackend(Backend):
@@ -48,7 +48,7 @@ class ProcessBackend(Backend):
         self._holding: Any = []  # process id and row of each worker, in shared memory; -1 between two samples
         self._retired: list[Any] = []  # workers of pools before the present one
         self._num_deaths = self._worker_bytes = 0
-        self._num_abandoned = multiprocessing.get_context(_START).Value("q", 0)  # epochs left so far
+        self._num_abandoned = multiprocessing.get_context(START_METHOD).Value("q", 0)  # epochs left so far
 
     def ram_bytes(self, setting: Setting) -> int:
         """Memory that a setting may take: batches, and what a worker was seen to have for itself."""
@@ -74,8 +74,8 @@ class ProcessBackend(Backend):
 
     def _new_pool(self) -> Executor:
         content, num_workers = _pickled(self.loader), self.setting.num_workers
-        context = multiprocessing.get_context(_START)
-        if _START == "forkserver":
+        context = multiprocessing.get_context(START_METHOD)
+        if START_METHOD == "forkserver":
             context.set_forkserver_preload(
                 [__name__, "mmlab.data.dataset", "pandas", type(self.loader.dataset.tokenizer).__module__]
             )

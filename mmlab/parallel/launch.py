@@ -1,8 +1,8 @@
 """Several ranks from a notebook or a program: real processes, started by torch's own launcher.
 
-Processes are spawned, not forked, because a GPU context does not survive a fork. They are fresh interpreters that import
-the function they call, so it must be in a module; they cannot find a function of a notebook's cell. Each start costs the
-import of torch, some seconds.
+Ranks are never copies of this process, because a GPU context does not survive a fork. They are forked from a server that
+has torch and mmlab imported and nothing else done, so the first start waits some seconds for that import, and later ones
+do not. The function they call must be in a module; they cannot find one of a notebook's cell.
 
 An error in a rank is raised in the caller, with the rank and its own traceback, and the other ranks are ended. An interrupt
 reaches all ranks once; each has 30 s to finish its step and write a checkpoint. On several machines start
@@ -16,21 +16,25 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mmlab.errors import DataError, OptionError, RunError
+from mmlab.loading.workers import START_METHOD
 from mmlab.machine import num_usable_cores, share_cores
 from mmlab.parallel.faults import broke_off
 
@@ -38,6 +42,10 @@ _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
 # those that the launcher takes over
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TOLD_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+# what it sets for each rank
+_OF_A_RANK = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC.*)$"
+)
 # repeat each failure
 _NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
@@ -76,13 +84,15 @@ def run_on_ranks(
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            start_method="spawn",
+            start_method=START_METHOD,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=redirects),
             shutdown_timeout=_SHUTDOWN_S,
         )
         before = multiprocessing.active_children()
+        multiprocessing.get_context(START_METHOD).set_forkserver_preload(["mmlab.comparison.train"])
+        variables = {name: value for name, value in os.environ.items() if not _OF_A_RANK.match(name)}
         try:
-            found = elastic_launch(config, _on_rank)(function, arguments, num_processes)
+            found = elastic_launch(config, _on_rank)(function, arguments, num_processes, variables)
         except ChildFailedError as failure:
             _raise(failure, Path(folder), config.run_id)
         except SignalException as stopped:
@@ -94,12 +104,29 @@ def run_on_ranks(
     return [found[rank] for rank in range(num_processes)]
 
 
-def _on_rank(function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int) -> Any:
+def _on_rank(
+    function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int, variables: dict[str, str]
+) -> Any:
     """What each process does; the launcher writes its error into a file."""
     os.setsid()  # Jupyter interrupts its whole group; the launcher's would be the second, which waits for no step
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_usable_cores() // num_processes))
-    return function(*arguments)
+    caller: Any = multiprocessing.parent_process()
+    threading.Thread(target=_follow, args=[caller], daemon=True).start()
+    os.environ |= variables  # the server has those of its own start
+    np.random.seed()  # noqa: NPY002 - or all ranks would go on from the server's state
+    share = max(1, num_usable_cores() // num_processes)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
+    found = function(*arguments)
+    if not caller.is_alive():
+        raise SystemExit(1)  # the launcher's own code would wait until the result is read
+    return found
+
+
+def _follow(caller: Any) -> None:
+    """Where the caller is killed, end as at an interrupt: with a checkpoint after the step, or at last without."""
+    caller.join()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(_SHUTDOWN_S)
+    os._exit(1)
 
 
 def _raise(failure: ChildFailedError, logs: Path, run_id: str) -> NoReturn:

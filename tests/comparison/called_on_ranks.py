@@ -1,4 +1,4 @@
-"""What ranks of tests do; they are fresh interpreters, which import little for it."""
+"""What ranks of tests do; they import little for it."""
 
 from __future__ import annotations
 

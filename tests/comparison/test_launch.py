@@ -83,6 +83,13 @@ def test_what_a_rank_suffers_is_raised_here(how: str, kind: type[Exception], wor
     assert {number: signal.getsignal(number) for number in before} == before
 
 
+def test_ranks_see_the_variables_of_the_call_and_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMLAB_SET_JUST_NOW", "here")  # the server that ranks come from may be there already
+    monkeypatch.setenv("RANK", "7")
+    assert run_on_ranks(os.getenv, "MMLAB_SET_JUST_NOW") == ["here", "here"]
+    assert run_on_ranks(os.getenv, "RANK") == ["0", "1"]
+
+
 def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="put it into a module and import it"):
         run_on_ranks(lambda: None)
@@ -122,29 +129,39 @@ def interrupted(
     arguments: list[Path | str],
     is_ready: Callable[[list[psutil.Process]], bool],
     send: Callable[[int, int], None] = os.kill,
+    number: int = signal.SIGINT,
 ) -> list[psutil.Process]:
-    """The processes below a caller that was interrupted when it was ready; it has said so, and they have ended."""
+    """The processes below a caller that got a signal when it was ready; they have ended, and it has said so if it could."""
     command = [sys.executable, "-c", CALLER, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as caller:
         try:
             while not is_ready(processes := psutil.Process(caller.pid).children(recursive=True)):
                 assert caller.poll() is None
-            send(caller.pid, signal.SIGINT)
+            send(caller.pid, number)
             said, _ = caller.communicate(timeout=60)
         finally:
             caller.kill()  # the ranks then end too
-    assert (said, caller.returncode) == ("interrupted\n", 0)
+    assert (said, caller.returncode) == (("", -number) if number == signal.SIGKILL else ("interrupted\n", 0))
     assert psutil.wait_procs(processes, timeout=10)[1] == []
     return processes
 
 
 @pytest.mark.parametrize(
-    ("send", "loading", "num_processes"),
-    [(os.kill, [], 2), (os.killpg, ["data.backend=torch", "data.num_workers=1"], 4)],
-    ids=["the caller alone", "its group, as Jupyter does"],
+    ("send", "number", "loading", "num_processes"),
+    [
+        (os.kill, signal.SIGINT, [], 2),
+        (os.killpg, signal.SIGINT, ["data.backend=torch", "data.num_workers=1"], 4),
+        (os.kill, signal.SIGKILL, [], 2),
+    ],
+    ids=["the caller alone", "its group, as Jupyter does", "the caller is killed"],
 )
 def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
-    send: Callable[[int, int], None], loading: list[str], num_processes: int, scenes: Path, tmp_path: Path
+    send: Callable[[int, int], None],
+    number: int,
+    loading: list[str],
+    num_processes: int,
+    scenes: Path,
+    tmp_path: Path,
 ) -> None:
     path, runs = tmp_path / "pair.toml", tmp_path / "runs"
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
@@ -154,7 +171,7 @@ def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
         time.sleep(0.05)
         return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
 
-    ended = interrupted([path, runs, *loading], all_step, send)
+    ended = interrupted([path, runs, *loading], all_step, send, number)
     assert len(ended) >= num_processes  # ranks, and their workers where they have some
     ended_s = time.time()
     saved = read_checkpoint(Checkpoints(runs / "pair" / "checkpoints").paths[-1])
@@ -170,6 +187,6 @@ def test_an_interrupt_while_ranks_are_started_leaves_none(scenes: Path, tmp_path
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
 
     def one_is_there(processes: list[psutil.Process]) -> bool:
-        return any("spawn_main" in command_line(process) for process in processes)
+        return sum("forkserver" in command_line(process) for process in processes) > 1  # the server is one
 
     interrupted([path, tmp_path / "runs"], one_is_there)

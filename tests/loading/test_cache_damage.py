@@ -68,14 +68,14 @@ def test_damage_anywhere_is_found_and_mended(
     path.write_bytes(content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        verify_cache(folder, progress=False)  # may find anything, and fails at nothing
+        verify_cache(folder)  # may find anything, and fails at nothing
         cache = SampleCache(folder, key=key)
         for row in range(NUM_ROWS):
             take(cache, row)  # a hit that is wrong raises
         assert all(is_right(row, cache.get(row)) for row in range(NUM_ROWS))
         reopened = SampleCache(folder, key=key)
         assert all(take(reopened, row) for row in range(NUM_ROWS))
-    assert verify_cache(folder, progress=False).ok
+    assert verify_cache(folder).ok
 
 
 def test_damage_is_told_once_and_verify_lists_it(
@@ -109,12 +109,12 @@ def test_a_damaged_front_is_named_and_mended_by_opening_the_cache(
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
-    assert "its front is damaged" in str(verify_cache(folder, progress=False))
+    assert "its front is damaged" in str(verify_cache(folder))
     with pytest.raises(DataError, match="its front is damaged"):
         cache_info(folder)
     cache = SampleCache(folder, key=sound[1])
     assert all(is_right(row, cache.get(row)) for row in range(NUM_ROWS))
-    assert verify_cache(folder, progress=False).ok
+    assert verify_cache(folder).ok
 
 
 def test_a_file_cut_short_while_it_is_open_is_a_miss(sound: tuple[Path, CacheKey], tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_byte_that_flips_under_a_reader_is_found_by_a_later_read_and_by_verify
         (first,) = file.read(1)
         file.seek(start)
         file.write(bytes([first ^ 1]))
-    assert not verify_cache(folder, progress=False).ok
+    assert not verify_cache(folder).ok
     with pytest.warns(UserWarning, match="the checksum of slot 0 does not fit"):
         assert SampleCache(folder, key=sound[1]).get(0) is None  # it has not verified the image before
     with pytest.warns(UserWarning, match="the checksum of slot 0 does not fit"):
@@ -172,7 +172,7 @@ def test_builders_killed_at_any_moment_leave_nothing_wrong(tmp_path: Path) -> No
         assert len(rows) >= found  # what was there is not made again
         found = len(rows)
     assert 0 < found < num_rows
-    assert verify_cache(tmp_path / "cache", progress=False).ok
+    assert verify_cache(tmp_path / "cache").ok
     cache = SampleCache(tmp_path / "cache", key=key)
     assert sum(take(cache, row) for row in range(num_rows)) == found
 
@@ -212,7 +212,7 @@ def test_an_interrupt_at_any_call_leaves_nothing_wrong(tmp_path: Path) -> None:
                 take(reader, row)
             assert all(is_right(row, reader.get(row)) for row in range(num_rows))
             assert reader.stats().num_damaged == 0
-        assert verify_cache(cache.folder, progress=False).ok
+        assert verify_cache(cache.folder).ok
     assert number > 20
 
 
@@ -232,7 +232,7 @@ def test_two_builders_and_a_reader_at_once(tmp_path: Path) -> None:
         assert report["warnings"] == []
         assert report["num_hits"] >= num_rows
     assert all(is_right(row, cache.get(row)) for row in range(num_rows))
-    assert verify_cache(tmp_path / "cache", progress=False).ok
+    assert verify_cache(tmp_path / "cache").ok
 
 
 def may_mount() -> bool:
@@ -272,7 +272,7 @@ def test_where_files_may_not_grow_caching_stops_with_one_warning(tmp_path: Path)
     command = [sys.executable, str(BUILDER), str(tmp_path / "files"), str(tmp_path / "cache"), "200", "0"]
     done = run_limited(command, limit_files)
     check_stopped(done.stdout, "File too large", least_bytes=0)
-    assert verify_cache(tmp_path / "cache", progress=False).ok
+    assert verify_cache(tmp_path / "cache").ok
 
 
 def run_limited(command: list[str], limit: Callable[[], None]) -> subprocess.CompletedProcess[str]:

@@ -49,7 +49,7 @@ def test_gives_back_what_was_put_also_after_reopening_and_pickling(tmp_path: Pat
     stats = reopened.stats()
     assert (stats.num_hits, stats.num_misses) == (NUM_ROWS, 0)
     assert stats.cache_bytes >= NUM_ROWS * 3 * SIDE * SIDE
-    assert verify_cache(tmp_path / "cache", progress=False).ok
+    assert verify_cache(tmp_path / "cache").ok
 
 
 def test_pixels_are_read_into_the_memory_that_is_given_where_it_fits(tmp_path: Path, key: CacheKey) -> None:
@@ -76,7 +76,7 @@ def test_an_image_that_changes_is_made_again_even_with_its_old_size_and_time(
     assert cache.get(0) is None
     cache.put(0, pixels_of(77))  # its slot is taken again
     assert is_right(77, cache.get(0))
-    assert verify_cache(tmp_path / "cache", progress=False).ok
+    assert verify_cache(tmp_path / "cache").ok
 
 
 def test_an_image_that_changes_while_it_is_decoded_is_not_mistaken_for_the_new_one(
