@@ -53,10 +53,7 @@ _LOG_CHARACTERS = 2000
 
 
 def run_on_ranks(
-    function: Callable[..., Any],
-    *arguments: Any,
-    num_processes: int = 2,
-    shows_progress: bool = False,
+    function: Callable[..., Any], *arguments: Any, num_processes: int = 2, shows_progress: bool = False
 ) -> list[Any]:
     """Call a function in several processes, which find the variables that `torchrun` sets.
 

@@ -44,13 +44,10 @@ class Line:
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float, float]]) -> Line:
         """Fit (pieces, number, seconds) by least squares of relative errors; neither coefficient is negative."""
+        from scipy.optimize import nnls
+
         table = np.array(points, dtype=float)
-        scaled = table[:, :2] / table[:, 2:]
-        found = np.linalg.lstsq(scaled, np.ones(len(table)), rcond=None)[0]
-        if found.min() < 0:  # the best fit without negative coefficients then has a zero in its place
-            kept = int(found.argmax())
-            column, found = scaled[:, kept], np.zeros(2)
-            found[kept] = column.sum() / (column @ column)
+        found, _ = nnls(table[:, :2] / table[:, 2:], np.ones(len(table)))
         return cls(*map(float, found))
 
 

@@ -60,6 +60,8 @@ def fit_rows(
     Raises:
         OptionError: fewer shapes than the terms to be fitted.
     """
+    from scipy.optimize import nnls
+
     features, exponents = step_terms(shapes, patch)
     if len(features) < len(exponents):
         raise OptionError(f"{len(exponents)} terms need as many traced shapes, found {len(features)}")
@@ -69,7 +71,7 @@ def fit_rows(
     scale = features.max(axis=0)
     features, targets = features / scale, operations * weight[:, None]
     step = [float(step_peak_bytes), *[0.0] * (len(exponents) - 1)]  # the first term is the constant
-    rows = np.array([step, *(nonnegative_least_squares(features, target) / scale for target in targets.T)])
+    rows = np.array([step, *(nnls(features, target)[0] / scale for target in targets.T)])
     needed = _needed(rows @ _values(_box(largest), exponents).T)
     return MaxPolynomial(rows[needed], exponents, "bytes", patch)
 
@@ -113,36 +115,6 @@ def _box(largest: tuple[int, int, int]) -> NDArray[np.int64]:
     size, *others = (np.unique(np.geomspace(1, most, 16).astype(np.int64)) for most in largest)
     axes = [size, *(np.append(0, axis) for axis in others)]
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 3)
-
-
-def nonnegative_least_squares(
-    features: NDArray[np.float64], target: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """The least-squares solution without negative coefficients (Lawson and Hanson 1974, chapter 23).
-
-    Coefficients join the active set one at a time, the one that helps most first. Where the least-squares solution over
-    the active set has a negative one, the step towards it ends where the first coefficient reaches zero, and that one
-    leaves the set.
-    """
-    solution = np.zeros(features.shape[1])
-    active = np.zeros(len(solution), dtype=bool)
-    for _ in range(3 * len(solution)):
-        gradient = features.T @ (target - features @ solution)
-        gradient[active] = 0
-        if gradient.max() <= 1e-12:
-            break
-        active[np.argmax(gradient)] = True
-        while True:
-            trial = np.zeros_like(solution)
-            trial[active] = np.linalg.lstsq(features[:, active], target, rcond=None)[0]
-            falls = active & (trial <= 0)
-            if not falls.any():
-                break
-            share = (solution[falls] / (solution[falls] - trial[falls])).min()
-            solution += share * (trial - solution)
-            active &= solution > 1e-15
-        solution = trial
-    return solution
 
 
 def _needed(heights: NDArray[np.float64]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from mmlab.pricing.closed_form import nonnegative_least_squares, step_terms
+from mmlab.pricing.closed_form import step_terms
 from mmlab.pricing.fitted import FittedModel
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.types import PATCH
@@ -143,8 +143,10 @@ def fit_polynomial(
     Returns:
         One row, in seconds.
     """
+    from scipy.optimize import nnls
+
     terms, kept = step_terms(shapes, patch, exponents)
     terms /= np.asarray(values)[:, None]
     scale = terms.max(axis=0)
-    coefficients = nonnegative_least_squares(terms / scale, np.ones(len(terms))) / scale
+    coefficients = nnls(terms / scale, np.ones(len(terms)))[0] / scale
     return MaxPolynomial(coefficients[None], kept, "seconds", patch)
