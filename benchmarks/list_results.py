@@ -28,7 +28,7 @@ written by `python benchmarks/list_results.py`, which compares the code that was
 def changed_rooms(result: dict[str, Any]) -> str:
     """The rooms whose code is no longer what was measured, for the last column."""
     if "code" not in result:
-        return "not recorded: measured before the rooms"
+        return "not recorded"
     changed = [room for room, digest in result["code"].items() if room_digest(room) != digest]
     return ", ".join(f"`{room}`" for room in changed) or "none"
 

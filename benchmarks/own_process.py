@@ -95,7 +95,8 @@ def start_up() -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         data = make_dataset(Path(folder) / "data", num_images=24, max_side=96, num_workers=1, progress=False)
-        lab = Lab(data, schedulers=("random",), out=Path(folder) / "out", epochs=10_000, image="aspect:48")
+        options: Any = {"epochs": 10_000, "image": "aspect:48", "equal": "batch_size"}  # nothing is priced
+        lab = Lab(data, schedulers=("random",), out=Path(folder) / "out", **options)
         started = time.perf_counter()
         lab.start()
         free_s = time.perf_counter() - started

@@ -21,8 +21,9 @@ from typing import Any
 
 _ABOVE_0 = 5e-324  # the least number that a float can tell from 0
 _COUNTS = """accumulation_steps classes_per_octave epochs eval_batches eval_every every_steps
-    image_layers keep_last limit max_batch_size mega_batch micro_batches num_epochs num_samples
-    num_threads patch prefetch ranks rounds steps text_step threads total_steps window world_size"""
+    image_layers keep_last limit limit_bytes max_batch_size mega_batch micro_batches multiple num_devices
+    num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks rounds side steps text_step threads
+    total_steps window world_size"""
 _AMOUNTS = """budget cache_limit_gib device_interval_s every_minutes interval limit_gib max_ram_gb memory_gb
     price_per_hour timeout_s"""
 # Least and greatest value of every numeric option, wherever it is given; whole numbers where the least is one.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -264,8 +264,7 @@ class Square:
     side: int = 224
 
     def __post_init__(self) -> None:
-        if self.side < 1:
-            raise OptionError(f"square image side must be at least 1 pixel, found {self.side}")
+        check_numbers(self, "square image ")
 
     def __str__(self) -> str:
         return f"square:{self.side}"
@@ -296,8 +295,7 @@ class Aspect:
     multiple: int = PATCH
 
     def __post_init__(self) -> None:
-        if self.multiple < 1:
-            raise OptionError(f"multiple must be at least 1 pixel, found {self.multiple}")
+        check_numbers(self)
         if self.max_area < self.multiple**2:
             raise OptionError(
                 f"max_area {self.max_area} cannot hold one cell of {self.multiple} x {self.multiple} pixels; "

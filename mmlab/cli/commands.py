@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mmlab.cli.cache import CacheFolder, cache_info, clear_cache, verify_cache
+from mmlab.cli.doctor import diagnose
 from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import ComparisonOptions
@@ -136,8 +137,7 @@ def plan(
 
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
-    rented: Any = {"device_name": device_name, "price_per_hour": price_per_hour}
-    if model is None and any(value is not None for value in rented.values()):
+    if model is None and (device_name, price_per_hour) != (None, None):
         raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
     dataset: Any = None
     made = f"as {processor} makes them"
@@ -164,8 +164,8 @@ def plan(
     if model is None:
         found = preview(sizes, names, **options)
         return Printed(document=found.as_dict(), text=f"images: {made}; {found}")
-    rented |= {"precision": precision, "packed": "packed" in names}
-    prices = price_plans(model, sizes, dataset=dataset, **rented)
+    rented: Any = {"device_name": device_name, "price_per_hour": price_per_hour, "precision": precision}
+    prices = price_plans(model, sizes, dataset=dataset, packed="packed" in names, **rented)
     found = preview(sizes, names, prices=prices.figures, time=prices.time, **options)
     method = prices.time.conditions["method"]
     document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
@@ -317,13 +317,6 @@ def bench_parallel(
     return bench_parallel(**options)
 
 
-def doctor(*, data: Annotated[str | None, "measure the disk that holds this"] = None) -> Any:
-    """Say what this machine has, how fast it reads, and what is missing."""
-    from mmlab.cli.doctor import diagnose
-
-    return diagnose(data)
-
-
 COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands in it
     "compare": compare,
     "train": train,
@@ -339,7 +332,7 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
     ),
     "bench": ("Measure this machine.", {"io": bench_io, "parallel": bench_parallel}),
     "tour": copy_tour,
-    "doctor": doctor,
+    "doctor": diagnose,
 }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -69,17 +69,9 @@ def _judged(name: str, detail: str, remedy: str, *, bad: bool, **values: Any) ->
     return Check(name=name, status=status, detail=detail, remedy=remedy, values=values)
 
 
-def diagnose(path: str | Path | None = None) -> Diagnosis:
-    """Look at this machine.
-
-    Args:
-        path: a file or folder of data; its disk is measured by reading it. None measures the working folder's disk with
-            a scratch file.
-
-    Raises:
-        DataError: there is nothing to read at `path`.
-    """
-    where = None if path is None else Path(path)
+def diagnose(*, data: Annotated[str | Path | None, "measure the disk that holds this"] = None) -> Diagnosis:
+    """Say what this machine has, how fast it reads, and what is missing."""
+    where = None if data is None else Path(data)
     if where is not None and not where.exists():
         raise DataError(f"{where}: no such file or folder; give a path to data that exists")
     python = f"{platform.python_version()} ({sys.executable}) on {platform.platform()}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -156,16 +157,23 @@ class _Sizing:
         return (planner.plan(self.dataset.sizes, epoch=epoch) for epoch in range(self.options.epochs))
 
     def _largest(self, name: str, limit_bytes: float) -> Scheduler:
-        """The scheduler with the largest size that fits: at most all samples, or their padded tokens."""
+        """The scheduler with the largest size that fits: at most all samples, or their padded tokens.
+
+        It is sought by a few epochs' plans, and made smaller where a later epoch needs more.
+        """
         first, most = self.options.batch_size, len(self.dataset.sizes)
         if "budget" in scheduler_type(name).__dataclass_fields__:
             tokens = batch_costs(COST, self.dataset.sizes.alone)
             first, most = int(tokens.max()), int(tokens.sum())
 
-        def fits(size: int) -> bool:
-            return all(self._peak_bytes(plan) <= limit_bytes for plan in self._plans(self._make(name, size)))
+        def fits(size: int, num_epochs: int | None = 3) -> bool:
+            plans = islice(self._plans(self._make(name, size)), num_epochs)
+            return all(self._peak_bytes(plan) <= limit_bytes for plan in plans)
 
-        return self._make(name, largest_that(fits, first=first, most=most))
+        size = largest_that(fits, first=first, most=most)
+        while size > 1 and not fits(size, None):
+            size -= 1 + size // 100
+        return self._make(name, size)
 
     def _peak_bytes(self, plan: BatchPlan) -> float:
         return float(batch_costs(self.memory, plan.shape_columns).max())

@@ -26,7 +26,7 @@ from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_png
 from mmlab.runs.follow import ENDED, Runs, RunState, overall_status
-from mmlab.runs.summaries import Progress, draw_runs, progress_of, table_of
+from mmlab.runs.summaries import Progress, draw_runs, progress_of, summarize
 from mmlab.types import parse_image_policy
 
 if TYPE_CHECKING:
@@ -240,10 +240,14 @@ class Lab:
         Raises:
             RunError: no run has begun.
         """
+        import pandas as pd
+
         states = self._poll(at_once=True)
         if not states:
             raise RunError("no run has begun; press Start or call start() first")
-        return table_of(states)
+        return pd.DataFrame([{"run": name, **summarize(run)} for name, run in states.items()]).set_index(
+            "run"
+        )
 
     def code(self) -> str:
         """The configuration as a program that starts it and waits."""

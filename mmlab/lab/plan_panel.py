@@ -61,9 +61,8 @@ class PlanExplorer(Panel):
             options=offered, value=tuple(schedulers), rows=len(offered), description="schedulers", style=WIDE
         )
         self.samples = slider("budget, samples", 32, 4, 256)
-        powers = [2**power for power in range(8, 15)]
         self.window = widgets.SelectionSlider(
-            options=powers, value=2**14, description="budget's window", **SLIDES
+            options=[2**power for power in range(8, 15)], value=2**14, description="budget's window", **SLIDES
         )
         self.text_step = slider("bucket, tokens", 8, 1, 64)
         self.classes = slider("bucket, aspects", 4, 1, 16)

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from mmlab.errors import DataError, OptionError, RunError
+from mmlab.errors import DataError, OptionError, RunError, check_numbers
 from mmlab.loading.workers import START_METHOD
 from mmlab.machine import num_usable_cores, share_cores
 from mmlab.parallel.faults import broke_off
@@ -49,7 +49,6 @@ _OF_A_RANK = re.compile(
 # repeat each failure
 _NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
-_LOG_CHARACTERS = 2000
 
 
 def run_on_ranks(
@@ -110,8 +109,7 @@ def _on_rank(
     threading.Thread(target=_follow, args=[caller], daemon=True).start()
     os.environ |= variables  # the server has those of its own start
     np.random.seed()  # noqa: NPY002 - or all ranks would go on from the server's state
-    share = max(1, num_usable_cores() // num_processes)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, num_usable_cores() // num_processes))))
     found = function(*arguments)
     if not caller.is_alive():
         raise SystemExit(1)  # the launcher's own code would wait until the result is read
@@ -143,14 +141,11 @@ def _raise(failure: ChildFailedError, logs: Path, run_id: str) -> NoReturn:
         ) from None
     rank, process = failure.get_first_failure()
     log = "".join(path.read_text(errors="replace") for path in logs.glob(f"{run_id}_*/*/{rank}/stderr.log"))
-    raise RunError(
-        f"rank {rank} ended without a word: {process.message}\n\n{log[-_LOG_CHARACTERS:]}".rstrip()
-    ) from None
+    raise RunError(f"rank {rank} ended without a word: {process.message}\n\n{log[-2000:]}".rstrip()) from None
 
 
 def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int) -> None:
-    if num_processes < 1:
-        raise OptionError(f"num_processes must be at least 1, found {num_processes}")
+    check_numbers({"num_processes": num_processes})
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OptionError("this process is a rank already, and cannot start others")
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -19,7 +19,7 @@ from math import ceil
 
 import numpy as np
 
-from mmlab.errors import OptionError, check_name
+from mmlab.errors import OptionError, check_name, check_numbers
 
 STRATEGIES = ("single", "reduce", "ddp", "fsdp", "branch")
 PARTS = ("image", "text", "fusion")  # of a step; the fusion's has the heads and the losses
@@ -137,8 +137,7 @@ def predict(
         OptionError: an unknown strategy, or a number of devices that it cannot use.
     """
     check_name("strategy", strategy, STRATEGIES)
-    if num_devices < 1:
-        raise OptionError(f"num_devices must be at least 1, found {num_devices}")
+    check_numbers({"num_devices": num_devices})
     if strategy == "branch" and num_devices > 1:
         if num_devices % 2:
             raise OptionError(

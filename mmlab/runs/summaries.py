@@ -20,7 +20,6 @@ from mmlab.runs.follow import RunState
 from mmlab.types import PATCH
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
 WARMUP_STEPS = 2  # of a run, not representative
@@ -186,21 +185,16 @@ def _epoch_speeds(run: RunState) -> list[float]:
     return speeds
 
 
-def table_of(runs: Mapping[str, RunState]) -> pd.DataFrame:
-    """A row a run: how far it is, how fast, what of it was padding and waiting, its latest losses."""
-    import pandas as pd
-
-    return pd.DataFrame([{"run": name, **summarize(run)} for name, run in runs.items()]).set_index("run")
-
-
 def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
     """Runs overlaid: loss, padded tokens and throughput of each step against samples seen, and memory.
 
-    Memory is what each step was predicted to need, where that is known, else what was held over time.
+    Loss and throughput are pale behind their moving averages, in which each sample, or each second, counts alike. Memory
+    is what each step was predicted to need, where that is known, else what was held over time.
 
     Args:
         pale: names of runs that the others are only compared with.
     """
+    import pandas as pd
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.4), layout="constrained")
@@ -212,13 +206,21 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         run = runs[name]
         batch, texts, height, width = (run.column_or_nan(key) for key in _SIZES)
         padded = batch * (texts + np.ceil(height / PATCH) * np.ceil(width / PATCH))
-        drawn = {loss: run.column_or_nan("loss"), tokens: padded, speed: run.column_or_nan("samples_per_s")}
-        if priced:
-            drawn[memory] = run.column_or_nan("predicted_bytes") / 2**20
-        elif "memory_bytes" in run.keys("device"):
+        if not priced and "memory_bytes" in run.keys("device"):
             seconds = run.column("time_s", "device")
             memory.plot(seconds - seconds[0], run.column("memory_bytes", "device") / 2**20, **style)
-        for axis, column in drawn.items():
+        drawn = (
+            (loss, run.column_or_nan("loss"), batch),
+            (tokens, padded, None),
+            (speed, run.column_or_nan("samples_per_s"), run.column_or_nan("step_s")),
+            (memory, run.column_or_nan("predicted_bytes") / 2**20, None),
+        )
+        for axis, column, weights in drawn:
+            if weights is not None:
+                axis.plot(batch.cumsum(), column, color=colour, lw=0.5, alpha=0.15)
+                sums = pd.DataFrame({"value": column * weights, "weight": weights * np.isfinite(column)})
+                means = sums.fillna(0.0).ewm(span=1 + len(column) / 20).mean()  # of a twentieth of the run
+                column = means["value"] / means["weight"]
             if np.isfinite(column).any():
                 axis.plot(batch.cumsum(), column, **style)
     for limit in {run.latest("step").get("limit_bytes", 0) for run in runs.values() if priced} - {0}:

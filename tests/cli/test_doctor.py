@@ -86,9 +86,7 @@ def test_the_deprecated_pynvml_is_warned_of(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_torch_that_cannot_be_imported_is_reported_and_the_rest_still_looked_at(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
-    code = (
-        "from mmlab.cli.doctor import diagnose; import json; print(json.dumps(diagnose('mmlab').as_dict()))"
-    )
+    code = "from mmlab.cli.doctor import diagnose; import json; print(json.dumps(diagnose(data='mmlab').as_dict()))"
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     child = subprocess.run(
         [sys.executable, "-c", code],
@@ -122,6 +120,6 @@ def test_a_small_file_stands_for_its_folder_and_a_large_one_for_itself(tmp_path:
 
 def test_nothing_to_read_is_an_error_that_names_the_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=re.escape(f"{tmp_path}: no readable file with anything in it")):
-        diagnose(tmp_path)
+        diagnose(data=tmp_path)
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        diagnose(tmp_path / "nowhere")
+        diagnose(data=tmp_path / "nowhere")

@@ -14,9 +14,12 @@ import pytest
 
 from mmlab.comparison.background import start_compare
 from mmlab.comparison.experiment import compare
+from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.comparison.sizing import size_schedulers
 from mmlab.comparison.turns import COUNT_EVERY
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import resolve_device
@@ -26,7 +29,7 @@ from mmlab.runs.figures import colours_of
 from mmlab.runs.folders import held
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import BatchShape
+from mmlab.types import BatchShape, parse_image_policy
 from tests.prices import priced_once, speck
 
 SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
@@ -216,6 +219,22 @@ def test_a_memory_limit_bounds_every_scheduler(records: Records) -> None:
         OptionError, match=r"sample \d+ alone .* costs [\d.]+ MiB, above the budget of .*raise memory_gb"
     ):
         compare(records, ("random",), memory_gb=1.001, **options)
+
+
+def test_the_limit_holds_in_late_epochs_too(records: Records) -> None:
+    """Sizes are sought by three epochs; `random` draws its costliest batch in a later one of these."""
+    options = ComparisonOptions(image="aspect:48", epochs=30, memory_gb=1.02, model="speck", device="cpu")
+    dataset = MultimodalDataset(records, image_policy=parse_image_policy(options.image))
+    sized = size_schedulers(["random"], options, dataset, progress=False)
+    planner = sized.planners["random"]
+    peaks = [
+        float(planner.plan(dataset.sizes, epoch=epoch).costs(sized.memory).max())
+        for epoch in range(options.epochs)
+    ]
+    larger = replace(planner, batch_size=planner.batch_size + 2)
+    first = [float(larger.plan(dataset.sizes, epoch=epoch).costs(sized.memory).max()) for epoch in range(3)]
+    assert max(peaks) <= sized.limit_bytes
+    assert max(first) <= sized.limit_bytes, "three epochs alone would have allowed more"
 
 
 def test_a_budget_in_tokens_takes_the_place_of_equal_memory(records: Records) -> None:

@@ -208,8 +208,19 @@ def test_a_scheduler_has_one_colour_in_every_picture() -> None:
     for name in ("budget", "random"):
         runs[name] = RunState()
         runs[name].apply([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "num_samples": 1})])
-    drawn = {line.get_label(): line.get_color() for line in draw_runs(runs).axes[0].lines}
-    assert drawn == {name: found[name] for name in runs}
+    lines = draw_runs(runs).axes[0].lines
+    assert {line.get_label(): line.get_color() for line in lines[1::2]} == {name: found[name] for name in runs}
+    assert [line.get_color() for line in lines[::2]] == [found[name] for name in runs], "each step, pale behind"
+
+
+def test_a_small_batch_hardly_moves_the_line_of_the_loss() -> None:
+    run = RunState()
+    for step in range(40):
+        run.apply([RunEvent("step", step, 0, 1.0, {"loss": 2.0, "num_samples": 32})])
+    run.apply([RunEvent("step", 40, 0, 1.0, {"loss": 0.0, "num_samples": 1})])
+    each, smooth = draw_runs({"run": run}).axes[0].lines
+    assert (each.get_ydata()[-1], smooth.get_ydata()[0]) == (0, 2)
+    assert 1.9 < smooth.get_ydata()[-1] < 2
 
 
 def test_a_picture_of_runs_has_one_unit_on_each_axis_whatever_their_plans_cost() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.loading.cache.slots import SUFFIX, Damaged, Layout, SlotFile, disk_bytes, is_slot_file, slot_files
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class SampleCache:
     _layout: Layout | None
 
     def __init__(self, folder: str | Path, *, key: CacheKey, limit_bytes: int | None = None) -> None:
-        if limit_bytes is not None and limit_bytes < 1:
-            raise OptionError(f"limit_bytes must be at least 1, found {limit_bytes}")
+        check_numbers({"limit_bytes": limit_bytes})
         self.folder, self.key, self.limit_bytes = Path(folder), key, limit_bytes
         self._start()
         try:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmlab.errors import OptionError
+from mmlab.errors import check_numbers
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.training.losses.base import at_least_fp32, pairs, sample_weights
 from mmlab.types import Batch
@@ -49,8 +49,7 @@ class Contrastive:
     all_ranks: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_negatives is not None and self.num_negatives < 1:
-            raise OptionError(f"num_negatives must be at least 1, found {self.num_negatives}")
+        check_numbers(self)
 
     def count(self, batch: Batch) -> int:
         """Samples with both modalities and at least one negative."""
