@@ -196,6 +196,7 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
     """
     import pandas as pd
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(12, 3.4), layout="constrained")
     loss, tokens, speed, memory = figure.subplots(1, 4)
@@ -217,7 +218,8 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         )
         for axis, column, weights in drawn:
             if weights is not None:
-                axis.plot(batch.cumsum(), column, color=colour, lw=0.5, alpha=0.15)
+                # added as an artist, a line does not stretch its axis
+                axis.add_artist(Line2D(batch.cumsum(), column, color=colour, lw=0.5, alpha=0.15))
                 sums = pd.DataFrame({"value": column * weights, "weight": weights * np.isfinite(column)})
                 means = sums.fillna(0.0).ewm(span=1 + len(column) / 20).mean()  # of a twentieth of the run
                 column = means["value"] / means["weight"]
@@ -234,8 +236,7 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         axis.locator_params(axis="x", nbins=5)
         axis.spines[["top", "right"]].set_visible(False)
     memory.set_ylabel("MiB")
-    if loss.lines:
-        figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return figure
 
 

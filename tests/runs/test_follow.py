@@ -209,8 +209,12 @@ def test_a_scheduler_has_one_colour_in_every_picture() -> None:
         runs[name] = RunState()
         runs[name].apply([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "num_samples": 1})])
     lines = draw_runs(runs).axes[0].lines
-    assert {line.get_label(): line.get_color() for line in lines[1::2]} == {name: found[name] for name in runs}
-    assert [line.get_color() for line in lines[::2]] == [found[name] for name in runs], "each step, pale behind"
+    assert {line.get_label(): line.get_color() for line in lines[1::2]} == {
+        name: found[name] for name in runs
+    }
+    assert [line.get_color() for line in lines[::2]] == [found[name] for name in runs], (
+        "each step, pale behind"
+    )
 
 
 def test_a_small_batch_hardly_moves_the_line_of_the_loss() -> None:
