@@ -66,7 +66,7 @@ def arms(quick: bool) -> Iterator[dict[str, Any]]:
             for data, samples, sizes in islice(data_sets(Path(temporary), num_samples), 1 if quick else None):
                 num_rounds = 2 if quick else NUM_ROUNDS[model_name]
                 for row in compared(
-                    model, memory, samples, sizes, num_rounds=num_rounds, fit_s=5 if quick else 20
+                    model, memory, samples, sizes, num_rounds=num_rounds, fit_s=3 if quick else 20
                 ):
                     yield {
                         "kind": "arms",

@@ -138,7 +138,7 @@ def epochs_of(name: str, dataset: MultimodalDataset, *, quick: bool) -> list[dic
     all_num_workers, num_rounds = (NUM_WORKERS[:1], 1) if quick else (NUM_WORKERS, NUM_ROUNDS[name])
     sizes, model = dataset.sizes, preset(name, vocab_size=len(dataset.tokenizer))
     trainer = FusionTrainer(model, device="cpu", lr=1e-4, total_steps=10**6)
-    reference = probe_shapes(sizes, NUM_REFERENCE, PaddedTokens(), LARGEST_BATCH)
+    reference = probe_shapes(sizes, 1 if quick else NUM_REFERENCE, PaddedTokens(), LARGEST_BATCH)
     at_fit_s = [reference_s(trainer, reference)]
     fitted = fit_time(
         model, sizes, device="cpu", budget=LARGEST_BATCH, seconds=4 if quick else 50, progress=False
@@ -207,7 +207,8 @@ def reference_s(trainer: FusionTrainer, shapes: np.ndarray) -> float:
 def roofline(quick: bool) -> list[dict[str, Any]]:
     """Steps of every preset, predicted from traces with the rates of this CPU, as measured and as calibrated."""
     sizes = draw_sizes(2000).resized(Aspect(SIDE**2))
-    shapes = probe_shapes(sizes, 4 if quick else 8, PaddedTokens(), LARGEST_BATCH)
+    num_shapes, largest = (4, LARGEST_BATCH // 4) if quick else (8, LARGEST_BATCH)
+    shapes = probe_shapes(sizes, num_shapes, PaddedTokens(), largest)
     assumed, found = this_cpu(), {}
     presets = PRESETS[:2] if quick else PRESETS
     for name in presets:
