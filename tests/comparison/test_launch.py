@@ -84,7 +84,8 @@ def test_what_a_rank_suffers_is_raised_here(how: str, kind: type[Exception], wor
 
 
 def test_ranks_see_the_variables_of_the_call_and_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MMLAB_SET_JUST_NOW", "here")  # the server that ranks come from may be there already
+    run_on_ranks(os.getpid)  # the server that ranks come from has begun by now
+    monkeypatch.setenv("MMLAB_SET_JUST_NOW", "here")
     monkeypatch.setenv("RANK", "7")
     assert run_on_ranks(os.getenv, "MMLAB_SET_JUST_NOW") == ["here", "here"]
     assert run_on_ranks(os.getenv, "RANK") == ["0", "1"]
