@@ -94,9 +94,8 @@ def run_on_ranks(
         except SignalException as stopped:
             for process in set(multiprocessing.active_children()).difference(before):
                 process.kill()  # the launcher ends those that it knows: none while it still starts them
-            if stopped.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + stopped.sigval) from None
+            code = 128 + stopped.sigval
+            raise (KeyboardInterrupt() if stopped.sigval == signal.SIGINT else SystemExit(code)) from None
     return [found[rank] for rank in range(num_processes)]
 
 
@@ -109,7 +108,8 @@ def _on_rank(
     threading.Thread(target=_follow, args=[caller], daemon=True).start()
     os.environ |= variables  # the server has those of its own start
     np.random.seed()  # noqa: NPY002 - or all ranks would go on from the server's state
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, num_usable_cores() // num_processes))))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, num_usable_cores() // num_processes))
     found = function(*arguments)
     if not caller.is_alive():
         raise SystemExit(1)  # the launcher's own code would wait until the result is read
