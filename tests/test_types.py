@@ -80,7 +80,7 @@ def test_other_forms_are_refused(text):
 
 
 def test_impossible_sizes_are_refused():
-    with pytest.raises(OptionError, match="at least 1, found 0"):
+    with pytest.raises(OptionError, match="square image side must be at least 1, found 0"):
         parse_image_policy("square:0")
     with pytest.raises(OptionError, match="cannot hold one cell of 16 x 16 pixels; give at least 256"):
         parse_image_policy("aspect:15")

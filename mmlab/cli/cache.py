@@ -1,6 +1,6 @@
 """`mmlab cache info`, `verify` and `clear`: look after a cache from outside, whatever it was made from.
 
-Raises DataError where the folder is no cache.
+Each raises DataError where the folder is no cache; `info` also where what a file says of itself is damaged.
 """
 
 from __future__ import annotations

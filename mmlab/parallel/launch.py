@@ -85,6 +85,7 @@ def run_on_ranks(
             shutdown_timeout=_SHUTDOWN_S,
         )
         before = multiprocessing.active_children()
+        # what `train_on` runs; ranks import for themselves what else is called
         multiprocessing.get_context(START_METHOD).set_forkserver_preload(["mmlab.comparison.train"])
         variables = {name: value for name, value in os.environ.items() if not _OF_A_RANK.match(name)}
         try:
