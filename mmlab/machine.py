@@ -11,6 +11,7 @@ import re
 import signal
 import stat
 import threading
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from mmlab import __version__
 from mmlab.errors import OptionError, check_numbers, first_line
 
 if TYPE_CHECKING:
-    import psutil
     import torch
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -64,8 +66,6 @@ def available_memory_bytes() -> int:
 
     Files that the system keeps in memory count as available. Takes 0.1 ms.
     """
-    import psutil
-
     available_bytes = psutil.virtual_memory().available
     for limit, used in zip(_MEMORY_LIMITS, _MEMORY_USED, strict=True):
         if limit.exists() and (text := limit.read_text().strip()) != "max":
@@ -81,8 +81,6 @@ def process_rss_bytes() -> int:
     """Resident memory of this process; not of its worker processes."""
     file = _own_statm(os.getpid())
     if file is None:
-        import psutil
-
         return psutil.Process().memory_info().rss
     return int(os.pread(file, 64, 0).split()[1]) * mmap.PAGESIZE
 
@@ -125,8 +123,6 @@ def end_with_parent(number: int) -> None:
 
 def find_process(identity: Mapping[str, Any]) -> psutil.Process | None:
     """The process with this identity; None where it has ended, or where it is not of this machine."""
-    import psutil
-
     try:
         found = describe_process(identity["process_id"])
         process = psutil.Process(found["process_id"])
@@ -146,8 +142,6 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except FileNotFoundError:  # not Linux
-        import psutil
-
         return f"{psutil.boot_time():.0f}"
 
 
@@ -157,8 +151,6 @@ def _process_start_s(process_id: int) -> float:
     Raises:
         psutil.NoSuchProcess: it has ended.
     """
-    import psutil
-
     try:
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -370,6 +362,13 @@ def lock(file: int, *, wait: bool) -> None:
         raise
     except (ModuleNotFoundError, OSError):  # not Unix; a file system without such locks
         pass
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a small file in one operation: a reader finds the old text or the new one, never a part."""
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def regular(path: str, flags: int) -> int:

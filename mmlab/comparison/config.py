@@ -37,7 +37,7 @@ from mmlab.comparison.options import SamplingOptions, names_of, read_options
 from mmlab.comparison.preparation import augmentation
 from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, check_name
-from mmlab.machine import regular
+from mmlab.machine import regular, replace_file
 from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.reduce import ParallelOptions
@@ -124,7 +124,7 @@ class RunConfig:
             if values and section.name != "name":
                 lines += ["", f"[{section.name}]"]
                 lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
-        Path(path).write_text("\n".join(lines) + "\n", "utf-8")
+        replace_file(Path(path), "\n".join(lines) + "\n")
 
     def changes(self, other: RunConfig) -> list[str]:
         """What differs in another configuration and bears on the result, as `section.key: old -> new`."""
@@ -281,7 +281,8 @@ def _apply(change: str, sections: dict[str, Any]) -> None:
 def _chosen(section: Any) -> Section:
     """The keys of a section that are not as they would be without them."""
     if not dataclasses.is_dataclass(section):
-        return section if isinstance(section, dict) else {}
+        given = section if isinstance(section, dict) else {}
+        return {key: value for key, value in given.items() if value is not None}
     return {
         option.name: getattr(section, option.name)
         for option in dataclasses.fields(section)
@@ -303,4 +304,6 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps("none" if value is None else value, ensure_ascii=False)

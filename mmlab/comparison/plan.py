@@ -18,9 +18,14 @@ from mmlab.comparison.run import Run
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.machine import device_limit
 from mmlab.parallel.process_group import ProcessGroup
-from mmlab.pricing.planner import memory_scheduler, saved_or_fitted_time
+from mmlab.pricing.fingerprint import fingerprint
+from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.pricing.step_prices import saved_or_priced
+from mmlab.pricing.time_model import TimeModel
+from mmlab.pricing.timing import fit_time, time_conditions, timed_trainer
+from mmlab.pricing.trace import StepSetting
 from mmlab.runs.folders import TIME_MODEL
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Fastest, Memory
@@ -60,42 +65,41 @@ def plan_run(
     scheduler: Any
     if name not in ("memory", "fastest"):
         scheduler = make_scheduler(name, **options)
-    elif isinstance(dataset, ConversationDataset):
-        network: Any = model.to(device)
-        cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, precision=training.precision))
-        limit = device_limit(device, memory_gb=options.pop("memory_gb", None))
-        scheduler = make_scheduler("memory", cost=cost, budget=limit, **options)
     else:
-        scheduler = memory_scheduler(
-            model,
-            device=device,
-            saved=prices,
-            progress=False,
-            once=once,
-            accumulating=training.accumulation_steps > 1,
-            gradient_buckets=num_shares > 1 and config.parallel.strategy == "ddp",
-            **setting,
-            **options,
-        )
-    if name in ("memory", "fastest"):
+        limit_bytes = device_limit(device, memory_gb=options.pop("memory_gb", None))
+        if isinstance(dataset, ConversationDataset):
+            network: Any = model.to(device)
+            cost, seconds = once(
+                lambda: saved_or_priced(prices, network, dataset, precision=training.precision)
+            )
+        else:
+            step = {**setting, "device": torch.device(device).type}
+            step["accumulating"] = training.accumulation_steps > 1
+            step["gradient_buckets"] = num_shares > 1 and config.parallel.strategy == "ddp"
+            cost = once(
+                lambda: MemoryModel.load_or_fit(
+                    prices,
+                    lambda: fit_memory(model, num_held_out=0, progress=False, **step),
+                    fingerprint=fingerprint(model),
+                    conditions=lambda: StepSetting(**step).conditions,
+                )
+            )
         # what is free differs between ranks and moments; plans must not: the least counts
-        scheduler = dataclasses.replace(scheduler, budget=int(-group.largest(-scheduler.budget)))
+        budget = int(-group.largest(-limit_bytes))
+        scheduler = make_scheduler("memory", cost=cost, budget=budget, **options)
     if name == "fastest":
-        limit_bytes = scheduler.target_ratio * scheduler.budget
+        trainer = {**setting, "device": device}
+        bounds = {"cost": scheduler.cost, "budget": scheduler.target_ratio * scheduler.budget}
         time = seconds or group.run_on_main(
-            lambda: saved_or_fitted_time(
+            lambda: TimeModel.load_or_fit(
                 prices.with_name(TIME_MODEL),
-                model,
-                dataset.sizes,
-                trainer={"device": device, **setting},
-                cost=scheduler.cost,
-                budget=limit_bytes,
-                progress=False,
+                lambda: fit_time(model, dataset.sizes, progress=False, **bounds, **trainer),
+                fingerprint=fingerprint(model),
+                conditions=lambda: time_conditions(timed_trainer(model, **trainer)),
             ),
             doing="measure the model's steps",
         )
-        own = {**vars(scheduler), "budget": limit_bytes, "time": time}
-        scheduler = Fastest(**Fastest.options_among(own))
+        scheduler = Fastest(**Fastest.options_among({**vars(scheduler), **bounds, "time": time}))
     memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
     whole, weights = sampled(scheduler, dataset, config.sampling, progress=run.rank == 0)
     if whole is scheduler and isinstance(scheduler, Memory) and follow:

@@ -7,6 +7,7 @@ little may use what others waste. All keep captions of one image apart, since ba
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import COST, augmentation, model_of, sampled
-from mmlab.machine import device_limit
+from mmlab.errors import OptionError
+from mmlab.machine import GIB, device_limit
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
@@ -161,18 +163,24 @@ class _Sizing:
 
         It is sought by a few epochs' plans, and made smaller where a later epoch needs more.
         """
-        first, most = self.options.batch_size, len(self.dataset.sizes)
+        least, first, most = 1, self.options.batch_size, len(self.dataset.sizes)
         if "budget" in scheduler_type(name).__dataclass_fields__:
             tokens = batch_costs(COST, self.dataset.sizes.alone)
-            first, most = int(tokens.max()), int(tokens.sum())
+            least = first = math.ceil(tokens.max())
+            most = int(tokens.sum())
 
         def fits(size: int, num_epochs: int | None = 3) -> bool:
             plans = islice(self._plans(self._make(name, size)), num_epochs)
             return all(self._peak_bytes(plan) <= limit_bytes for plan in plans)
 
-        size = largest_that(fits, first=first, most=most)
-        while size > 1 and not fits(size, None):
-            size -= 1 + size // 100
+        size = largest_that(fits, least=least, first=first, most=most)
+        while not fits(size, None):
+            if size == least:
+                raise OptionError(
+                    f"scheduler {name!r} cannot keep within {limit_bytes / GIB:.2g} GiB: as many padded tokens as its "
+                    "largest sample has need more in small samples; raise memory_gb, or leave the scheduler out"
+                )
+            size = max(least, size - 1 - size // 100)
         return self._make(name, size)
 
     def _peak_bytes(self, plan: BatchPlan) -> float:
@@ -206,13 +214,13 @@ class _Sizing:
             )  # fmt: skip
 
 
-def largest_that(fits: Callable[[int], bool], *, first: int, most: int) -> int:
-    """The largest number up to `most` that fits, to within 1 %, where smaller ones fit as well; 1 if none does.
+def largest_that(fits: Callable[[int], bool], *, least: int = 1, first: int, most: int) -> int:
+    """The largest number up to `most` that fits, to within 1 %, where smaller ones fit as well; `least` if none does.
 
     >>> largest_that(lambda number: number <= 41, first=8, most=1000)
     41
     """
-    low, high = 1, first
+    low, high = least, first
     while high < most and fits(high):
         low, high = high, 2 * high
     if high >= most and fits(most):

@@ -7,7 +7,7 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -79,6 +79,24 @@ class BadRow:
 
 _SINGULAR = {"ids": "id", "image_paths": "image_path", "texts": "text", "labels": "label", "splits": "split"}
 _COLUMNS = ("ids", "image_paths", "texts", "height", "width", "num_tokens", "group", "labels", "splits")
+
+
+def joined(keys: Sequence[Sequence[Hashable]]) -> NDArray[np.int64]:
+    """(N,) groups: rows with a key in common share a number, and so do all that these lead to; 0, 1, ... as they appear.
+
+    >>> joined(["a", "b", "", "bc", "c"]).tolist()
+    [0, 1, 2, 1, 1]
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    numbers: dict[Hashable, int] = {}
+    row = np.repeat(np.arange(len(keys)), [len(own) for own in keys])
+    key = len(keys) + np.array(
+        [numbers.setdefault(key, len(numbers)) for own in keys for key in own], np.int64
+    )
+    links = coo_array((np.ones(len(row)), (row, key)), shape=2 * (len(keys) + len(numbers),))
+    return connected_components(links, directed=False)[1][: len(keys)].astype(np.int64)
 
 
 class Grouped:

@@ -60,8 +60,10 @@ class HuggingFaceImages(ImageEncoder):
 
     def _with_mask(self, features: Tensor, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         if features.dim() == 4:  # convolutional models keep the grid
-            stride = pixels.shape[-1] // features.shape[-1]
-            return rearrange(features, "b d h w -> b (h w) d"), pixel_mask[:, ::stride, ::stride].flatten(1)
+            mask = F.interpolate(
+                pixel_mask[:, None].float(), features.shape[2:]
+            )  # at each cell's first pixel
+            return rearrange(features, "b d h w -> b (h w) d"), mask.flatten(1).bool()
         patch = self.patch if isinstance(self.patch, int) else PATCH
         mask = pixel_mask[:, ::patch, ::patch].flatten(1)
         num_special = features.shape[1] - mask.shape[1]

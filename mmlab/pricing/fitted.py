@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mmlab.errors import DataError, OptionError
-from mmlab.machine import versions
+from mmlab.machine import replace_file, versions
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.types import BatchShape
 
@@ -59,7 +60,7 @@ class FittedModel:
         document = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "rows"}
         rows = {"exponents": self.rows.exponents.tolist(), "coefficients": self.rows.coefficients.tolist()}
         document["rows"] = {**rows, "patch": self.rows.patch}
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+        replace_file(Path(path), json.dumps(document, indent=1) + "\n")
 
     @classmethod
     def load(
@@ -92,3 +93,28 @@ class FittedModel:
             )
             raise OptionError(f"{path} does not describe this training ({pairs}); fit the {cls.kind} again")
         return model
+
+    @classmethod
+    def load_or_fit(
+        cls,
+        path: Path,
+        fit: Callable[[], Self],
+        *,
+        fingerprint: str,
+        conditions: Callable[[], Mapping[str, Any]],
+    ) -> Self:
+        """What `path` holds, so that a run that goes on has the same plans; else what `fit` makes, which is kept there.
+
+        A file that is damaged, or of another model or other conditions, is fitted anew, and a warning says why.
+
+        Args:
+            conditions: asked for only where there is a file: those of a time model take a copy of the model.
+        """
+        if path.exists():
+            try:
+                return cls.load(path, fingerprint=fingerprint, conditions=conditions())
+            except (OptionError, DataError) as error:
+                warnings.warn(f"{error}: done now, and plans may differ from earlier ones", stacklevel=4)
+        found = fit()
+        found.save(path)
+        return found

@@ -29,7 +29,6 @@ from mmlab.model.conversation_model import ConversationModel, named_processor
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.planner import saved_or_fitted
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import loading_seconds, low_seconds
 from mmlab.runs.folders import TIME_MODEL
@@ -206,15 +205,14 @@ def packing(model: ConversationModel, dataset: ConversationDataset) -> Conversat
 
 
 def saved_or_priced(
-    saved: Path | None, model: ConversationModel, dataset: ConversationDataset, **options: Any
+    saved: Path, model: ConversationModel, dataset: ConversationDataset, **options: Any
 ) -> tuple[MemoryModel, TimeModel]:
     """The prices in a file and the one beside it, so that a run that goes on has the same plans; else `price_dataset`'s."""
     priced = cache(lambda: price_dataset(model, dataset, **options))
-    paths = (None, None) if saved is None else (saved, saved.with_name(TIME_MODEL))
     about: dict[str, Any] = {"fingerprint": fingerprint(model)}
     about["conditions"] = lambda: _conditions(model, options["precision"])
-    memory = saved_or_fitted(paths[0], MemoryModel, lambda: priced()[0], **about)
-    return memory, saved_or_fitted(paths[1], TimeModel, lambda: priced()[1], **about)
+    memory = MemoryModel.load_or_fit(saved, lambda: priced()[0], **about)
+    return memory, TimeModel.load_or_fit(saved.with_name(TIME_MODEL), lambda: priced()[1], **about)
 
 
 def _conditions(model: ConversationModel, precision: str) -> dict[str, Any]:

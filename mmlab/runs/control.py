@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import check_name
+from mmlab.machine import replace_file
 
 CONTROL = "control.json"
 PHASE = "phase.txt"  # what a run does before its first step, for a person
@@ -47,13 +48,6 @@ def send(folder: str | Path, command: str) -> None:
     check_name("command to a run", command, _LEVELS)
     path = Path(folder) / CONTROL
     replace_file(path, json.dumps({"command": command, "time_s": time.time()}))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a small file in one operation: a reader finds the old text or the new one, never a part."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    new.write_text(text)
-    new.replace(path)
 
 
 def read_phase(folder: str | Path) -> str:

@@ -59,6 +59,10 @@ class Mixed(Drawing):
         super().__post_init__()
         check_name("length", self.length, LENGTHS)
         epochs = [epoch for epoch, _ in self._points]
+        if self.draws and not epochs:
+            raise OptionError(
+                "ratios must have a point (epoch, shares) at least; None takes each sample once"
+            )
         if epochs != sorted(set(epochs)):
             raise OptionError(f"the points of ratios must be at ascending epochs, found {epochs}")
         for epoch, shares in self._points:

@@ -165,7 +165,7 @@ def _measure(
 def read_lengths(path: str | Path) -> SampleSizes:
     """Read sizes from a CSV or Parquet file: the columns height, width, num_tokens and, optionally, image_id.
 
-    Rows of one `image_id` share an image; without that column every row has its own.
+    Rows of one `image_id` share an image; a row without one has its own.
 
     Raises:
         DataError: a missing file or column, an empty file, or a value that is not a whole number >= 0, with its row.
@@ -175,7 +175,7 @@ def read_lengths(path: str | Path) -> SampleSizes:
     try:
         os.close(regular(os.fspath(path), os.O_RDONLY))
         if Path(path).suffix == ".parquet":
-            table = pd.read_parquet(path).astype(str)
+            table = pd.read_parquet(path).reset_index(drop=True).astype(str)
         else:
             options: Any = {"dtype": str, "na_filter": False, "index_col": False, "skip_blank_lines": False}
             table = pd.read_csv(path, encoding="utf-8-sig", **options)
@@ -204,5 +204,6 @@ def read_lengths(path: str | Path) -> SampleSizes:
                 f"{path}: line {wrong[0] + 2}, column {name}: expected a whole number >= 0, found {text[wrong[0]]!r}"
             )
         columns[name] = numbers.to_numpy()
-    images = table["image_id"] if "image_id" in table else np.arange(len(table))
-    return SampleSizes(**columns, group=np.unique(images, return_inverse=True)[1])
+    if "image_id" not in table:
+        return SampleSizes(**columns, group=np.arange(len(table)))
+    return SampleSizes(**columns, group=pd.factorize(table["image_id"].replace("", None))[0])  # -1: unknown

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
-from mmlab.comparison.sizing import size_schedulers
+from mmlab.comparison.sizing import _Sizing, size_schedulers
 from mmlab.comparison.turns import COUNT_EVERY
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
@@ -28,8 +29,9 @@ from mmlab.runs.events import read_runs
 from mmlab.runs.figures import colours_of
 from mmlab.runs.folders import held
 from mmlab.runs.meters import LiveBytes
+from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import BatchShape, parse_image_policy
+from mmlab.types import BatchShape, SampleSizes, parse_image_policy
 from tests.prices import priced_once, speck
 
 SMALL = {"image": "aspect:48", "batch_size": 8, "epochs": 2, "num_workers": 0, "progress": False}
@@ -40,7 +42,7 @@ SHORT = {**SMALL, "epochs": 1, "limit": 40}
 @pytest.fixture(scope="module", autouse=True)
 def small_and_priced_once() -> Iterator[None]:
     fits = ("mmlab.comparison.sizing.fit_memory", "mmlab.comparison.sizing.fit_time")
-    with speck(), priced_once(*fits, "mmlab.pricing.planner.fit_memory"):
+    with speck(), priced_once(*fits, "mmlab.comparison.plan.fit_memory"):
         yield
 
 
@@ -236,6 +238,23 @@ def test_the_limit_holds_in_late_epochs_too(records: Records) -> None:
     sized = size_schedulers(["random"], tight, dataset, progress=False)
     assert sized.limit_bytes == pytest.approx(limit_bytes, abs=2)
     assert sized.planners["random"].batch_size == 4
+
+
+def test_a_scheduler_that_cannot_keep_within_the_limit_is_named() -> None:
+    """One large image with few words: a budget of its padded tokens lets so many small samples together need more."""
+    side = np.where(np.arange(400) == 0, 512, 16)
+    words = np.random.default_rng(0).integers(5, 40, 400)
+    sizes = SampleSizes(num_tokens=words, height=side, width=side, group=np.arange(400))
+    exponents = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 0, 1], [2, 0, 0]])
+    sizing = _Sizing(ComparisonOptions(batch_size=2), SimpleNamespace(sizes=sizes), False)
+    sizing.memory = MaxPolynomial([[1e6, 2e5, 1e3, 1e3, 2e4]], exponents, "bytes")
+    alone = float(batch_costs(sizing.memory, sizes.alone).max())
+    for name in ("budget", "packed"):
+        with pytest.raises(OptionError, match=f"'{name}' cannot keep within .* raise memory_gb, or leave"):
+            sizing._largest(name, 1.02 * alone)
+        plan = sizing._largest(name, 4 * alone).plan(sizes)
+        assert plan.costs(sizing.memory).max() <= 4 * alone
+    assert sizing._largest("random", 1.02 * alone).batch_size >= 1
 
 
 def test_a_budget_in_tokens_takes_the_place_of_equal_memory(records: Records) -> None:

@@ -64,7 +64,7 @@ every_steps = 2
 @pytest.fixture(scope="module")
 def bytes_priced_once() -> Iterator[None]:
     """Bytes only: whether seconds were measured anew shows in their noise."""
-    with priced_once("mmlab.pricing.planner.fit_memory"):
+    with priced_once("mmlab.comparison.plan.fit_memory"):
         yield
 
 
@@ -287,6 +287,12 @@ def test_a_saved_configuration_is_the_same_configuration(config: Path, tmp_path:
     )
     given.save(tmp_path / "again.toml")
     assert load_config(tmp_path / "again.toml") == given
+    never = load_config(
+        config, ["checkpoint.every_minutes=none", "augment.name=crop", "augment.crop_scale=none"]
+    )
+    never.save(tmp_path / "again.toml")
+    assert (never.checkpoint.every_minutes, never.augment.crop_scale) == (None, None)
+    assert load_config(tmp_path / "again.toml") == never
 
 
 def test_the_example_configuration_is_valid() -> None:

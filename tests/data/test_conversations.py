@@ -155,6 +155,28 @@ def test_a_bad_row_is_named_with_its_reason(row: dict[str, Any], reason: str, fo
     assert len(talks.bad_rows) == 1
 
 
+def test_rows_with_an_image_in_common_are_one_group(folder: Path) -> None:
+    """Whichever place it has in them, and whether it is a file or bytes: none may be held out from the others."""
+    for name in "cdef":
+        Image.new("RGB", (5, 5 + ord(name))).save(folder / f"{name}.png")
+    content = {"bytes": (folder / "e.png").read_bytes()}
+    lists = [["a.png", "b.jpg"], ["b.jpg"], ["c.png"], ["d.png", "c.png"], [content], ["f.png", content], []]
+    talks = [
+        {
+            "images": images,
+            "conversations": [{"from": "human", "value": "<image>" * len(images) + "?"}, ASKED[1]],
+        }
+        for images in lists
+    ]
+    found = read_conversations(talks, images=folder)
+    assert found.group.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    for seed in range(5):
+        kept, held_out = found.hold_out(0.3, seed=seed)
+        assert not {image for own in kept.images for image in own} & {
+            image for own in held_out.images for image in own
+        }
+
+
 def test_broken_files_and_options_are_named(folder: Path) -> None:
     (folder / "talks.jsonl").write_text(
         json.dumps({"image": "a.png", "conversations": ASKED}) + "\n{oops\n[1]\n"

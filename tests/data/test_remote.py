@@ -150,6 +150,9 @@ class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def translate_path(self, path: str) -> str:
+        return super().translate_path(path.partition("?name=")[2] or path)
+
     def copyfile(self, source, outputfile) -> None:
         content = source.read()
         outputfile.write(content[: len(content) // 2] if "broken" in self.path else content)
@@ -176,6 +179,14 @@ def test_shards_from_a_web_server(tmp_path, server: str, cache) -> None:
         assert (records.ids, records.splits) == (local.ids, local.splits)
         assert [records.read_image(row) for row in range(6)] == [local.read_image(row) for row in range(6)]
     assert len(downloaded(cache)) == 3
+
+
+def test_a_query_that_names_the_file(tmp_path, server: str, cache) -> None:
+    for number, name in enumerate(("a", "b")):
+        shard(tmp_path / f"served/{name}.tar", pairs(*"xy"[: number + 1]))
+    records = read_records([f"{server}/get?name={name}.tar" for name in "ab"], progress=False)
+    assert records.texts == ["caption of x", "caption of x", "caption of y"]
+    assert len(downloaded(cache)) == 2
 
 
 def test_a_connection_that_breaks_off_leaves_nothing(tmp_path, server: str, cache) -> None:

@@ -45,6 +45,13 @@ def test_one_shard(tmp_path):
     assert pickle.loads(pickle.dumps(records.store)).read(records.image_paths[0]) == encoded(40, 30)
 
 
+def test_names_with_two_colons(tmp_path):
+    path = shard(tmp_path / "a::b" / "000.tar", pairs("x::y"))
+    records = read_records(path)
+    assert records.read_image(0) == encoded(40, 30)
+    assert records.store.part_of(records.image_paths[0])[0] == str(path)
+
+
 def test_a_folder_of_images_has_no_effect_on_shards(tmp_path):
     with pytest.warns(UserWarning, match="images= has no effect"):
         read_records(shard(tmp_path / "0.tar", pairs("a")), images=tmp_path)

@@ -122,6 +122,8 @@ def test_hugging_face_encoders_take_any_image_size():
         BertModel,
         CLIPVisionConfig,
         CLIPVisionModel,
+        ConvNextConfig,
+        ConvNextModel,
         ResNetConfig,
         ResNetModel,
     )
@@ -144,8 +146,16 @@ def test_hugging_face_encoders_take_any_image_size():
     convolutional = ResNetModel(
         ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     )
-    for image in (vision, convolutional):
+    deep = ConvNextModel(
+        ConvNextConfig(hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1])
+    )  # cells of 32 pixels
+    for image in (vision, convolutional, deep):
         model = build_model("tiny", vocab_size=50, image_encoder=image, text_encoder=text)
+        for height, width in ((112, 112), (64, 80), (80, 64)):
+            features, mask = model.image_encoder(
+                torch.zeros(1, 3, height, width), torch.ones(1, height, width) > 0
+            )
+            assert (mask.shape, bool(mask.all())) == (features.shape[:2], True)
         batch = make_batch([(5, 64, 48), (0, 0, 0)])
         noisy = pad_more(batch, tokens=0, height=0, width=0, noise=True)
         for quiet, loud in zip(embed(model, batch), embed(model, noisy), strict=True):

@@ -107,7 +107,7 @@ def resume(config: Path, runs: Path) -> None:
         fitted.append(fit_memory(*arguments, num_probes=12, **options))
         return fitted[-1]
 
-    with patch("mmlab.pricing.planner.fit_memory", fit):
+    with patch("mmlab.comparison.plan.fit_memory", fit):
         for num_epochs in (1, 2):
             changes = [f"trainer.num_epochs={num_epochs}", "checkpoint.every_steps=2"]
             result = train(load_config(config, changes), runs=runs, resume="auto", progress=False)

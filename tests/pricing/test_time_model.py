@@ -13,8 +13,8 @@ from mmlab.errors import DataError, OptionError
 from mmlab.lab.notebook import draw_sizes
 from mmlab.machine import num_usable_cores
 from mmlab.pricing import timing
+from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.planner import saved_or_fitted_time
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, probe_shapes
 from mmlab.schedule.cost import FREE, MaxPolynomial, PaddedTokens, batch_costs
@@ -212,20 +212,39 @@ def test_a_time_model_of_another_model_or_machine_is_refused(tmp_path, asked, na
 @pytest.mark.filterwarnings("ignore:repeats of one step")
 def test_seconds_kept_from_another_machine_are_measured_anew(tmp_path):
     kept, model = tmp_path / "time_model.json", MODELS["tiny"]()
-    given = {"trainer": {"device": "cpu"}, "num_held_out": 0, "repeats": 2, "budget": 300, "progress": False}
-    found = saved_or_fitted_time(kept, model, SIZES, **given)
-    written = kept.read_text()
-    saved_or_fitted_time(kept, model, SIZES, **given)
+
+    def load_or_fit() -> TimeModel:
+        return TimeModel.load_or_fit(
+            kept,
+            lambda: fit_time(
+                model, SIZES, device="cpu", num_held_out=0, repeats=2, budget=300, progress=False
+            ),
+            fingerprint=fingerprint(model),
+            conditions=lambda: timing.time_conditions(timing.timed_trainer(model, device="cpu")),
+        )
+
+    found, written = load_or_fit(), kept.read_text()
+    load_or_fit()
     assert kept.read_text() == written
     other = {"device": "another CPU", "precision": "fp16", "num_threads": 99}
     replace(found, conditions={**found.conditions, **other}).save(kept)
     with pytest.warns(UserWarning, match="fit the time model again: done now") as said:
-        anew = saved_or_fitted_time(kept, model, SIZES, **given)
+        anew = load_or_fit()
     for name, value in other.items():
         assert f"{name}: fitted for {value}, asked for {found.conditions[name]}" in " ".join(
             str(warning.message) for warning in said
         )
     assert anew.conditions == found.conditions == TimeModel.load(kept).conditions
+
+
+def test_a_damaged_file_is_fitted_anew_and_said(tmp_path):
+    kept, whole = tmp_path / "time.json", replace(MODEL, spread_ratio=0.01)
+    whole.save(kept)
+    kept.write_text(kept.read_text()[:-200])
+    asked = {"fingerprint": MODEL.fingerprint, "conditions": lambda: MODEL.conditions}
+    with pytest.warns(UserWarning, match="time.json is not a time model that mmlab saved.*: done now"):
+        assert TimeModel.load_or_fit(kept, lambda: MODEL, **asked) is MODEL
+    assert TimeModel.load_or_fit(kept, lambda: whole, **asked).spread_ratio == MODEL.spread_ratio
 
 
 def test_a_memory_model_is_no_time_model(tmp_path):

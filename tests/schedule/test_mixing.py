@@ -190,6 +190,7 @@ def test_ranks_share_a_mixed_plan():
         ({"ratios": {"image-text": -1, "text-only": 2}}, "must not be negative"),
         ({"ratios": {"image-text": 0.0}}, "all zero"),
         ({"ratios": {}}, "all zero"),
+        ({"ratios": []}, "a point .epoch, shares. at least"),
         ({"ratios": [(3, EQUAL), (1, EQUAL)]}, "ascending epochs, found"),
         ({"ratios": [(0, EQUAL), (1, {"image-text": 1})]}, "must name the same sources"),
         ({"length": "longer"}, "unknown length 'longer'"),

@@ -62,6 +62,18 @@ def test_lengths_are_read_with_and_without_images(tmp_path):
     frame.to_parquet(tmp_path / "lengths.parquet")
     sizes = read_lengths(tmp_path / "lengths.parquet")
     assert (sizes.group.tolist(), sizes.num_tokens.tolist()) == ([0, 0], [5, 6])
+    path.write_text("height,width,num_tokens,image_id\n10,20,5,\n10,20,5,a\n10,20,5,\n10,20,5,a\n")
+    assert read_lengths(path).group.tolist() == [-1, 0, -1, 0]
+    frame = pd.DataFrame(
+        {"image_id": [None, "a", "a"], "height": [10] * 3, "width": [20] * 3, "num_tokens": [5] * 3}
+    )
+    frame.index += 7
+    frame.to_parquet(tmp_path / "gaps.parquet")
+    assert read_lengths(tmp_path / "gaps.parquet").group.tolist() == [-1, 0, 0]
+    frame["height"] = [10, -1, 10]
+    frame.to_parquet(tmp_path / "gaps.parquet")
+    with pytest.raises(DataError, match=r"line 3, column height: .* found '-1'"):
+        read_lengths(tmp_path / "gaps.parquet")
 
 
 @pytest.mark.parametrize(

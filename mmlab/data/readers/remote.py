@@ -10,6 +10,7 @@ another size, time of change or ETag; where it cannot be reached, the file that 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -116,8 +117,14 @@ def _fetch(url: str, system: Any, path: str, target: Path, num_bytes: int | None
 
 
 def _place(url: str) -> Path:
-    """Where a URL's file is kept: folders as in the URL, without its query and password."""
-    bare = re.sub(r"//[^/@:]*:[^/@]*@", "//", url.partition("?")[0])
+    """Where a URL's file is kept: folders as in the URL, without its password.
+
+    A query counts where the URL does not end in a file's name before it; else it is a signature, new each time.
+    """
+    before, _, query = url.partition("?")
+    bare = re.sub(r"//[^/@:]*:[^/@]*@", "//", before)
+    if query and not before.endswith(".tar"):
+        bare += f"/{hashlib.sha256(query.encode()).hexdigest()[:16]}.tar"
     parts = [quote(part, safe="") for part in re.split(r"::|://|/", bare) if part not in ("", ".", "..")]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "mmlab", "shards", *parts)

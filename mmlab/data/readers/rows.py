@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +21,7 @@ import numpy as np
 from mmlab.data.readers.headers import OpenImage, image_sizes
 from mmlab.data.readers.paths import FileResolver
 from mmlab.data.readers.sidecar import Stamp
-from mmlab.data.records import BadRow, FileStore, ImageStore, Records
+from mmlab.data.records import BadRow, FileStore, ImageStore, Records, joined
 from mmlab.data.text import estimate_num_tokens
 from mmlab.errors import DataError
 
@@ -223,29 +224,14 @@ def _check_repeats(rows: list[Row], images: dict[int, str], reasons: dict[int, s
 
 
 def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:
-    """Groups as stated, else the rows of one image or of one sample, and all that these lead to; else one for each row.
+    """Groups as stated, else the rows of one image or of one sample, and all that these lead to; else one for each row."""
 
-    Numbered as they appear.
-    """
-    joined: dict[object, object] = {}  # key -> another one of its group
-
-    def first_of(key: object) -> object:
-        while key in joined:
-            key = joined[key]
-        return key
-
-    keys: list[object] = []
-    for row, image in owners:
+    def keys(row: Row, image: str | None) -> list[tuple[str, object]]:
         if row.group is not None:
-            keys.append(("stated", row.group))
-            continue
-        keys.append(("row", row.id) if image is None else ("image", image))
-        if row.sample is not None:
-            one, other = first_of(("sample", row.sample)), first_of(keys[-1])
-            if one != other:
-                joined[other] = one
-    numbers: dict[object, int] = {}
-    return np.array([numbers.setdefault(first_of(key), len(numbers)) for key in keys], dtype=np.int64)
+            return [("stated", row.group)]
+        return [key for key in (("image", image), ("sample", row.sample)) if key[1] is not None]
+
+    return joined(list(starmap(keys, owners)))
 
 
 def _listed(bad_rows: tuple[BadRow, ...]) -> list[str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm.auto import tqdm
+
+from mmlab.machine import replace_file
 
 Stamp = tuple[int, int]  # bytes, mtime in ns: when either changes, the image is measured again
 Numbers = tuple[float, ...]
@@ -106,9 +107,5 @@ def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
 
 
 def _save(sidecar: Path, name: str, entries: Mapping[str, list]) -> None:
-    """Write a new file beside the old one and swap them, so that a reader sees either, whole."""
     sidecar.parent.mkdir(parents=True, exist_ok=True)
-    draft = sidecar.with_name(f"{sidecar.name}.{uuid.uuid4().hex}")
-    content = {"version": _VERSION, name: entries}
-    draft.write_text(json.dumps(content, separators=(",", ":")), encoding="ascii")
-    os.replace(draft, sidecar)
+    replace_file(sidecar, json.dumps({"version": _VERSION, name: entries}, separators=(",", ":")))

@@ -56,7 +56,7 @@ class TarStore:
         """The shard that holds an image, where it begins there, and its bytes."""
         before, _, place = image_path.rpartition("@")
         offset, num_bytes = place.split("+")
-        return before.partition("::")[0], int(offset), int(num_bytes)
+        return before.rpartition("::")[0], int(offset), int(num_bytes)  # a folder's name may have ::
 
 
 def is_tar(path: Path) -> bool:
@@ -146,7 +146,8 @@ def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
             entry = _entry(file, parts)
             if isinstance(entry, dict):
                 image = _image_of(parts)
-                place = None if image is None else f"{path}::{image.name}@{image.offset}+{image.num_bytes}"
+                inside = image and image.name.replace("::", ":")
+                place = image and f"{path}::{inside}@{image.offset}+{image.num_bytes}"
                 entry |= {"image": place, "id": f"{name}/{key}", "split": entry.get("split") or split}
             yield from rows_of_entry(f"{name}: {key}", entry, {column: column for column in SYNONYMS})
     if damage:
