@@ -24,7 +24,7 @@ runs/scenes/captions.json: | $(READY)
 	$(BIN)/mmlab data make runs/scenes --num-images 800 --max-side 256
 
 lab: $(READY)  ## open JupyterLab at the first notebook
-	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root )notebooks/00_start_here.ipynb
 
 # Many tests wait for processes, so more run at once than there are cores: three share the tests (see tests/conftest.py),
 # and types, notebooks and the site run beside them, one after the other. What measures time, or fills the machine itself,

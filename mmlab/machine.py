@@ -367,8 +367,12 @@ def lock(file: int, *, wait: bool) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Replace a small file in one operation: a reader finds the old text or the new one, never a part."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def regular(path: str, flags: int) -> int:

@@ -120,6 +120,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.record_ids)
 
+    def __repr__(self) -> str:
+        pixels, tokens = tuple(self.pixel_values.shape), tuple(self.input_ids.shape)
+        return f"<{type(self).__name__} of {len(self)} samples: images {pixels}, tokens {tokens}>"
+
     @property
     def shape(self) -> BatchShape:
         """The padded shape."""

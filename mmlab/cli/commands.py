@@ -193,10 +193,13 @@ def memory(
     """Say what memory each batch needs, and plan batches that fill a device."""
     options = {name: value for name, value in locals().items() if name not in ("plot", "save")}
     from mmlab.pricing.memory_report import memory_report
-    from mmlab.runs.figures import save_figure
+    from mmlab.runs.figures import check_suffix, save_figure
 
-    if save and not Path(save).parent.is_dir():  # pricing takes a while
-        raise OptionError(f"cannot save to {save}: there is no folder {Path(save).parent}")
+    if plot:  # pricing takes a while
+        check_suffix(plot)
+    if save and (Path(save).is_dir() or not Path(save).parent.is_dir()):
+        wrong = "it is a folder" if Path(save).is_dir() else f"there is no folder {Path(save).parent}"
+        raise OptionError(f"cannot save to {save}: {wrong}")
     report = memory_report(**options)
     if plot:
         save_figure(report.figure(), plot)

@@ -252,8 +252,9 @@ def _start(
 
 def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, as far as JSON can say it: data that are not a path are None, schedulers are names."""
+    place = str(data) if "://" in str(data) else os.path.abspath(os.path.expanduser(str(data)))
     return {
-        "data": os.path.abspath(data) if isinstance(data, str | Path) else None,
+        "data": place if isinstance(data, str | Path) else None,
         "schedulers": list(schedulers),
         "options": {key: value for key, value in options.items() if _is_plain(value)},
     }
@@ -264,15 +265,20 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
     folder = Path(folder)
     if (own := _latest.get(folder.resolve())) is not None:
         return own
-    # there is none, or one of a version that did not tell processes apart
-    with contextlib.suppress(FileNotFoundError, KeyError):
-        return BackgroundRun(folder, json.loads((folder / PROCESS).read_text()), None)
-    return None
+    path = folder / PROCESS
+    try:
+        return BackgroundRun(folder, json.loads(path.read_text()), None) if path.exists() else None
+    except (ValueError, TypeError, LookupError) as error:
+        raise DataError(
+            f"{path} is damaged ({error}); remove it, and the run can be started again"
+        ) from error
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int | float)
 
 

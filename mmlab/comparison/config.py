@@ -157,7 +157,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        with open(path, encoding="utf-8", opener=regular) as file:
+        with open(path, encoding="utf-8-sig", opener=regular) as file:
             sections = tomllib.loads(file.read())
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
@@ -306,4 +306,4 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps("none" if value is None else value, ensure_ascii=False)
+    return json.dumps("none" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -106,7 +106,7 @@ class Comparison:
                 "peak / budget": table["peak_over_budget"].round(2),
                 "samples/s": table["samples_per_s"].round(1),
                 **predicted,
-                "step ms": (1000 * table["step_s"]).round(1),
+                "median step ms": (1000 * table["step_s"]).round(1),
                 "data wait %": (100 * table["data_wait_ratio"]).round(1),
                 "peak MiB": (table["peak_bytes"] / 2**20).round(1),
                 "held-out loss": table["final_loss"].round(3),
@@ -178,13 +178,13 @@ class Comparison:
             given = f"{config['memory_gb']:g} GiB less what Python and torch take"
         notes = [
             f"Equal memory: a step may need {config['memory_limit_bytes'] / 2**20:.0f} MiB ({given}); every scheduler "
-            "has the largest batches that are predicted to fit. Sizes: "
+            "has the largest batches that are predicted to fit. At most: "
             + ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
             + "."
         ]
         wrong = self.misranked
         notes.append(
-            "Predicted and measured samples/s rank the schedulers alike (pairs within 5 % do not count)."
+            "Predicted and measured samples/s rank the schedulers alike (where they can be told apart)."
             if not wrong
             else "Predicted the other way round, though in fact "
             + ", ".join(f"{faster} is faster than {slower}" for faster, slower in wrong)
@@ -194,12 +194,15 @@ class Comparison:
 
     @property
     def misranked(self) -> list[tuple[str, str]]:
-        """Pairs (faster, slower) by measured speed, more than 5 % apart, that were predicted the other way round."""
+        """Pairs (faster, slower) by measured speed, more than 5 % apart and without overlapping epochs, that were
+        predicted the other way round.
+        """
         arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None]
         return [
             (one.scheduler, other.scheduler)
             for one, other in permutations(arms, 2)
             if one.samples_per_s > 1.05 * other.samples_per_s
+            and {one.scheduler, other.scheduler} not in map(set, self.overlapping)
             and (one.predicted_samples_per_s or 0) < (other.predicted_samples_per_s or 0)
         ]
 

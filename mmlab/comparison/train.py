@@ -33,7 +33,7 @@ from mmlab.comparison.preparation import (
     suit,
 )
 from mmlab.comparison.run import Run
-from mmlab.errors import DataError
+from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import resolve_device
 from mmlab.model.conversation_model import ConversationModel
@@ -54,6 +54,7 @@ from mmlab.training.strategy import CollectiveFailed
 _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
 _MODEL = "model"  # a vision-language model and its processor
+_GIVE = "give a checkpoint's folder, or a folder of checkpoints"
 _WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, LAUNCH, EVENT_FILES)
 
 
@@ -151,7 +152,13 @@ def train_on(
 
 
 def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
-    """Where a run starts anew, move aside what an earlier one left in the folder."""
+    """Where a run starts anew, move aside what an earlier one left in the folder.
+
+    Raises:
+        DataError: there is nothing to resume from; the folder is as it was.
+    """
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise DataError(f"{resume or 'an empty path'}: no checkpoint there; {_GIVE}")
     elsewhere = resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
     if elsewhere and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
         fresh_folder(folder, _WRITTEN)
@@ -171,13 +178,19 @@ class _Training:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
         options, data = config.trainer, config.data
-        names = ("image", "images", "tokenizer", "limit", "max_tokens", "cache", "cache_limit_gib")
+        # a run that goes on keeps its own tokenizer, whatever the texts are now
+        kept = ProcessGroup(device).run_on_main(
+            lambda: (folder / _TOKENIZER).is_dir() and any((folder / _CHECKPOINTS).glob("*")),
+            doing="look for a tokenizer",
+        )
+        names = ("image", "images", "limit", "max_tokens", "cache", "cache_limit_gib")
         train_set, held_out_set = make_datasets(
             data.path,
             processor=config.processor,
             seed=options.seed,
             progress=not bar.disable,
-            save_tokenizer_to=folder / _TOKENIZER if run.rank == 0 else None,
+            tokenizer=str(folder / _TOKENIZER) if kept else data.tokenizer,
+            save_tokenizer_to=folder / _TOKENIZER if run.rank == 0 and not kept else None,
             **{name: getattr(data, name) for name in names},
         )
         model = make_model(config.model, train_set, seed=options.seed)
@@ -228,9 +241,7 @@ class _Training:
         inside = path / _CHECKPOINTS
         if found := Checkpoints(inside if inside.is_dir() else path).newest(ranks):
             return found
-        raise DataError(
-            f"{path}: no checkpoint there; give a checkpoint's folder, or a folder of checkpoints"
-        )
+        raise DataError(f"{path}: no checkpoint there; {_GIVE}")
 
     def train(self, start: Path | None) -> TrainingResult:
         """The epochs that are left after a checkpoint."""
@@ -271,8 +282,8 @@ class _Training:
         trainer, config, path = self.trainer, self.config, self.folder / _CONFIG
         self._run.step = trainer.step
         if self._run.rank == 0:
-            if trainer.step and path.exists() and (changes := load_config(path).changes(config)):
-                message = f"resumed with other options than before: {'; '.join(changes)}"
+            message = _changes(path, config) if trainer.step and path.exists() else ""
+            if message:
                 self._run.write("warning", message=message, source="training")
                 self._say(message)
             config.save(path)
@@ -325,6 +336,15 @@ class _Training:
         """Print what should stay on the terminal."""
         if not self._bar.disable:
             self._bar.write(message, file=sys.stderr)
+
+
+def _changes(path: Path, config: RunConfig) -> str:
+    """What a resumed run does otherwise than before, for a warning."""
+    try:
+        changes = load_config(path).changes(config)
+    except (DataError, OptionError) as error:
+        return f"resumed; with which options before is not known: {error}"
+    return f"resumed with other options than before: {'; '.join(changes)}" if changes else ""
 
 
 @contextmanager

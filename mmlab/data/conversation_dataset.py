@@ -25,7 +25,7 @@ from mmlab.data.records import reading_image
 from mmlab.types import Batch, HostColumns, SampleSizes
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class ConversationBatch(Batch):
     """A batch whose tensors are the arguments of a vision-language model.
 

@@ -17,18 +17,16 @@ import warnings
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from mmlab.data.conversations import Conversations, Message
+from mmlab.data.readers.headers import Size
 from mmlab.errors import OptionError
 from mmlab.types import PATCH, SampleSizes
-
-if TYPE_CHECKING:
-    from mmlab.data.readers.headers import Size
 
 _NUM_CHECKED = 8  # samples that are measured to check the processor's rule
 _BATCH_SIZE = 1024  # texts per call into the tokenizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,6 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
             return self.select(range(*row.indices(len(self))))
         images = [decode(image.read()) for image in self.images[row]]
         return {"messages": self.messages[row], "images": images}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[row] for row in range(len(self)))
 
     @property
     def splits(self) -> None:

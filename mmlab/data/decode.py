@@ -22,17 +22,15 @@ from __future__ import annotations
 import io
 from contextlib import nullcontext, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+from PIL import Image
 
 from mmlab.errors import DataError
 from mmlab.types import ImagePolicy, Region
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from PIL import Image
 
 _REDUCTIONS = (8, 4)  # of JPEGs: DCT scales that pay, largest first
 # a reduction would be visible in smaller images, which show more detail a pixel
@@ -80,7 +78,8 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
         across = (upright.shape[1] - width / reduction) * (orientation in _FLIPS_COLUMNS)
         top, left = top / reduction + down, left / reduction + across
         box = left, top, left + columns / reduction, top + rows / reduction
-        return _resized_from(upright, box, *target)
+        size = target[1], target[0]
+        return np.array(Image.fromarray(upright).resize(size, Image.Resampling.BILINEAR, box=box))
     return _resized(upright[top : top + rows, left : left + columns], *target)
 
 
@@ -92,8 +91,6 @@ def displayed_size(image: Image.Image) -> tuple[int, int]:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any Pillow mode to RGB; transparency is laid over white; 16-bit greys keep their range."""
-    from PIL import Image
-
     if image.mode.startswith("I;16") or image.mode == "I":
         grey = np.asarray(image, dtype=np.float64) / 257.0
         image = Image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
@@ -105,8 +102,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _opened(encoded: bytes) -> Image.Image:
     """The image with its header read, or the reason why not."""
-    from PIL import Image
-
     try:
         return Image.open(io.BytesIO(encoded))
     except Image.UnidentifiedImageError as error:
@@ -121,8 +116,6 @@ def _orientation(image: Image.Image) -> int:
     Pillow turns TIFF files itself. Its PNG reader would decode the image to look for EXIF behind the pixels, hence the
     base class's method: planning and decoding both heed only what stands before them.
     """
-    from PIL import Image
-
     found = 1 if image.format == "TIFF" else Image.Image.getexif(image).get(_EXIF_ORIENTATION)
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
@@ -180,15 +173,6 @@ def _readable(encoded: bytes) -> bool:
     with suppress(ValueError):
         return bool(simplejpeg.decode_jpeg_header(encoded))
     return False
-
-
-def _resized_from(
-    pixels: NDArray[np.uint8], box: tuple[float, float, float, float], height: int, width: int
-) -> NDArray[np.uint8]:
-    """Resize what lies in a box between pixels, which only Pillow does."""
-    from PIL import Image
-
-    return np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR, box=box))
 
 
 def _resized(part: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:

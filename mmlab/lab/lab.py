@@ -10,6 +10,7 @@ second. Loads neither torch nor widgets until the panel is asked for.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -314,8 +315,10 @@ class Lab:
     def differences(self, job: Mapping[str, Any]) -> str:
         """In which options a run's job (`BackgroundRun.job`) is not as this configuration; empty where in none."""
         own = job_of(self.data, self.options["schedulers"], {**self.options, "schedulers": None})
+        own = json.loads(json.dumps(own))  # as the other one was written
         asked, ours = ({**each.get("options", {}), **each, "options": None} for each in (job, own))
-        return ", ".join(f"{key}={value!r}" for key, value in asked.items() if ours.get(key) != value)
+        keys = [key for key in asked | ours if asked.get(key) != ours.get(key)]
+        return ", ".join(f"{key}={asked.get(key)!r}" for key in keys)
 
     def __repr__(self) -> str:
         return f"Lab({self.data!r}, out={str(self.folder)!r}): {self.state}"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mmlab.machine import GIB
 from mmlab.runs.events import RunEvent
 from mmlab.runs.figures import to_png
-from mmlab.runs.folders import ASIDE
+from mmlab.runs.folders import is_aside
 from mmlab.runs.follow import ACTIVE, RunState
 from mmlab.runs.summaries import draw_runs, duration, progress_of, summarize, verdict_of
 
@@ -58,7 +58,7 @@ def facts_of(run: RunState) -> dict[str, Any]:
 
 def earlier_of(runs: Sequence[RunState]) -> list[RunState]:
     """Those that were moved aside, where others are shown as well: they are drawn pale, and compared with."""
-    aside = [run for run in runs if run.name.startswith(ASIDE)]
+    aside = [run for run in runs if is_aside(run.name.partition("/")[0])]
     return aside if len(aside) < len(runs) else []
 
 

@@ -7,15 +7,17 @@ belongs to an epoch: its position, bad samples and reports.
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from operator import length_hint
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from mmlab.loading.stages import StageReport
 from mmlab.loading.tuning import Tuner, Tuning
 from mmlab.loading.workers import ProcessBackend
 from mmlab.machine import num_usable_cores, total_memory_bytes
-from mmlab.runs.events import RunEvent
+from mmlab.runs.events import RunEvent, warn
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Batch
@@ -117,7 +119,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
         kind: Any = ThreadBackend
         if backend == "torch" and workers:
-            kind = partial(ProcessBackend, warn=partial(_warn, emit))
+            kind = partial(ProcessBackend, warn=partial(warn, emit, source="loader"))
         start = Setting(workers, ahead)
         self._backend: Backend = kind(self._loader, start, copier=self._copier, max_bytes=max_bytes)
         self._tuner: Tuner | None = None
@@ -175,6 +177,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, behind the last batch delivered; a few integers, for `load_state_dict`."""
         state: Any = {"epoch": self.epoch, "num_batches": self._num_done, "num_bad_samples": self._num_bad}
+        state |= self._identity
         if self._place is not None:
             state["plan"] = self._place
         if hasattr(self.scheduler, "state_dict"):
@@ -197,6 +200,17 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 "number of ranks, or plan without following from the start"
             )
         place, num_batches = state.get("plan"), state["num_batches"]
+        words, rows = (state.get(name, own) == own for name, own in self._identity.items())
+        if not words:
+            raise DataError(
+                "cannot resume: the vocabulary is another one, so token ids would mean other words; use the tokenizer "
+                "that was saved with the run"
+            )
+        if place is not None and not rows:
+            raise DataError(
+                "cannot resume: the samples, their order or their sizes are not those of the saved state; resume with "
+                "the same data, the same limit and the same image policy"
+            )
         here = getattr(self.scheduler, "world_size", 1)
         rest, num_before = None, 0
         if "scheduler" in state:
@@ -206,6 +220,18 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         self._begin(state["epoch"], rest, num_before)
         self._num_done, self._num_bad = num_batches, state["num_bad_samples"]
         self._place, self._goes_on = place, True
+
+    @cached_property
+    def _identity(self) -> dict[str, int]:
+        """Check sums of what token ids mean, and of the rows: their ids and sizes."""
+        dataset, sizes = self._loader.dataset, self._loader.sizes
+        words = (
+            sorted(dataset.tokenizer.get_vocab().items()) if hasattr(dataset.tokenizer, "get_vocab") else []
+        )
+        rows = crc32(json.dumps(list(dataset.records.ids)).encode())
+        for column in (sizes.num_tokens, sizes.height, sizes.width):
+            rows = crc32(np.ascontiguousarray(column), rows)
+        return {"vocabulary": crc32(json.dumps(words).encode()), "rows": rows}
 
     def stage_report(self) -> StageReport:
         """How busy each stage was in the current or last epoch, and which one is the bottleneck."""
@@ -304,11 +330,3 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 row["cache_hit_ratio"] = report.cache_hit_ratio
                 row["cache_bytes"] = self.dataset.cache.stats().cache_bytes
             self._emit(RunEvent.now("stage", -1, row))
-
-
-def _warn(emit: Callable[[RunEvent], object] | None, message: str) -> None:
-    """Gives messages on, without a loader: its workers end when it is let go of."""
-    if emit is None:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    else:
-        emit(RunEvent.now("warning", -1, {"message": message, "source": "loader"}))

@@ -106,7 +106,6 @@ class FusionModel(nn.Module):
         num_levels: depths of each encoder that "multiscale" reads; the encoders need `levels` and `level_dims`.
         modality_dropout: in training, the share of the pairs of which the fusion sees only the text or only the image
             (half each). Embeddings, and texts whose hidden tokens are predicted, stay whole.
-        mean, std: of the pixels in [0, 1], per channel.
 
     Raises:
         OptionError: an unknown fusion, sizes that do not divide, or a rate outside [0, 1).
@@ -127,8 +126,6 @@ class FusionModel(nn.Module):
         num_layers: int = 1,
         num_levels: int = 3,
         modality_dropout: float = 0.0,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
     ) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
@@ -151,8 +148,8 @@ class FusionModel(nn.Module):
             None if embedding is None else TokenHead(text_encoder.dim, hidden_dim, num_heads, embedding)
         )
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-        self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_mean", torch.tensor(IMAGENET_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(IMAGENET_STD).view(3, 1, 1), persistent=False)
 
     @property
     def is_packed(self) -> bool:

@@ -52,7 +52,6 @@ class LossModel(nn.Module):
             "masked" for a `transformers` model for masked language modelling, or one that takes `mlm_labels`.
         processor: the model's own, as `AutoProcessor.from_pretrained` gives it, or a tokenizer: its mean and deviation
             of pixels and its mask token are used. `MultimodalDataset(processor=...)` takes the rest.
-        mean, std: of the pixels in [0, 1], per channel; the processor's unless given, and CLIP's without one.
         mask_ratio: share of a text's tokens that "masked" hides. In evaluation the same ones are hidden every time.
             Of an image, 40 % of the patches are hidden, one by one, for a model that takes `bool_masked_pos`.
 
@@ -70,8 +69,6 @@ class LossModel(nn.Module):
         *,
         labels: str | None = None,
         processor: Any = None,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         mask_ratio: float = 0.15,
     ) -> None:
         super().__init__()
@@ -96,9 +93,9 @@ class LossModel(nn.Module):
                 f"{type(module).__name__} predicts hidden tokens and needs the tokenizer's mask token: "
                 "LossModel(module, processor=...) with a processor or tokenizer that has one, or labels='text'"
             )
-        own_mean, own_std = _normalisation(getattr(processor, "image_processor", None))
-        self.register_buffer("pixel_mean", torch.tensor(mean or own_mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(std or own_std).view(3, 1, 1), persistent=False)
+        mean, std = _normalisation(getattr(processor, "image_processor", None))
+        self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
         image_config = _first(config, "vision_config", "image_config", "encoder")
         self.image_size = _pair(getattr(image_config, "image_size", None))
         self.patch = _pair(getattr(image_config, "patch_size", None)) or (1, 1)

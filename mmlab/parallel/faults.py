@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from mmlab.errors import MmlabError, RunError, check_numbers
+from mmlab.errors import MmlabError, RunError, check_numbers, first_line
 from mmlab.parallel.torch_internals import default_store
 from mmlab.training.strategy import SAVES, STARTS, STEP, WAITS
 
@@ -129,7 +129,7 @@ class RankWatch:
         The lowest rank that is left also writes it into its events file, as a `warning`.
         """
         self._is_explaining = True
-        guilty, message = self._blame(f"the exchange between ranks broke off ({_first_line(error)})")
+        guilty, message = self._blame(f"the exchange between ranks broke off ({first_line(error)})")
         self._tell(guilty, message)
         return RunError(message)
 
@@ -178,7 +178,7 @@ class RankWatch:
         except RuntimeError as lost:
             return (
                 (),
-                f"{what}, and the process that connects the ranks does not answer ({_first_line(lost)}); {_REMEDY}",
+                f"{what}, and the process that connects the ranks does not answer ({first_line(lost)}); {_REMEDY}",
             )
         if silent:
             return tuple(silent), (
@@ -248,10 +248,6 @@ def _place(rank: int, sign: _Sign) -> str:
 
 def _words(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}"[:_MAX_WORDS]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _key(rank: int) -> str:

@@ -12,16 +12,14 @@ A fit of some thousand operations takes about a second.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.types import PATCH
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Powers of B, T and P that a step's tensors have: constants, position embeddings and biases, activations, attention
 # without fusion, cross-attention, similarities of every pair in the batch.

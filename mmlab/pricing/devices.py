@@ -11,16 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError, unknown_name
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mmlab.pricing.trace import StepTrace
+from mmlab.pricing.trace import StepTrace
 
 _LAUNCH_S = 5e-6  # an assumption, no specification: eager torch starts some 200,000 kernels a second
 _STIFFNESS = 1e-3  # how much calibration holds to the rates that it began with

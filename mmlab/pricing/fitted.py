@@ -81,7 +81,7 @@ class FittedModel:
             rows = MaxPolynomial(**document.pop("rows"), unit=cls.unit)
             model = cls(rows=rows, **document)
             found = {**model.versions, **model.conditions}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} is not a {cls.kind} that mmlab saved: {error}") from error
         asked = {**_versions(), **(conditions or {})}
         if fingerprint is not None:

@@ -14,16 +14,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mmlab.errors import OptionError
 from mmlab.machine import GIB, available_memory_bytes, process_rss_bytes, total_memory_bytes
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import costliest_sample
-from mmlab.types import BatchShape
-
-if TYPE_CHECKING:
-    from mmlab.schedule.base import Scheduler
-    from mmlab.types import SampleSizes
+from mmlab.types import BatchShape, SampleSizes
 
 TOLERANCE = 0.01  # a peak above the corrected prediction by less than this changes nothing
 DECAY = 0.002  # share of the way to a lower peak that the correction falls in a step

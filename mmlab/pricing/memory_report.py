@@ -192,8 +192,8 @@ class MemoryReport:
         head = [
             f"{self.model} on {self.source}, {len(self.planned.sizes)} samples",
             str(self.limit),
-            f"prediction against simulation on {held_out['num_shapes']} larger shapes: 95 % within "
-            f"{held_out['p95_ratio']:.2%}, at most {held_out['worst_under_ratio']:.2%} too little",
+            f"prediction against simulation on {held_out['num_shapes']} larger shapes: 95 % were within "
+            f"{held_out['p95_ratio']:.2%}, and none was more than {held_out['worst_under_ratio']:.2%} too low",
         ]
         if self.planned.plan is None:
             head.append(f"{self.planned.figures()['num_too_large']} samples do not fit alone: no plan")

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.pricing.closed_form import step_terms
 from mmlab.pricing.fitted import FittedModel
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
+from mmlab.schedule.plan import BatchPlan
 from mmlab.types import PATCH
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mmlab.schedule.plan import BatchPlan
 
 # Powers of B, T and P: the constant, heads and losses of a sample, layers, attention, cross-attention, similarities of
 # every pair in the batch.

@@ -17,9 +17,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,6 @@ from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS, USER_PREFIX
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["EVENT_FILES", "EVENT_KEYS", "EVENT_KINDS", "RunEvent", "RunLog", "read_events", "read_runs"]
 
 EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one a rank
 _FIELDS = ("kind", "step", "rank", "time_s")
@@ -104,9 +104,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Append an event."""
         line = _encode(event)
         with self._lock:
-            num_written = self._file.write(line)
-            while num_written < len(line):  # a signal or a full disk can cut a write short
-                num_written += self._file.write(line[num_written:])
+            num_written = 0
+            try:
+                while num_written < len(line):  # a signal or a full disk can cut a write short
+                    num_written += self._file.write(line[num_written:])
+            except OSError:
+                self._file.truncate(self._file.seek(0, os.SEEK_END) - num_written)
+                raise
 
     def close(self) -> None:
         """Close the file; writing after that is an error."""
@@ -114,6 +118,14 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def warn(emit: Callable[[RunEvent], object] | None, message: str, *, source: str) -> None:
+    """Give a warning on as an event, or as Python's where nobody takes events."""
+    if emit is None:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+    else:
+        emit(RunEvent.now("warning", -1, {"message": message, "source": source}))
 
 
 class WrittenAnewError(DataError):

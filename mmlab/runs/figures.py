@@ -61,11 +61,11 @@ def to_png(figure: Figure, *, dpi: int = 110) -> bytes:
     return buffer.getvalue()
 
 
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure; the file's suffix chooses the format.
+def check_suffix(path: str | Path) -> None:
+    """Check that matplotlib can write a figure to a file of this name.
 
     Raises:
-        OptionError: a suffix that matplotlib cannot write.
+        OptionError: it cannot.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -74,5 +74,14 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         raise OptionError(
             f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
         )
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure; the file's suffix chooses the format.
+
+    Raises:
+        OptionError: a suffix that matplotlib cannot write.
+    """
+    check_suffix(path)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -16,6 +16,11 @@ COMPARISON_FILES = ("comparison.json", "table.csv", "figure.png", "report.html",
 ASIDE = "previous-"  # what earlier runs left lies in previous-1, previous-2, ...
 
 
+def is_aside(name: str) -> bool:
+    """Whether a folder of this name holds what an earlier run left."""
+    return name.startswith(ASIDE) and name.removeprefix(ASIDE).isdecimal()
+
+
 def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
     """The folder, with what an earlier run wrote there moved to `previous-N` inside it.
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from mmlab.errors import DataError, unknown_name
 from mmlab.machine import IDENTITY, process_runs, regular
 from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, check_types, read_events
-from mmlab.runs.folders import ASIDE
+from mmlab.runs.folders import is_aside
 
 ACTIVE = ("waiting", "running", "paused")  # what a run's status is until it has ended
 ENDED = ("done", "stopped", "failed", "unreadable")  # what runs are together once all of them have
@@ -318,10 +318,10 @@ class Runs:
             folder: (folder.parent.parent if folder.parent.name == "runs" else folder.parent).resolve().name
             for folder in self._states
         }
-        names = [folder.resolve().name for folder in self._states if not above[folder].startswith(ASIDE)]
+        names = [folder.resolve().name for folder in self._states if not is_aside(above[folder])]
         for folder, state in self._states.items():
             name = folder.resolve().name
-            is_one_of = above[folder].startswith(ASIDE) or names.count(name) > 1
+            is_one_of = is_aside(above[folder]) or names.count(name) > 1
             state.name = f"{above[folder]}/{name}" if is_one_of else name
 
 
@@ -342,7 +342,7 @@ def run_files(source: Source) -> dict[Path, list[str]]:
             if ours:
                 found[Path(folder)] = [os.path.join(folder, name) for name in sorted(ours)]
             # a run holds no other run, and what was moved aside is over
-            below[:] = [] if ours else sorted(name for name in below if not name.startswith(ASIDE))
+            below[:] = [] if ours else sorted(name for name in below if not is_aside(name))
     return found
 
 

@@ -10,6 +10,7 @@ Costs: reads what is new twice a second; about 2 % of a core for four runs. Does
 from __future__ import annotations
 
 import io
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -54,7 +55,7 @@ def _describe(runs: Runs) -> dict[str, Any]:
         "done_ratio": progress.done_ratio,
         "left_s": progress.left_s,
     }
-    return _finite(found)
+    return json.loads(json.dumps(found), parse_constant=lambda _: None)  # JSON has no NaN
 
 
 def _describe_run(state: RunState) -> dict[str, Any]:
@@ -195,10 +196,3 @@ _FIRST_TO_GO = (  # where the terminal is narrow
     *("W", "step ms", "use %", "rank", "waste %", "ranks %", "wait %", "memory GiB", "left", "loss", "step"),
     "samples/s",
 )
-
-
-def _finite(value: Any) -> Any:
-    """For JSON, which has no NaN: numbers that are not finite become None."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not isfinite(value) else value

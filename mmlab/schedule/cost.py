@@ -37,7 +37,8 @@ class MaxPolynomial:
         patch: side of a patch in pixels.
 
     Raises:
-        OptionError: shapes that do not fit together, or a power of B above 2.
+        OptionError: shapes that do not fit together, a power of B above 2, a coefficient that is no number, a patch
+            without pixels.
     """
 
     coefficients: NDArray[np.float64]
@@ -53,6 +54,8 @@ class MaxPolynomial:
                 f"exponents must have shape ({coefficients.shape[1]}, 3), one (b, t, p) for each coefficient of a row, "
                 f"found {exponents.shape}"
             )
+        if not np.isfinite(coefficients).all() or not isinstance(self.patch, int) or self.patch < 1:
+            raise OptionError("coefficients must be finite, and the side of a patch a whole number >= 1")
         if exponents.min() < 0 or exponents[:, 0].max() > 2:
             raise OptionError("exponents must not be negative, and that of the batch size must be at most 2")
         object.__setattr__(self, "coefficients", coefficients)

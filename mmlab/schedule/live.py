@@ -17,8 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.schedule.columns import Block
-from mmlab.schedule.epoch import GivenBlock
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import SampleSizes
 
@@ -112,18 +110,6 @@ class LivePlan:
         view = copy(self)
         view._num_skipped += num_steps
         return view
-
-    def snapshot(self) -> BatchPlan:
-        """The whole epoch as it stands now, of all ranks, to report on."""
-        parts = self._epoch.parts
-        ends = [*(part.first for part in parts[1:]), None]
-        blocks = []
-        for part, end in zip(parts, ends, strict=True):
-            columns = part.plan.columns
-            if end is not None:
-                columns = columns.pick(np.arange(end - part.first))
-            blocks.append(Block(part.rows[columns.order], columns.ends))
-        return BatchPlan(GivenBlock(Block.join(blocks), parts[-1].plan.limits), self._epoch.sizes)
 
     def __len__(self) -> int:
         last = self._epoch.parts[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tarfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -48,7 +49,7 @@ Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan t
 _LEGEND = (
     "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
     "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
-    "their image; coverage: samples seen; ..._s: seconds"
+    "their image (`mmlab compare` keeps them apart, which pads more); coverage: samples seen; ..._s: seconds"
 )
 _LARGEST = 2**31 - 1
 
@@ -178,12 +179,19 @@ def read_lengths(path: str | Path) -> SampleSizes:
             table = pd.read_parquet(path).reset_index(drop=True).astype(str)
         else:
             options: Any = {"dtype": str, "na_filter": False, "index_col": False, "skip_blank_lines": False}
-            table = pd.read_csv(path, encoding="utf-8-sig", **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pd.errors.ParserWarning)  # values without a column
+                table = pd.read_csv(path, encoding="utf-8-sig", **options)
     except FileNotFoundError:
         raise DataError(f"no file {path}") from None
     except pd.errors.EmptyDataError:
         table = pd.DataFrame()
-    except (ValueError, OSError, tarfile.TarError) as error:  # of a parser, a decoder or the disk
+    except (
+        ValueError,
+        OSError,
+        tarfile.TarError,
+        pd.errors.ParserWarning,
+    ) as error:  # of a parser, a decoder or the disk
         raise DataError(f"{path} cannot be read as a table: {error}") from error
     table = table.rename(columns=lambda name: str(name).strip())
     wanted = ["height", "width", "num_tokens"]

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def evaluate(
-    trainer: TrainerSetup, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
-) -> dict[str, Any]:
+def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bool = False) -> dict[str, Any]:
     """Losses, recall and alignment over all samples; see `FusionTrainer.evaluate`. Leaves the model in evaluation mode.
 
     Where `MaskedLanguage` is among the objectives, `masked_language_loss` is that of all hidden tokens, and
@@ -41,7 +39,6 @@ def evaluate(
     same batches. A batch that does not fit into memory is measured in halves.
 
     Args:
-        num_candidates: see `candidate_losses`.
         by_objective: add the mean of each objective under `by_objective`, as training computes it, in the batches as
             they come. A model's own loss is `loss` already.
 
@@ -65,7 +62,7 @@ def evaluate(
         if not parts:
             return {}
         embeddings = joined(parts)
-        losses = candidate_losses(embeddings, found[0].logit_scale, num_candidates=num_candidates)
+        losses = candidate_losses(embeddings, found[0].logit_scale)
         return {**recalls(embeddings), **losses, **describe_alignment(embeddings)}
 
     measured: dict[str, Any] = {"num_samples": sum(part.num_samples for part in found)}

@@ -91,7 +91,8 @@ class FusionTrainer(TrainerSetup):
             The values of the last 10,000 steps at most, in order. Events have them all.
 
         Raises:
-            OptionError: weights that follow held-out losses, and no `eval_loader`; a part of an epoch.
+            OptionError: weights that follow held-out losses, and no `eval_loader`; a part of an epoch; an epoch without
+                a batch.
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
@@ -116,6 +117,10 @@ class FusionTrainer(TrainerSetup):
                         self._save(checkpoints, loader)
                     if stopping:
                         return list(history)
+                if not self.epoch_batches:
+                    raise OptionError(
+                        f"the loader gave no batch in epoch {self.epoch}; give one that can be iterated anew for each"
+                    )
                 self._emit_event("epoch", {"epoch": self.epoch, "num_steps": self.step})
                 self.epoch, self.epoch_batches = self.epoch + 1, 0
                 found = {} if eval_loader is None else self._evaluate_in_fit(eval_loader)

@@ -23,8 +23,9 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.evaluation import evaluate, offending
-from mmlab.training.losses.all_ranks import AllRanksContrastive, over_all_ranks
+from mmlab.training.losses.all_ranks import AllRanksContrastive
 from mmlab.training.losses.base import Objective
+from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.names import parse_objectives
 from mmlab.training.options import TrainOptions, change_options
 from mmlab.training.out_of_memory import Result, retried
@@ -107,7 +108,12 @@ class TrainerSetup:
         if options.channels_last:
             model.to(memory_format=torch.channels_last)
         self.objectives = parse_objectives(model, asked)
-        shared = {name: over_all_ranks(goal, self.device) for name, goal in self.objectives.items()}
+        shared = {
+            name: AllRanksContrastive(goal, self.device)
+            if isinstance(goal, Contrastive) and goal.all_ranks
+            else goal
+            for name, goal in self.objectives.items()
+        }
         self.goals = shared if self.strategy.num_shares > 1 else self.objectives
         self.gathers = any(isinstance(goal, AllRanksContrastive) for goal in self.goals.values())
         splits = options.on_out_of_memory
@@ -222,16 +228,13 @@ class TrainerSetup:
         whole = math.ceil(getattr(loader, "whole_epoch", num_batches) / each)
         return rest + (last_epoch - self.epoch - 1) * whole
 
-    def evaluate(
-        self, loader: Iterable[Batch], *, num_candidates: int = 32, by_objective: bool = False
-    ) -> StepValues:
+    def evaluate(self, loader: Iterable[Batch], *, by_objective: bool = False) -> StepValues:
         """Measure on held-out samples, whose batches the ranks share; collective.
 
         How samples are batched matters only to a `LossModel` whose loss compares them. The model stays in evaluation
         mode.
 
         Args:
-            num_candidates: size of the candidate sets behind `loss`.
             by_objective: also the mean of each objective, as training computes it, in the batches as they come.
 
         Returns:
@@ -245,7 +248,7 @@ class TrainerSetup:
         started = clock(self.device)
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
-        measured = evaluate(self, loader, num_candidates=num_candidates, by_objective=by_objective)
+        measured = evaluate(self, loader, by_objective=by_objective)
         means = measured.get("by_objective", {})
         measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
         return {"epoch": self.epoch, "eval_s": clock(self.device) - started, **measured}

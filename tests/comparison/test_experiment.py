@@ -169,7 +169,7 @@ def test_at_equal_memory_every_scheduler_fills_the_same_bytes(at_equal_memory: C
     assert (steps["predicted_bytes"].dropna() <= limit_bytes).all()
     assert all(arm.options["allow_collisions"] == "False" for arm in arms.values())
     assert "No batch of any scheduler holds two captions of one image." in at_equal_memory.notes()
-    assert len(at_equal_memory.notes()[1].split("Sizes: ")[1].split(", ")) == len(arms)
+    assert len(at_equal_memory.notes()[1].split("At most: ")[1].split(", ")) == len(arms)
 
 
 def test_predicted_speed_stands_beside_the_measured_one(at_equal_memory: Comparison) -> None:

@@ -23,6 +23,7 @@ from mmlab.cli.cache import cache_info
 from mmlab.cli.main import main
 from mmlab.comparison.config import CheckpointOptions, LoaderOptions, load_config
 from mmlab.comparison.train import train
+from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.events import read_events
@@ -234,6 +235,43 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
         assert [path.name for path in (tmp_path / "small").iterdir()] == ["config.toml"]
     assert main(command) == 0
     assert (tmp_path / "small" / "previous-1" / "config.toml").exists()
+
+
+def test_a_mistyped_checkpoint_leaves_the_run_where_it_is(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.toml").touch()
+    assert main(["train", str(config), "--runs", str(tmp_path), "--resume", str(tmp_path / "smal")]) == 2
+    assert "smal: no checkpoint there; give a checkpoint's folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["config.toml"]
+
+
+def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: Path, tmp_path: Path) -> None:
+    """Token ids keep their meaning where a text has changed meanwhile; a damaged file costs no training."""
+    records = read_records(load_config(config).data.path, progress=False)
+    lines = ["id,image,text,split"]
+    lines += [
+        f"{row},{path},{text},{'val' if group % 5 == 0 else 'train'}"
+        for row, (path, text, group) in enumerate(
+            zip(records.image_paths, records.texts, records.group, strict=True)
+        )
+    ]
+    data = tmp_path / "pairs.csv"
+    data.write_text("\n".join(lines[:60]) + "\n")
+    changes = [f"data.path={data}", "trainer.num_epochs=1", "checkpoint.every_steps=100"]
+    assert train(load_config(config, changes), runs=tmp_path, progress=False).status == "done"
+    kept = (tmp_path / "small/tokenizer/tokenizer.json").read_text()
+    word = records.texts[0].split()[1]
+    data.write_text(data.read_text().replace(word, f"q{word[1:]}"))
+    (tmp_path / "small/config.toml").write_text("")
+    changes[1] = "trainer.num_epochs=2"
+    result = train(load_config(config, changes), runs=tmp_path, resume="auto", progress=False)
+    assert (result.num_epochs, result.resumed_from is None) == (2, False)
+    assert (tmp_path / "small/tokenizer/tokenizer.json").read_text() == kept
+    events, _ = read_events(tmp_path / "small/events-rank0.jsonl")
+    said = [event.values["message"] for event in events if event.kind == "warning"]
+    assert any("with which options before is not known" in message for message in said), said
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,18 @@ def test_a_read_only_folder_keeps_its_sizes_in_the_users_cache(pair, opened, mon
     assert len(list((cache / "mmlab").glob("sizes-*.json"))) == 1
 
 
+def test_sizes_that_cannot_be_kept_are_measured_each_time(pair, opened, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    pair.parent.chmod(0o555)
+    for _ in range(2):
+        opened.clear()
+        with pytest.warns(UserWarning, match="image sizes cannot be kept in .* for the next time: "):
+            assert len(read_records(pair)) == 2
+        assert len(opened) == 2
+    pair.parent.chmod(0o755)
+
+
 def test_no_draft_is_left_behind(pair):
     read_records(pair)
     assert {path.name for path in pair.parent.iterdir()} == {

@@ -108,14 +108,24 @@ def test_members_lie_where_they_are_said_to(tmp_path, archive_format):
     assert {name: content[offset : offset + size] for name, offset, size in members(path)} == files
 
 
-def test_folders_and_links_in_an_archive_are_passed_over(tmp_path):
-    path = tmp_path / "0.tar"
-    with tarfile.open(path, "w") as archive:
-        for name, kind in (("folder", tarfile.DIRTYPE), ("folder/link.jpg", tarfile.SYMTYPE)):
+def test_links_in_an_archive_are_the_files_that_they_name(tmp_path):
+    path = shard(tmp_path / "0.tar", pairs("d/a"))
+    links = [("d/b.jpg", tarfile.LNKTYPE, "d/a.jpg"), ("d/b.txt", tarfile.SYMTYPE, "a.txt")]
+    links += [("d/c.jpg", tarfile.SYMTYPE, "../d/b.jpg"), ("d/c.txt", tarfile.LNKTYPE, "d/b.txt")]
+    with tarfile.open(path, "a") as archive:
+        for name, kind, target in [("folder", tarfile.DIRTYPE, ""), *links]:
             member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "target"
+            member.type, member.linkname = kind, target
             archive.addfile(member)
-    assert list(members(path)) == []
+    records = read_records(path)
+    assert records.texts == ["caption of d/a"] * 3
+    assert {records.read_image(row) for row in range(3)} == {encoded(40, 30)}
+    with tarfile.open(path, "a") as archive:
+        member = tarfile.TarInfo("d/e.jpg")
+        member.type, member.linkname = tarfile.SYMTYPE, "/elsewhere.jpg"
+        archive.addfile(member)
+    with pytest.raises(DataError, match=r"a link at byte \d+ to /elsewhere.jpg, which is no file before it"):
+        list(members(path))
 
 
 def test_bad_samples_are_reported_by_shard_and_key(tmp_path):

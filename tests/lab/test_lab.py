@@ -20,7 +20,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from mmlab.comparison.background import PROCESS, BackgroundRun
+from mmlab.comparison.background import PROCESS, BackgroundRun, job_of
 from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import PRECISIONS, ComparisonOptions
 from mmlab.comparison.result import Comparison
@@ -227,6 +227,24 @@ def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: 
     assert not (tmp_path / CONTROL).exists(), "there is nobody to tell"
     with pytest.raises(DataError, match="no comparison in"):
         Lab.open(tmp_path / "nowhere")
+
+
+def test_what_a_run_was_asked_for_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    points = [(0, {"image-text": 1.0})]
+    job = json.loads(json.dumps(job_of("~/data", ("random",), {"ratios": points})))
+    assert job["data"] == str(tmp_path / "data")
+    assert job["options"]["ratios"] == [[0, {"image-text": 1.0}]]
+    assert job_of("s3://bucket/0.tar", ("random",), {})["data"] == "s3://bucket/0.tar"
+    lab = Lab("~/data", schedulers=("random",), out=tmp_path / "lab", ratios=points)
+    asked = json.loads(json.dumps(job_of(lab.data, ("random",), {**lab.options, "schedulers": None})))
+    assert lab.differences(asked) == ""
+    del asked["options"]["ratios"]
+    assert lab.differences(asked) == "ratios=None"
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/process.json").write_text("[]")
+    with pytest.raises(DataError, match=r"process.json is damaged .*; remove it"):
+        Lab.open(tmp_path / "broken")
 
 
 def test_the_code_of_a_lab_makes_the_same_lab(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from itertools import islice
 import pytest
 import torch
 
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError
 from mmlab.loading.adaptive import AdaptiveDataLoader
 from mmlab.pricing.resource_aware import ResourceAwareScheduler
@@ -144,3 +146,23 @@ def test_another_plan_is_refused(dataset) -> None:
     other.load_state_dict(loader.state_dict())
     with pytest.raises(DataError, match="cannot resume: the state was saved with options"):
         list(other)
+
+
+def test_other_rows_and_other_words_are_refused(dataset) -> None:
+    """The same number of samples in another order would be repeated and left out; token ids would mean other words."""
+    loader = make_loader(dataset)
+    next(iter(loader))
+    state = saved(loader.state_dict())
+    turned = MultimodalDataset(
+        dataset.records.select(range(len(dataset))[::-1]),
+        image_policy=dataset.image_policy,
+        tokenizer=dataset.tokenizer,
+    )
+    with pytest.raises(
+        DataError, match="the samples, their order or their sizes are not those of the saved state"
+    ):
+        make_loader(turned).load_state_dict(state)
+    others = load_tokenizer(records=dataset.records, vocab_size=len(dataset.tokenizer) - 1)
+    retrained = MultimodalDataset(dataset.records, image_policy=dataset.image_policy, tokenizer=others)
+    with pytest.raises(DataError, match="the vocabulary is another one"):
+        make_loader(retrained).load_state_dict(state)

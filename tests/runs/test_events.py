@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -97,6 +98,24 @@ def test_going_on_after_a_torn_line_cuts_it_and_says_so(tmp_path: Path) -> None:
     events, _ = read_events(log.path, offset)
     assert [event.kind for event in events] == ["warning", "step"]
     assert "cut 19 bytes of a torn last line" in events[0].values["message"]
+
+
+def test_a_line_that_a_full_disk_cuts_short_is_taken_back(tmp_path: Path) -> None:
+    """A file may not grow beyond a limit for a while, as on a full disk; later lines are whole."""
+    with RunLog(tmp_path) as log:
+        log.write("step", 1, loss=1.0)
+        before, limits = log.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                log.write("step", 2, loss=0.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert log.path.stat().st_size == before
+        log.write("step", 3, loss=0.25)
+    assert [event.step for event in read_events(log.path)[0]] == [1, 3]
 
 
 def test_threads_never_mix_their_lines(tmp_path: Path) -> None:

@@ -75,6 +75,12 @@ def test_a_source_is_a_run_a_comparison_its_runs_or_several(tmp_path: Path) -> N
     assert set(runs.states) == {"alone", "comparison/runs/one", "comparison/runs/two"}
 
 
+def test_only_numbered_folders_hold_what_was_moved_aside(tmp_path: Path) -> None:
+    for name in ("previous-best", "previous-1"):
+        RunLog(tmp_path / name).close()
+    assert [folder.name for folder in run_files(tmp_path)] == ["previous-best"]
+
+
 def test_runs_of_one_name_are_told_apart_and_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
     for index, name in enumerate(("larger/runs/budget", "small/runs/random", "small/runs/budget")):
         write(tmp_path / name, 1, time_s=1.8e9 + index)

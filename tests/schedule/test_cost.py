@@ -52,6 +52,7 @@ def test_a_loss_over_every_pair_grows_with_the_square_of_the_batch():
         ([1.0, 2.0], [(1, 1, 0)], r"must have shape \(2, 3\).*found \(1, 3\)"),
         ([1.0], [(3, 1, 0)], "batch size must be at most 2"),
         ([1.0], [(1, -1, 0)], "must not be negative"),
+        ([float("nan")], [(1, 1, 0)], "coefficients must be finite"),
     ],
 )
 def test_polynomials_that_make_no_sense_are_refused(coefficients, exponents, named):
@@ -62,6 +63,8 @@ def test_polynomials_that_make_no_sense_are_refused(coefficients, exponents, nam
 def test_a_patch_without_size_is_refused():
     with pytest.raises(OptionError, match="patch must be at least 1, found 0"):
         PaddedTokens(0)
+    with pytest.raises(OptionError, match="side of a patch a whole number"):
+        MaxPolynomial([1.0], [(1, 1, 0)], patch=0)
 
 
 def test_the_costliest_sample_is_found_only_where_it_matters():

@@ -89,6 +89,10 @@ def test_lengths_are_read_with_and_without_images(tmp_path):
         ("height,width,num_tokens\n1,2\n", "line 2, column num_tokens: .* found ''"),
         ("height,width,num_tokens\n1,2,99999999999\n", "line 2, column num_tokens: .* found '99999999999'"),
         ("height,width,num_tokens\n1,2,3\n\n1,2,3\n", "line 3, column height: .* found ''"),
+        (
+            "height,width,num_tokens\n1,2,3,4\n1,2,3,4\n",
+            "cannot be read as a table: Length of header or names",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_with_row_and_column(text, named, tmp_path):

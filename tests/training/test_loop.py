@@ -40,6 +40,15 @@ def test_fit_after_single_steps_begins_with_the_first_batch():
     assert len(trainer.fit(batches)) == len(batches)
 
 
+def test_batches_that_come_only_once_are_no_second_epoch():
+    trainer, batches = FusionTrainer(tiny_model(), device="cpu", total_steps=4), micro_batches()
+    with pytest.raises(
+        OptionError, match="the loader gave no batch in epoch 1; give one that can be iterated"
+    ):
+        trainer.fit(iter(batches[:2]), num_epochs=2)
+    assert (trainer.epoch, trainer.step) == (1, 2)
+
+
 def test_a_step_leaves_the_callers_generator_as_it_was():
     seen = []
     trainer = FusionTrainer(

@@ -27,8 +27,6 @@ from mmlab.errors import DataError, OptionError, check_name, check_numbers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["read_records"]
-
 
 def read_records(
     source: Any,

@@ -34,7 +34,7 @@ def read_coco(path: Path, allow_missing_modality: bool) -> list[Row]:
     """
     try:
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for key in ("images", "annotations"):
         entries = content.get(key) if isinstance(content, dict) else None

@@ -132,7 +132,7 @@ def read_json(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str
         return _json_lines(text)
     try:
         return numbered(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
 
 
@@ -243,7 +243,7 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield f"line {number}", f"not JSON: {error}"
         else:
             yield f"line {number}", _as_entry(entry)

@@ -143,7 +143,9 @@ def _what_is_missing(row: Row, allow_missing_modality: bool) -> str:
         return f"text must be a string, found {type(row.text).__name__} {row.text!r:.40}"
     if row.text is not None and not row.text.strip():
         return "empty text"
-    stated = {"text": row.text, "id": row.id, "label": row.label}
+    if not isinstance(row.split, str | None):
+        return f"split must be a string, found {row.split!r:.40}"
+    stated = {"text": row.text, "id": row.id, "label": row.label, "split": row.split}
     return next(filter(None, (why_not_unicode(str(value), name) for name, value in stated.items())), "")
 
 

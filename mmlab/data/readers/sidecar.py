@@ -107,5 +107,8 @@ def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
 
 
 def _save(sidecar: Path, name: str, entries: Mapping[str, list]) -> None:
-    sidecar.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(sidecar, json.dumps({"version": _VERSION, name: entries}, separators=(",", ":")))
+    try:
+        sidecar.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(sidecar, json.dumps({"version": _VERSION, name: entries}, separators=(",", ":")))
+    except OSError as error:
+        warnings.warn(f"image {name} cannot be kept in {sidecar} for the next time: {error}", stacklevel=3)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from posixpath import dirname, join, normpath
 from typing import Any, BinaryIO, NamedTuple
 
 from mmlab.data.readers.files import split_in
@@ -69,12 +70,13 @@ def is_tar(path: Path) -> bool:
 
 
 def members(path: Path) -> Iterator[Member]:
-    """The regular files of an archive, in order.
+    """The regular files of an archive, in order, and the links to those before them.
 
     Raises:
-        DataError: the archive is damaged, ends early, or has sparse files; those before the fault are given first.
+        DataError: the archive is damaged, ends early, or has sparse files or other links; those before the fault are
+            given first.
     """
-    num_bytes = path.stat().st_size
+    num_bytes, known = path.stat().st_size, dict[str, Member]()
     with tarfile.open(path, "r:") as archive:
         while (info := _next(archive)) is not None:
             archive.members = []  # type: ignore[attr-defined]  # else it keeps every header
@@ -82,8 +84,18 @@ def members(path: Path) -> Iterator[Member]:
                 raise DataError(f"has a sparse file at byte {info.offset}; pack it again without --sparse")
             if info.offset_data + (info.size if info.isreg() else 0) > num_bytes:
                 raise DataError(f"is cut off: the member at byte {info.offset} needs {info.size} bytes")
-            if info.isreg():
-                yield Member(info.name, info.offset_data, info.size)
+            member = Member(info.name, info.offset_data, info.size) if info.isreg() else None
+            if info.islnk() or info.issym():
+                beside = dirname(info.name) if info.issym() else ""
+                member = known.get(normpath(join(beside, info.linkname)))
+                if member is None:
+                    raise DataError(
+                        f"has a link at byte {info.offset} to {info.linkname}, which is no file before it; pack it again "
+                        "with tar --dereference"
+                    )
+            if member is not None:
+                known[normpath(info.name)] = member = member._replace(name=info.name)
+                yield member
         archive.fileobj.seek(archive.offset)
         if any(archive.fileobj.read(tarfile.BLOCKSIZE)):  # a whole archive ends in zeros
             raise DataError(f"is damaged at byte {archive.offset}: no tar header there")
@@ -178,7 +190,7 @@ def _entry(file: BinaryIO, parts: Mapping[str, Member]) -> dict[str, Any] | str:
                 entry["text"] = content(suffix)
         if "cls" in parts:
             entry["label"] = content("cls")
-    except ValueError as error:  # not UTF-8, not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
         return f"metadata cannot be read: {error}"
     return entry
 

@@ -4,17 +4,9 @@ Every image has a slot of a file, is checked when it is read, and is read right 
 torch here.
 """
 
-from mmlab.loading.cache.build import BuildReport, build_cache
-from mmlab.loading.cache.key import CacheKey, cache_key
+from mmlab.loading.cache.build import build_cache
+from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.on_ray import build_cache_on_ray
-from mmlab.loading.cache.store import CacheStats, SampleCache
+from mmlab.loading.cache.store import SampleCache
 
-__all__ = [
-    "BuildReport",
-    "CacheKey",
-    "CacheStats",
-    "SampleCache",
-    "build_cache",
-    "build_cache_on_ray",
-    "cache_key",
-]
+__all__ = ["SampleCache", "build_cache", "build_cache_on_ray", "cache_key"]

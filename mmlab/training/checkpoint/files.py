@@ -172,6 +172,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Each tensor once; other names of the same memory (tied weights) are kept as metadata."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     first: dict[tuple[Any, ...], str] = {}
@@ -184,7 +185,10 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         tensor = tensor.detach()
         is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
         once[name] = tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor.contiguous()
-    save_file(once, path, metadata=aliases or None)
+    try:
+        save_file(once, path, metadata=aliases or None)
+    except SafetensorError as error:  # whatever the disk says
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

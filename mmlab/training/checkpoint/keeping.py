@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import DataError, OptionError, check_name, check_numbers
-from mmlab.runs.events import RunEvent
+from mmlab.runs.events import RunEvent, warn
 from mmlab.training.checkpoint.files import SAVING, check, read_manifest, read_state, sync, write_state
 from mmlab.training.strategy import Strategy
 
@@ -163,7 +162,7 @@ class Checkpoints(CheckpointOptions):
             try:
                 check(path, ranks)
             except DataError as error:
-                self._warn(f"{error}; using the checkpoint before it")
+                warn(self.emit, f"{error}; using the checkpoint before it", source="checkpoint")
             else:
                 return path
         if paths:
@@ -202,12 +201,6 @@ class Checkpoints(CheckpointOptions):
                 if not math.isnan(score):
                     scores[path] = score
         return sorted(scores, key=lambda path: scores[path], reverse=self.maximize)
-
-    def _warn(self, message: str) -> None:
-        if self.emit is None:
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
-        else:
-            self.emit(RunEvent.now("warning", -1, {"message": message, "source": "checkpoint"}))
 
     def _aside(self, path: Path) -> Path:
         return self._folder / f"{_UNFINISHED}{path.name}"
