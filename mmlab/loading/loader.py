@@ -206,11 +206,6 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 "cannot resume: the vocabulary is another one, so token ids would mean other words; use the tokenizer "
                 "that was saved with the run"
             )
-        if place is not None and not rows:
-            raise DataError(
-                "cannot resume: the samples, their order or their sizes are not those of the saved state; resume with "
-                "the same data, the same limit and the same image policy"
-            )
         here = getattr(self.scheduler, "world_size", 1)
         rest, num_before = None, 0
         if "scheduler" in state:
@@ -218,6 +213,11 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         elif place is not None and any(num and ranks != here for ranks, num in place.get("taken", ())):
             rest, num_before = self.scheduler.resume(self._loader.sizes, place), num_batches
         self._begin(state["epoch"], rest, num_before)
+        if place is not None and num_batches < len(self) and not rows:
+            raise DataError(
+                "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
+                "resume with the same data, the same limit and the same image policy"
+            )
         self._num_done, self._num_bad = num_batches, state["num_bad_samples"]
         self._place, self._goes_on = place, True
 

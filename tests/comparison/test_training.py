@@ -259,7 +259,13 @@ def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: 
     ]
     data = tmp_path / "pairs.csv"
     data.write_text("\n".join(lines[:60]) + "\n")
-    changes = [f"data.path={data}", "trainer.num_epochs=1", "checkpoint.every_steps=100"]
+    folder = os.path.dirname(str(records.image_paths[0]))
+    changes = [
+        f"data.path={data}",
+        "trainer.num_epochs=1",
+        "checkpoint.every_steps=100",
+        f"data.images={folder}",
+    ]
     assert train(load_config(config, changes), runs=tmp_path, progress=False).status == "done"
     kept = (tmp_path / "small/tokenizer/tokenizer.json").read_text()
     word = records.texts[0].split()[1]

@@ -107,6 +107,7 @@ def test_too_few_traces_are_refused():
         fit_rows(PROBES[:9], simulate(PROBES[:9]))
 
 
+@pytest.mark.serial
 def test_one_prediction_takes_at_most_twenty_microseconds():
     shape = BatchShape(16, 40, 224, 320)
     assert min(timeit.repeat(lambda: MODEL(shape), number=200, repeat=20)) / 200 < 20e-6

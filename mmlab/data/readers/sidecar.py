@@ -98,7 +98,7 @@ def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
         entries = content[name] if content["version"] == _VERSION else {}
         if not all([type(number) for number in entry] == expected for entry in entries.values()):
             raise ValueError(f"an entry is not {len(expected)} numbers of the kind that belongs there")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         warnings.warn(f"{sidecar} is damaged and will be rebuilt from the images: {error}", stacklevel=2)
