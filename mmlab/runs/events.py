@@ -109,7 +109,8 @@ class RunLog(AbstractContextManager["RunLog"]):
                 while num_written < len(line):  # a signal or a full disk can cut a write short
                     num_written += self._file.write(line[num_written:])
             except OSError:
-                self._file.truncate(self._file.seek(0, os.SEEK_END) - num_written)
+                if num_written:
+                    self._file.truncate(self._file.seek(0, os.SEEK_END) - num_written)
                 raise
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ def test_the_best_batch_of_a_shape_fits_and_one_more_does_not(report: MemoryRepo
 
 def test_it_prints_draws_and_is_json(report: MemoryReport, tmp_path: Path) -> None:
     text = str(report)
-    for expected in ("for training", "bf16, checkpointing", "largest samples", "too little"):
+    for expected in ("for training", "bf16, checkpointing", "largest samples", "too low"):
         assert expected in text
     assert json.dumps(report.as_dict(), allow_nan=False)
     save_figure(report.figure(), tmp_path / "memory.png")

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import starmap
 from pathlib import Path
 from typing import BinaryIO
 
@@ -233,7 +232,7 @@ def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:
             return [("stated", row.group)]
         return [key for key in (("image", image), ("sample", row.sample)) if key[1] is not None]
 
-    return joined(list(starmap(keys, owners)))
+    return joined([keys(row, image) for row, image in owners])
 
 
 def _listed(bad_rows: tuple[BadRow, ...]) -> list[str]:
