@@ -339,6 +339,14 @@ def test_a_saved_configuration_is_the_same_configuration(config: Path, tmp_path:
     assert load_config(tmp_path / "again.toml") == never
 
 
+def test_an_odd_character_and_a_byte_order_mark_are_no_obstacle(config: Path, tmp_path: Path) -> None:
+    given = load_config(config, ["data.path=a\x7fb"])
+    given.save(tmp_path / "again.toml")
+    assert load_config(tmp_path / "again.toml") == given
+    config.write_text(config.read_text(), "utf-8-sig")
+    assert load_config(config, ["data.path=a\x7fb"]) == given
+
+
 def test_the_example_configuration_is_valid() -> None:
     config = load_config(Path(__file__).parents[2] / "examples" / "train.toml")
     assert config.name == "sample"

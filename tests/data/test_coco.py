@@ -86,6 +86,16 @@ def test_a_file_name_that_is_no_path_is_reported(folder):
         read_records(folder.json("captions.json", content))
 
 
+@pytest.mark.parametrize("split", [3, ["val"], {"name": "val"}])
+def test_a_split_that_is_no_text_is_reported(folder, split):
+    folder.image("images/a.jpg")
+    folder.image("images/b.jpg")
+    content = captions(["a.jpg", "b.jpg"], per_image=1)
+    content["images"][1]["split"] = split
+    with pytest.raises(DataError, match=r"1 of 2 rows cannot be used(.|\n)*split must be a string, found"):
+        read_records(folder.json("captions.json", content))
+
+
 def test_an_image_id_that_stands_for_two_files_is_reported(folder):
     folder.image("images/a.jpg")
     folder.image("images/b.jpg")

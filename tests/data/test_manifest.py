@@ -138,6 +138,17 @@ def test_broken_json_lines_are_bad_rows(folder):
     assert "expected an object" in error.value.bad_rows[1].reason
 
 
+def test_json_of_too_many_levels_is_a_bad_row(folder):
+    folder.image("a.jpg")
+    path = folder.jsonl("data.jsonl", [{"image": "a.jpg", "text": "x"}])
+    path.write_text(path.read_text() + "[" * 100_000 + "]" * 100_000 + "\n")
+    with pytest.raises(DataError) as error:
+        read_records(path)
+    assert [str(row).split(":")[0] for row in error.value.bad_rows] == ["line 2"]
+    with pytest.raises(DataError, match=r"data.json: not a format that mmlab reads"):
+        read_records(folder.text("data.json", "[" * 100_000 + "]" * 100_000))
+
+
 def test_unicode_line_separators_do_not_break_json_lines(folder):
     folder.image("a.jpg")
     text = "before\u2028after\x85end"

@@ -7,6 +7,7 @@ import json
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -168,3 +169,10 @@ def test_the_command_refuses_what_it_cannot_price(scenes: Path, capsys: pytest.C
     arguments = ["memory", "--model", "tiny", "--data", str(scenes), "--memory-gb", "8"]
     assert main([*arguments, "--save", "no/such/folder/memory.json"]) == 2
     assert "there is no folder no/such/folder" in capsys.readouterr().err
+    # before any pricing, which would be lost
+    with patch("mmlab.pricing.memory_report.memory_report") as price:
+        assert main([*arguments, "--save", str(scenes.parent)]) == 2
+        assert "it is a folder" in capsys.readouterr().err
+        assert main([*arguments, "--plot", "memory.xyz"]) == 2
+        assert "cannot write a plot to memory.xyz" in capsys.readouterr().err
+    assert not price.called
