@@ -370,9 +370,8 @@ def replace_file(path: Path, text: str) -> None:
     try:
         new.write_text(text, encoding="utf-8")
         new.replace(path)
-    except OSError:
+    finally:
         new.unlink(missing_ok=True)
-        raise
 
 
 def regular(path: str, flags: int) -> int:

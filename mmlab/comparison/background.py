@@ -252,9 +252,11 @@ def _start(
 
 def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, as far as JSON can say it: data that are not a path are None, schedulers are names."""
-    place = str(data) if "://" in str(data) else os.path.abspath(os.path.expanduser(str(data)))
+    place = str(data) if isinstance(data, str | Path) else None
+    if place is not None and "://" not in place:
+        place = os.path.abspath(os.path.expanduser(place))
     return {
-        "data": place if isinstance(data, str | Path) else None,
+        "data": place,
         "schedulers": list(schedulers),
         "options": {key: value for key, value in options.items() if _is_plain(value)},
     }

@@ -108,8 +108,8 @@ class IoBench:
             shared = ", on the same cores" if self.device == "cpu" else ""
             return (
                 f"Training is the bottleneck: its steps take {wanted:,.0f} samples/s; {slowest}, the slowest stage of "
-                f"loading, could give {supply[slowest]:,.0f} samples/s{shared}. Only a faster step would help: another device, lower "
-                "precision, a smaller model or smaller images."
+                f"loading, could give {supply[slowest]:,.0f} samples/s{shared}. Only a faster step would help: another "
+                "device, lower precision, a smaller model or smaller images."
             )
         rest = min(rate for name, rate in supply.items() if name != stage)
         kb = f"{self.padded_bytes / 1000:,.0f} kB"

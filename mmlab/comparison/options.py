@@ -81,7 +81,7 @@ class ComparisonOptions(SamplingOptions):
 
 
 def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
-    """Options from plain values, such as those of a TOML table; "none" is None for one that is None or a number.
+    """Options from plain values, such as those of a TOML table; "none" is None where that is allowed and a text is not.
 
     >>> read_options(ComparisonOptions, {"epochs": 2}, "compare").epochs
     2
@@ -100,8 +100,8 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
     from pydantic import ValidationError, create_model
 
     types = {name: str(option.type) for name, option in getattr(kind, "__dataclass_fields__", {}).items()}
-    is_none = {name for name in values if values[name] == "none" and types.get(name, "").endswith("| None")}
-    values = {name: None if name in is_none and "str" not in types[name] else values[name] for name in values}
+    optional = {name for name, type_ in types.items() if type_.endswith("| None") and "str" not in type_}
+    values = {name: None if value == "none" and name in optional else value for name, value in values.items()}
     # pydantic hands the configuration of a model on to the dataclasses in it
     reader = create_model("Reader", __config__={"extra": "forbid", "strict": True}, options=(kind, ...))
     try:  # by way of JSON, where pydantic takes a list for a tuple, but no text for a number

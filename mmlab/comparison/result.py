@@ -194,15 +194,17 @@ class Comparison:
 
     @property
     def misranked(self) -> list[tuple[str, str]]:
-        """Pairs (faster, slower) by measured speed, more than 5 % apart and without overlapping epochs, that were
-        predicted the other way round.
+        """Pairs (faster, slower) by measured speed that were predicted the other way round.
+
+        Pairs that are within 5 %, or whose epochs overlap, do not count.
         """
         arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None]
+        overlapping = list(map(set, self.overlapping))
         return [
             (one.scheduler, other.scheduler)
             for one, other in permutations(arms, 2)
             if one.samples_per_s > 1.05 * other.samples_per_s
-            and {one.scheduler, other.scheduler} not in map(set, self.overlapping)
+            and {one.scheduler, other.scheduler} not in overlapping
             and (one.predicted_samples_per_s or 0) < (other.predicted_samples_per_s or 0)
         ]
 

@@ -25,7 +25,7 @@ from mmlab.data.readers.manifest import decode_text, is_parquet, numbered, parqu
 from mmlab.data.readers.paths import FileResolver, image_folder
 from mmlab.data.readers.rows import open_file, report_bad_rows, why_not_unicode
 from mmlab.data.readers.sidecar import Stamp
-from mmlab.data.records import BadRow, FileStore, Grouped, joined
+from mmlab.data.records import BadRow, FileStore, Grouped, connected_groups
 from mmlab.errors import DataError, check_name
 
 PLACEHOLDER = "<image>"  # in a text: here belongs the next image
@@ -93,7 +93,7 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
     @property
     def group(self) -> NDArray[np.int64]:
         """(N,) rows that have an image in common, or that other rows join so, share a number."""
-        return joined(self.images)
+        return connected_groups(self.images)
 
     def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Conversations:
         """The rows asked for, in that order."""

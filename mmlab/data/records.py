@@ -81,21 +81,20 @@ _SINGULAR = {"ids": "id", "image_paths": "image_path", "texts": "text", "labels"
 _COLUMNS = ("ids", "image_paths", "texts", "height", "width", "num_tokens", "group", "labels", "splits")
 
 
-def joined(keys: Sequence[Sequence[Hashable]]) -> NDArray[np.int64]:
+def connected_groups(keys: Sequence[Sequence[Hashable]]) -> NDArray[np.int64]:
     """(N,) groups: rows with a key in common share a number, and so do all that these lead to; 0, 1, ... as they appear.
 
-    >>> joined(["a", "b", "", "bc", "c"]).tolist()
+    >>> connected_groups(["a", "b", "", "bc", "c"]).tolist()
     [0, 1, 2, 1, 1]
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
     numbers: dict[Hashable, int] = {}
-    row = np.repeat(np.arange(len(keys)), [len(own) for own in keys])
-    key = len(keys) + np.array(
-        [numbers.setdefault(key, len(numbers)) for own in keys for key in own], np.int64
-    )
-    links = coo_array((np.ones(len(row)), (row, key)), shape=2 * (len(keys) + len(numbers),))
+    pairs = [(row, numbers.setdefault(key, len(numbers))) for row, own in enumerate(keys) for key in own]
+    row, number = np.array(pairs, np.int64).reshape(-1, 2).T
+    size = len(keys) + len(numbers)
+    links = coo_array((np.ones(len(pairs)), (row, len(keys) + number)), shape=(size, size))
     return connected_components(links, directed=False)[1][: len(keys)].astype(np.int64)
 
 
@@ -139,7 +138,8 @@ class Grouped:
         """
         if not 0 < fraction < 1:
             raise OptionError(f"fraction must lie between 0 and 1, found {fraction}")
-        groups = np.unique(self.group)
+        group = self.group
+        groups = np.unique(group)
         if len(groups) < 2:
             raise DataError(
                 f"cannot hold out images: all {len(self)} records are of one group (the captions of one image, or what "
@@ -147,7 +147,7 @@ class Grouped:
             )
         num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
         chosen = np.random.default_rng(seed).choice(groups, size=num_held_out, replace=False)
-        held_out = np.isin(self.group, chosen)
+        held_out = np.isin(group, chosen)
         return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
 
 

@@ -19,7 +19,7 @@ from mmlab.comparison.options import PRECISIONS
 from mmlab.errors import OptionError
 from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.panels import Panel
-from mmlab.runs.folders import ASIDE
+from mmlab.runs.folders import is_aside
 from mmlab.schedule.schedulers import SCHEDULERS
 
 _WIDE = {"description_width": "7rem"}
@@ -78,7 +78,8 @@ class LabPanel(Panel):
     def list_earlier(self) -> None:
         """A box for every run that was moved aside, with what was different; the last one is shown beside the new one."""
         boxes = []
-        for path in sorted(self.lab.folder.glob(f"{ASIDE}*/{PROCESS}"), key=os.path.getmtime):
+        aside = [path for path in self.lab.folder.glob(f"*/{PROCESS}") if is_aside(path.parent.name)]
+        for path in sorted(aside, key=os.path.getmtime):
             name, job = path.parent.name, json.loads(path.read_text())["job"]
             said = ": ".join(filter(None, (name, self.lab.differences(job))))
             boxes.append(widgets.Checkbox(description=said, tooltip=name, indent=False))

@@ -200,8 +200,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 "number of ranks, or plan without following from the start"
             )
         place, num_batches = state.get("plan"), state["num_batches"]
-        words, rows = (state.get(name, own) == own for name, own in self._identity.items())
-        if not words:
+        is_same = {name: state.get(name, own) == own for name, own in self._identity.items()}
+        if not is_same["vocabulary"]:
             raise DataError(
                 "cannot resume: the vocabulary is another one, so token ids would mean other words; use the tokenizer "
                 "that was saved with the run"
@@ -213,7 +213,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         elif place is not None and any(num and ranks != here for ranks, num in place.get("taken", ())):
             rest, num_before = self.scheduler.resume(self._loader.sizes, place), num_batches
         self._begin(state["epoch"], rest, num_before)
-        if place is not None and num_batches < len(self) and not rows:
+        if place is not None and num_batches < len(self) and not is_same["rows"]:
             raise DataError(
                 "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
                 "resume with the same data, the same limit and the same image policy"

@@ -60,9 +60,8 @@ class HuggingFaceImages(ImageEncoder):
 
     def _with_mask(self, features: Tensor, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         if features.dim() == 4:  # convolutional models keep the grid
-            mask = F.interpolate(
-                pixel_mask[:, None].float(), features.shape[2:]
-            )  # at each cell's first pixel
+            # what is at each cell's first pixel
+            mask = F.interpolate(pixel_mask[:, None].float(), features.shape[2:])
             return rearrange(features, "b d h w -> b (h w) d"), mask.flatten(1).bool()
         patch = self.patch if isinstance(self.patch, int) else PATCH
         mask = pixel_mask[:, ::patch, ::patch].flatten(1)

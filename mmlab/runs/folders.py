@@ -29,8 +29,8 @@ def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
     """
     old = [path for name in written for path in folder.glob(name)]
     if old:
-        numbers = (path.name.removeprefix(ASIDE) for path in folder.glob(f"{ASIDE}*"))
-        number = 1 + max((int(text) for text in numbers if text.isdecimal()), default=0)
+        names = [path.name for path in folder.iterdir() if is_aside(path.name)]
+        number = 1 + max((int(name.removeprefix(ASIDE)) for name in names), default=0)
         aside = folder / f"{ASIDE}{number}"
         aside.mkdir()
         for path in old:

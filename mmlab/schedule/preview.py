@@ -186,12 +186,8 @@ def read_lengths(path: str | Path) -> SampleSizes:
         raise DataError(f"no file {path}") from None
     except pd.errors.EmptyDataError:
         table = pd.DataFrame()
-    except (
-        ValueError,
-        OSError,
-        tarfile.TarError,
-        pd.errors.ParserWarning,
-    ) as error:  # of a parser, a decoder or the disk
+    # of a parser, a decoder or the disk
+    except (ValueError, OSError, tarfile.TarError, pd.errors.ParserWarning) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
     table = table.rename(columns=lambda name: str(name).strip())
     wanted = ["height", "width", "num_tokens"]

@@ -23,9 +23,8 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.evaluation import evaluate, offending
-from mmlab.training.losses.all_ranks import AllRanksContrastive
+from mmlab.training.losses.all_ranks import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.base import Objective
-from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.names import parse_objectives
 from mmlab.training.options import TrainOptions, change_options
 from mmlab.training.out_of_memory import Result, retried
@@ -108,12 +107,7 @@ class TrainerSetup:
         if options.channels_last:
             model.to(memory_format=torch.channels_last)
         self.objectives = parse_objectives(model, asked)
-        shared = {
-            name: AllRanksContrastive(goal, self.device)
-            if isinstance(goal, Contrastive) and goal.all_ranks
-            else goal
-            for name, goal in self.objectives.items()
-        }
+        shared = {name: over_all_ranks(goal, self.device) for name, goal in self.objectives.items()}
         self.goals = shared if self.strategy.num_shares > 1 else self.objectives
         self.gathers = any(isinstance(goal, AllRanksContrastive) for goal in self.goals.values())
         splits = options.on_out_of_memory

@@ -20,7 +20,7 @@ import numpy as np
 from mmlab.data.readers.headers import OpenImage, image_sizes
 from mmlab.data.readers.paths import FileResolver
 from mmlab.data.readers.sidecar import Stamp
-from mmlab.data.records import BadRow, FileStore, ImageStore, Records, joined
+from mmlab.data.records import BadRow, FileStore, ImageStore, Records, connected_groups
 from mmlab.data.text import estimate_num_tokens
 from mmlab.errors import DataError
 
@@ -232,7 +232,7 @@ def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:
             return [("stated", row.group)]
         return [key for key in (("image", image), ("sample", row.sample)) if key[1] is not None]
 
-    return joined([keys(row, image) for row, image in owners])
+    return connected_groups([keys(row, image) for row, image in owners])
 
 
 def _listed(bad_rows: tuple[BadRow, ...]) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from torch.distributed.nn.functional import all_gather  # its backward pass sums the ranks' gradients
 from torch.nn import functional as F
 
-from mmlab.training.losses.base import at_least_fp32, sample_weights
+from mmlab.training.losses.base import Objective, at_least_fp32, sample_weights
 from mmlab.training.losses.contrastive import Contrastive, one_way_losses
 from mmlab.types import Batch
 
@@ -91,3 +91,10 @@ def exchange_counts(batch: Batch, device: torch.device) -> GlobalBatch:
     distributed.all_gather_into_tensor(into, columns.to(device))
     is_pair, groups = into.cpu().unbind(1)
     return GlobalBatch(num_rows, is_pair.bool(), groups)
+
+
+def over_all_ranks(goal: Objective, device: torch.device) -> Objective:
+    """The objective with negatives from all ranks where it asks for them; else the objective itself."""
+    if isinstance(goal, Contrastive) and goal.all_ranks:
+        return AllRanksContrastive(goal, device)
+    return goal
