@@ -1,7 +1,7 @@
 """The articles' way of feeding a model, what everyone does today, and mmlab: same samples, weights, model and trainer.
 
-The step computes on one core, which stands for the accelerator; another core is left for loading. Two settings that stand
-next to each other in `CHAIN` differ in one thing, so that what is gained can be told apart by its cause.
+On a CPU the step computes on one core, which stands for the accelerator; another core is left for loading. Two settings
+that stand next to each other in `CHAIN` differ in one thing, so that what is gained can be told apart by its cause.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from mmlab.model.presets import build_model
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.timing import fit_time
+from mmlab.runs.monitor import DeviceMonitor
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs
 from mmlab.schedule.schedulers import make_scheduler
@@ -45,11 +46,35 @@ WARM_UP_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """What computes the steps, and what they are."""
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    model: str = "tiny"
+    batch_size: int = BATCH_SIZE  # of the articles' batches
+    num_workers: int = 1  # where something loads ahead
+    lr: float = LR
+    fit_s: float = 20.0  # for measuring the steps that `fastest` plans with
+
+    def build(self, vocab_size: int, seed: int = 0) -> torch.nn.Module:
+        """The model, with weights that are always the same for a seed."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return build_model(self.model, vocab_size=vocab_size)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of trainers, and of what measures and prices their steps."""
+        return {"device": self.device, "precision": self.precision}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One way to feed the model."""
 
     texts: str = "longest"  # padded to the longest of the batch, or to `512` tokens
-    num_workers: int = 0  # that load ahead; without, the training thread loads
+    ahead: bool = False  # workers load ahead; else the training thread loads
     cache: bool = False  # of decoded images and tokens, filled beforehand
     images: str = "square"  # all resized to 224 x 224, or `own`: their own shape within the same area
     scheduler: str = "random"
@@ -57,11 +82,11 @@ class Setting:
 
 
 BEFORE, TODAY, MMLAB = "serial, texts of 512", "worker, longest text", "fastest, mmlab's loader"
-_today = Setting(num_workers=1)
+_today = Setting(ahead=True)
 _own = replace(_today, cache=True, images="own")
 SETTINGS = {
     BEFORE: Setting(texts="512"),
-    "worker, texts of 512": Setting(texts="512", num_workers=1),
+    "worker, texts of 512": Setting(texts="512", ahead=True),
     "serial, longest text": Setting(),
     TODAY: _today,
     "with a cache": replace(_today, cache=True),
@@ -157,12 +182,13 @@ class EpochBatches:
 class TorchLoader(DataLoader[Any]):
     """torch's DataLoader, whose workers stay, over a scheduler's batches."""
 
-    def __init__(self, dataset: Any, batches: EpochBatches, setting: Setting) -> None:
+    def __init__(self, dataset: Any, batches: EpochBatches, setting: Setting, on: Accelerator) -> None:
         super().__init__(
             dataset,
             batch_sampler=batches,
-            num_workers=setting.num_workers,
-            persistent_workers=setting.num_workers > 0,
+            num_workers=on.num_workers if setting.ahead else 0,
+            persistent_workers=setting.ahead,
+            pin_memory=on.device != "cpu",
             collate_fn=partial(collate_to, texts=setting.texts),
         )
         self.batches = batches
@@ -180,11 +206,12 @@ class Planner:
     memory: MemoryModel
     time: Any
     num_epochs: int
+    batch_size: int
 
     @property
     def limit_bytes(self) -> float:
-        """The predicted peak of batches of 32 squares with texts padded to the longest."""
-        return self.peak_bytes(make_scheduler("random", batch_size=BATCH_SIZE), "square")
+        """The predicted peak of the articles' batches of squares with texts padded to the longest."""
+        return self.peak_bytes(make_scheduler("random", batch_size=self.batch_size), "square")
 
     def peak_bytes(self, scheduler: Scheduler, images: str) -> float:
         """The most that a batch of any epoch is predicted to need."""
@@ -201,12 +228,12 @@ class Planner:
             plans = [widest.plan(self.sizes[setting.images], epoch=epoch) for epoch in range(self.num_epochs)]
             return make_scheduler(name, budget=max(float(costs_of(plan).max()) for plan in plans))
         if setting.images == "square":
-            return make_scheduler(name, batch_size=BATCH_SIZE)
+            return make_scheduler(name, batch_size=self.batch_size)
 
         def fits(size: int) -> bool:
             return self.peak_bytes(make_scheduler(name, batch_size=size), setting.images) <= limit_bytes
 
-        size = largest_that(fits, first=BATCH_SIZE, most=len(self.sizes[setting.images]))
+        size = largest_that(fits, first=self.batch_size, most=len(self.sizes[setting.images]))
         return make_scheduler(name, batch_size=size)
 
 
@@ -227,11 +254,16 @@ class Arm:
 
     def run_epoch(self) -> None:
         """Train an epoch."""
-        started_s = time.perf_counter()
-        steps = self.trainer.fit(self.loader, num_epochs=1)
+        events: list[Any] = []
+        with DeviceMonitor(events.append, device=self.trainer.device, interval_s=0.25):
+            started_s = time.perf_counter()
+            steps = self.trainer.fit(self.loader, num_epochs=1)
+            taken_s = time.perf_counter() - started_s
+        used = [event.values["utilization_ratio"] for event in events[1:] if event.kind == "device"]
         self.rounds.append(
             {
-                "epoch_s": time.perf_counter() - started_s,
+                "epoch_s": taken_s,
+                "utilization_ratio": float(np.mean(used)) if used else None,
                 "data_wait_s": sum(step["data_wait_s"] for step in steps),
                 "num_steps": len(steps),
                 "num_samples": sum(step["num_samples"] for step in steps),
@@ -245,15 +277,18 @@ class Arm:
         return {"kind": "articles", "arm": self.name, **self.facts, "rounds": self.rounds}
 
 
-def measure_articles(records: Records, folder: Path, *, num_rounds: int) -> list[dict[str, Any]]:
+def measure_articles(
+    records: Records, folder: Path, *, num_rounds: int, on: Accelerator
+) -> list[dict[str, Any]]:
     """A row a setting; they take turns epoch by epoch, in rotating order.
 
     Args:
         folder: for the caches, empty.
     """
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    arms = make_arms(records, folder, num_rounds)
+    if on.device == "cpu":
+        torch.set_num_threads(1)
+    arms = make_arms(records, folder, num_rounds, on)
     for arm in arms:
         arm.warm_up()
     for number in range(num_rounds):
@@ -266,7 +301,7 @@ def measure_articles(records: Records, folder: Path, *, num_rounds: int) -> list
     return [arm.row() for arm in arms]
 
 
-def make_arms(records: Records, folder: Path, num_epochs: int) -> list[Arm]:
+def make_arms(records: Records, folder: Path, num_epochs: int, on: Accelerator) -> list[Arm]:
     """An arm a setting, each with the same initial weights."""
     square = MultimodalDataset(records, image_policy=Square(SIDE))
     own = MultimodalDataset(records, tokenizer=square.tokenizer, image_policy=Aspect(SIDE * SIDE))
@@ -274,19 +309,19 @@ def make_arms(records: Records, folder: Path, num_epochs: int) -> list[Arm]:
     cached = {images: plain[images].cached(folder / images) for images in plain}
     sizes = {images: dataset.sizes for images, dataset in plain.items()}
     vocab_size = len(square.tokenizer)
-    memory = fit_memory(tiny(vocab_size), device="cpu", num_held_out=0, progress=False)
-    baseline = Planner(sizes=sizes, memory=memory, time=None, num_epochs=num_epochs)
+    memory = fit_memory(on.build(vocab_size), num_held_out=0, progress=False, **on.options)
+    baseline = Planner(sizes=sizes, memory=memory, time=None, num_epochs=num_epochs, batch_size=on.batch_size)
     fitted = fit_time(
-        tiny(vocab_size),
+        on.build(vocab_size),
         sizes["own"],
         cost=memory,
         budget=baseline.limit_bytes,
         num_probes=12,
         num_held_out=4,
         repeats=4,
-        seconds=20.0 if num_epochs > 1 else 1.0,
-        device="cpu",
+        seconds=on.fit_s,
         progress=False,
+        **on.options,
     )
     planner = replace(baseline, time=fitted)
     arms = []
@@ -295,25 +330,26 @@ def make_arms(records: Records, folder: Path, num_epochs: int) -> list[Arm]:
         dataset, fill_s = cached[setting.images] if setting.cache else (plain[setting.images], 0.0)
         loader: Any
         if setting.loader == "planned":
-            loader = PlannedLoader(dataset, scheduler, num_workers=setting.num_workers)
+            loader = PlannedLoader(dataset, scheduler, num_workers=on.num_workers, device=on.device)
         else:
-            loader = TorchLoader(dataset, EpochBatches(scheduler, sizes[setting.images]), setting)
+            loader = TorchLoader(dataset, EpochBatches(scheduler, sizes[setting.images]), setting, on)
         plans = [scheduler.plan(sizes[setting.images], epoch=epoch) for epoch in range(num_epochs)]
         num_steps = sum(map(len, plans))
         arms.append(
             Arm(
                 name=name,
                 trainer=FusionTrainer(
-                    suit(tiny(vocab_size), plans[0]),
-                    objectives={"contrastive": Contrastive(num_negatives=BATCH_SIZE - 1)},
-                    device="cpu",
-                    lr=LR,
+                    suit(on.build(vocab_size), plans[0]),
+                    objectives={"contrastive": Contrastive(num_negatives=on.batch_size - 1)},
+                    lr=on.lr,
                     total_steps=num_steps + WARM_UP_BATCHES,
+                    **on.options,
                 ),
                 loader=loader,
                 facts={
                     "setting": asdict(setting),
-                    "lr": LR,
+                    "on": asdict(on),
+                    "lr": on.lr,
                     "mean_batch_size": num_epochs * len(square) / num_steps,
                     "predicted_peak_bytes": predicted_peak_bytes(planner, setting, scheduler),
                     "cache_fill_s": fill_s,
@@ -329,12 +365,5 @@ def predicted_peak_bytes(planner: Planner, setting: Setting, scheduler: Schedule
     if setting.scheduler == "packed":
         return None
     if setting.texts == "512":
-        return planner.memory(BatchShape(BATCH_SIZE, MAX_TOKENS, SIDE, SIDE))
+        return planner.memory(BatchShape(planner.batch_size, MAX_TOKENS, SIDE, SIDE))
     return planner.peak_bytes(scheduler, setting.images)
-
-
-def tiny(vocab_size: int, seed: int = 0) -> torch.nn.Module:
-    """The model, with weights that are always the same for a seed."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return build_model("tiny", vocab_size=vocab_size)

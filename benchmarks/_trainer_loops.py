@@ -31,7 +31,10 @@ LR, MAX_GRAD_NORM, NUM_STEPS = 1e-4, 1.0, 10_000
 
 def ours(model: nn.Module) -> Step:
     """FusionTrainer."""
-    trainer = FusionTrainer(model, device="cpu", lr=LR, total_steps=NUM_STEPS, max_grad_norm=MAX_GRAD_NORM)
+    device = next(model.parameters()).device
+    trainer = FusionTrainer(
+        model, device=str(device), lr=LR, total_steps=NUM_STEPS, max_grad_norm=MAX_GRAD_NORM
+    )
     return lambda batch: trainer.train_step([batch])["loss"]
 
 
@@ -57,7 +60,7 @@ def with_accelerate(model: nn.Module) -> Step:
     """The same in Hugging Face accelerate."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
     model, optimizer, schedule = accelerator.prepare(model, *optimizer_of(model))
     model.train()
 
@@ -78,7 +81,7 @@ def with_fabric(model: nn.Module) -> Step:
     """The same in Lightning Fabric."""
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
     optimizer, schedule = optimizer_of(model)
     model, optimizer = fabric.setup(model, optimizer)
     model.train()
@@ -114,7 +117,7 @@ def same_loss(output: Any, batch: Batch) -> torch.Tensor:
 def plain_loss(output: Any, batch: Batch) -> torch.Tensor:
     """The contrastive loss as most write it: every other sample of the batch is a wrong answer."""
     logits = output.logit_scale * output.image_embedding @ output.text_embedding.T
-    target = torch.arange(len(batch))
+    target = torch.arange(len(batch), device=logits.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
@@ -126,16 +129,19 @@ LOOPS: dict[str, Callable[[nn.Module], Step]] = {
 PEERS = {"accelerate": with_accelerate, "lightning": with_fabric}  # by the package to install
 
 
-def measure_overhead(batches: Sequence[Batch], *, vocab_size: int, num_rounds: int) -> list[dict[str, Any]]:
+def measure_overhead(
+    batches: Sequence[Batch], *, vocab_size: int, num_rounds: int, device: str = "cpu"
+) -> list[dict[str, Any]]:
     """A row a loop: seconds of every step, taken in turns, and the median of what it takes longer than by hand.
 
     Args:
         num_rounds: passes over the batches, after one to warm up.
     """
     loops, rows = {}, {}
+    batches = [batch.to(device) for batch in batches]
     for name, make in (LOOPS | {name: make for name, make in PEERS.items() if find_spec(name)}).items():
         torch.manual_seed(0)
-        loops[name] = make(build_model("tiny", vocab_size=vocab_size))
+        loops[name] = make(build_model("tiny", vocab_size=vocab_size).to(device))
         rows[name] = {
             "kind": "overhead",
             "loop": name,

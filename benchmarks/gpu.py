@@ -1,11 +1,11 @@
-"""Measure on a machine with a CUDA device: readings, precisions, live bytes, schedulers.
+"""Measure on a machine with a CUDA device: readings, precisions, bytes, seconds, loops, schedulers, the articles.
 
     PYTHONPATH=. python benchmarks/gpu.py --out DIR        (or: make gpu)
 
 Needs torch, transformers and the libraries that mmlab's training imports; what else is missing (Jupyter, nvidia-ml-py,
 numba) costs only the cases that need it, which are then recorded as skipped. Writes DIR/gpu.json after every case,
-with every repetition, and ends within `--seconds` (400 unless told): a case for which too little time is left is
-skipped, one that takes too long is cut off, and both are recorded.
+with every repetition, and ends within `--seconds` (500 unless told): a case for which too little time is left is
+skipped, one that takes too long is cut off, and both are recorded. `--quick` takes small sizes and few repetitions.
 Exit code: 0 done, 1 a case failed, 2 no CUDA device.
 
 To add a case: a function that takes a `Bench` and returns a row and its goals, and one line in `CASES`.
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import signal
 import statistics
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,14 +49,39 @@ class Bench:
     num_repeats: int = 7
     steps_per_repeat: int = 3
     num_warmup_steps: int = 4
-    compare_images: int = 600
-    compare_model: str = "small"
+    timed_models: tuple[str, ...] = ("tiny", "small", "resnet18", "base")
+    timed_budget: float = 30_000  # padded tokens of the largest timed batch
+    fit_s: float = 10.0  # of measured steps for each time model
+    specification: str | None = None  # in `mmlab.pricing.DEVICES`; None finds the card by its name
+    overhead_rounds: int = 30
+    compare_images: int = 1000
+    compare_model: str = "base"
     compare_image: str = "aspect:224"
     compare_epochs: int = 3
     compare_batch_size: int = 64
-    num_workers: int | None = (
-        None  # of the comparison's loaders and of making its data; None takes one a core
-    )
+    article_images: int = 800
+    article_rounds: int = 3
+    article_batch_size: int = 64
+    num_workers: int | None = None  # of loaders and of making data; None takes one a core, at most 8
+
+
+QUICK = Bench(
+    batch_sizes=(16,),
+    busy_s=0.5,
+    num_repeats=2,
+    steps_per_repeat=1,
+    timed_models=("tiny", "small"),
+    timed_budget=8000,
+    fit_s=2.0,
+    overhead_rounds=2,
+    compare_images=60,
+    compare_model="small",
+    compare_epochs=1,
+    compare_batch_size=16,
+    article_images=40,
+    article_rounds=1,
+    article_batch_size=8,
+)
 
 
 class Skipped(Exception):
@@ -193,17 +218,160 @@ def live_bytes(bench: Bench) -> Result:
     return {"batch_size": len(batch), "steps": rows}, goals
 
 
+def device_reads(bench: Bench) -> Result:
+    """How often a step waits for the device, with one micro-batch and with four."""
+    import torch
+
+    from mmlab.training.noise import noise_batch
+    from mmlab.types import BatchShape
+
+    if not bench.device.startswith("cuda"):
+        raise Skipped("only CUDA tells of operations that wait for it")
+    trainer = _trainer(bench, "bf16", model_name="tiny")
+    shape = BatchShape(8, bench.num_tokens, bench.image_side, bench.image_side)
+    batch = noise_batch(shape, num_ids=1000).to(bench.device)
+    found: dict[str, list[str]] = {}
+    for number in (1, 4):
+        for _ in range(2):
+            trainer.train_step([batch] * number)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                trainer.train_step([batch] * number)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [item for item in told if "synchronizing CUDA" in str(item.message)]
+        found[str(number)] = [f"{Path(item.filename).name}:{item.lineno}" for item in waits]
+    counts = [len(places) for places in found.values()]
+    goals = [
+        goal(
+            "waits of a step with four micro-batches, as with one",
+            "equal",
+            f"{counts}",
+            counts[0] == counts[1],
+        ),
+        goal("waits of a step", "<= 2", counts[0], counts[0] <= 2),
+    ]
+    return {"waits_by_micro_batches": found}, goals
+
+
+def step_seconds(bench: Bench) -> Result:
+    """A time model on shapes that it has not seen; and seconds from the card's data sheet alone, then calibrated."""
+    import numpy as np
+    import torch
+
+    from mmlab.lab.notebook import draw_sizes
+    from mmlab.model.presets import build_model
+    from mmlab.pricing.timing import fit_time, low_seconds, measure_steps, probe_shapes, timed_trainer
+    from mmlab.pricing.trace import StepTracer
+    from mmlab.schedule.cost import PaddedTokens
+    from mmlab.types import Aspect, BatchShape
+
+    sizes = draw_sizes(2000).resized(Aspect(bench.image_side**2))
+    options: dict[str, Any] = {"device": bench.device, "precision": "bf16"}
+    card = _specification(bench)
+    rows, traced, goals = [], {}, []
+    for name in bench.timed_models:
+        torch.manual_seed(0)
+        model = build_model(name, vocab_size=1000)
+        started = time.perf_counter()
+        fitted = fit_time(
+            model, sizes, budget=bench.timed_budget, seconds=bench.fit_s, progress=False, **options
+        )
+        fit_s = time.perf_counter() - started
+        shapes = probe_shapes(sizes, 8, PaddedTokens(), bench.timed_budget)
+        first_s, times = measure_steps(
+            timed_trainer(model, **options), shapes, repeats=6, seconds=bench.fit_s, progress=False
+        )
+        measured_s, spread_ratio = low_seconds(np.column_stack([first_s, times]))
+        tracer = StepTracer(model, **options)
+        traced[name] = [tracer(BatchShape(*shape)) for shape in shapes.tolist()]
+        rows.append(
+            {
+                "model": name,
+                "fit_s": fit_s,
+                **{f"held_out_{key}": value for key, value in fitted.held_out.items()},
+                "spread_ratio": spread_ratio,
+                "coefficients": fitted.rows.coefficients[0].tolist(),
+                "exponents": fitted.rows.exponents.tolist(),
+                "shapes": shapes.tolist(),
+                "all_measured_s": np.column_stack([first_s, times]).tolist(),
+                "measured_s": measured_s.tolist(),
+            }
+        )
+        for quantile, bound in (("p50", 0.05), ("p95", 0.12)):
+            error = fitted.held_out[f"{quantile}_ratio"]
+            goals.append(goal(f"{name}: held-out {quantile} error", f"<= {bound:.0%}", error, error <= bound))
+        goals.append(goal(f"{name}: seconds of a fit", "<= 15", fit_s, fit_s <= 15))
+    first = rows[0]
+    calibrated = card.calibrated(traced[first["model"]], first["measured_s"], "bf16")
+    for row in rows:
+        for kind, device in (("data_sheet", card), ("calibrated", calibrated)):
+            predicted_s = [device.seconds(trace, "bf16") for trace in traced[row["model"]]]
+            errors = np.abs(np.array(predicted_s) / row["measured_s"] - 1)
+            row |= {f"{kind}_s": predicted_s, f"{kind}_p50_ratio": float(np.median(errors))}
+        if row is not first:
+            error = row["calibrated_p50_ratio"]
+            name = f"{card.name} calibrated on {first['model']}: {row['model']}, median error"
+            goals.append(goal(name, "<= 25 %", error, error <= 0.25))
+    rates = [calibrated.flops_per_s["bf16"], calibrated.bytes_per_s, calibrated.launch_s]
+    return {"specification": card.name, "calibrated_rates": rates, "models": rows}, goals
+
+
+def loops(bench: Bench) -> Result:
+    """A short step by hand, by FusionTrainer and by other projects, in turns."""
+    from _trainer_loops import measure_overhead
+    from trainer import judge
+
+    from mmlab.training.noise import noise_batch
+    from mmlab.types import BatchShape
+
+    shapes = [BatchShape(8, 8 + 2 * number, 64, 64) for number in range(8)]
+    batches = [noise_batch(shape, num_ids=1000, seed=number) for number, shape in enumerate(shapes)]
+    rows = measure_overhead(batches, vocab_size=1000, num_rounds=bench.overhead_rounds, device=bench.device)
+    rows = [row | {"step": "short step"} for row in rows]
+    return {"loops": rows}, judge(rows)
+
+
+def articles(bench: Bench) -> Result:
+    """The articles' way of feeding a model, what everyone does today, and mmlab, one change at a time."""
+    from _articles_setting import Accelerator, measure_articles
+    from trainer import judge
+
+    from mmlab.data.readers import read_records
+    from mmlab.data.synthetic import make_dataset
+    from mmlab.loading.loader import default_num_workers
+
+    on = Accelerator(
+        device=bench.device,
+        precision="bf16",
+        model=bench.compare_model,
+        batch_size=bench.article_batch_size,
+        num_workers=bench.num_workers or default_num_workers(),
+        lr=1e-4,
+        fit_s=bench.fit_s,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_dataset(
+            Path(folder) / "coco-like",
+            num_images=bench.article_images,
+            captions_per_image=2,
+            max_side=640,
+            val_fraction=0,
+            num_workers=bench.num_workers,
+            progress=False,
+        )
+        records = read_records(data, progress=False)
+        rows = measure_articles(records, Path(folder) / "caches", num_rounds=bench.article_rounds, on=on)
+    return {"arms": rows}, judge(rows)
+
+
 def compare_schedulers(bench: Bench) -> Result:
-    """The main job on this device, on generated data."""
+    """The main job on this device, on generated data: all schedulers within the memory that `random` needs."""
     from mmlab.comparison.experiment import compare
     from mmlab.data.synthetic import make_dataset
 
-    schedulers, left_out = ["random", "sorted", "bucket", "budget"], []
-    if _missing("numba"):
-        schedulers.remove("budget")
-        left_out.append("scheduler budget: needs numba")
-    if report_needs := _missing("pandas", "matplotlib", "jinja2"):
-        left_out.append(f"the comparison's files and events: they need {', '.join(report_needs)}")
     with tempfile.TemporaryDirectory() as folder:
         comparison = compare(
             make_dataset(
@@ -212,8 +380,7 @@ def compare_schedulers(bench: Bench) -> Result:
                 num_workers=bench.num_workers,
                 progress=False,
             ),
-            schedulers,
-            equal="batch_size",
+            ("random", "sorted", "bucket", "budget", "fastest"),
             batch_size=bench.compare_batch_size,
             epochs=bench.compare_epochs,
             model=bench.compare_model,
@@ -221,20 +388,24 @@ def compare_schedulers(bench: Bench) -> Result:
             device=bench.device,
             precision="bf16",
             num_workers=bench.num_workers,
-            out=None if report_needs else Path(folder) / "out",
+            out=Path(folder) / "out",
             progress=False,
         )
-        row = {**comparison.as_dict(), "left_out": left_out}
-        if not report_needs:
-            row |= _device_events(Path(folder) / "out" / "runs")
+        row = comparison.as_dict() | _device_events(Path(folder) / "out" / "runs")
     arms = {arm.scheduler: arm for arm in comparison.arms}
-    best, base = arms.get("budget", arms["bucket"]), arms["random"]
-    waste, speed = best.combined_waste / base.combined_waste, best.samples_per_s / base.samples_per_s
-    goals = [
-        goal(f"padding, {best.scheduler} over random", "<= 0.5", waste, waste <= 0.5),
-        goal(f"samples/s, {best.scheduler} over random", ">= 1", speed, speed >= 1),
-        goal(f"data wait, {best.scheduler}", "<= 0.01", best.data_wait_ratio, best.data_wait_ratio <= 0.01),
-    ]
+    best, base = arms["fastest"], arms["random"]
+    waste = best.combined_waste / base.combined_waste
+    goals = [goal("padding, fastest over random", "<= 0.5", waste, waste <= 0.5)]
+    for name, arm in arms.items():
+        bound = 1.4 if name == "random" else 1.0
+        if name != "fastest":
+            speed = best.samples_per_s / arm.samples_per_s
+            goals.append(goal(f"samples/s, fastest over {name}", f">= {bound:g}", speed, speed >= bound))
+        if arm.predicted_samples_per_s is not None:
+            error = arm.predicted_samples_per_s / arm.samples_per_s - 1
+            goals.append(goal(f"samples/s predicted, {name}", "within 7 %", error, abs(error) <= 0.07))
+    wait = best.data_wait_ratio
+    goals.append(goal("data wait, fastest", "<= 0.01", wait, wait <= 0.01))
     return row, goals
 
 
@@ -257,7 +428,11 @@ CASES = {
     "readings": Case(readings, 20),
     "precisions": Case(precisions, 60),
     "live_bytes": Case(live_bytes, 20),
-    "compare": Case(compare_schedulers, 90),
+    "device_reads": Case(device_reads, 5),
+    "step_seconds": Case(step_seconds, 40),
+    "loops": Case(loops, 15),
+    "compare": Case(compare_schedulers, 60),
+    "articles": Case(articles, 60),
 }
 
 
@@ -303,7 +478,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
     parser.add_argument("--cases", default=",".join(CASES), help="cases to run, separated by commas")
-    parser.add_argument("--seconds", type=float, default=400, help="time for everything")
+    parser.add_argument("--seconds", type=float, default=500, help="time for everything")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")
     options = parser.parse_args(arguments)
     names = options.cases.split(",")
     if unknown := set(names) - set(CASES):
@@ -323,7 +499,9 @@ def main(arguments: list[str] | None = None) -> int:
         write_results(path, rows, goals)
         last[:] = goals
 
-    rows = run_cases(Bench(), names, deadline=started + options.seconds, save=save)
+    rows = run_cases(
+        QUICK if options.quick else Bench(), names, deadline=started + options.seconds, save=save
+    )
     print_goals(last)
     print(
         f"{path}: {len(rows)} cases in {time.monotonic() - started:.0f} s on {torch.cuda.get_device_name()}"
@@ -331,8 +509,23 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(row["status"] == "failed" for row in rows))
 
 
-def _missing(*names: str) -> list[str]:
-    return [name for name in names if importlib.util.find_spec(name) is None]
+def _specification(bench: Bench) -> Any:
+    """What the data sheet says of the card.
+
+    Raises:
+        Skipped: mmlab has none of it.
+    """
+    import torch
+
+    from mmlab.pricing.devices import DEVICES, find_device
+
+    if bench.specification is not None:
+        return replace(find_device(bench.specification), kind=bench.device)
+    name = torch.cuda.get_device_name()
+    for card in DEVICES:
+        if card.name.removesuffix(" SXM").removesuffix(" 80GB") in name:
+            return card
+    raise Skipped(f"no data sheet of {name}")
 
 
 def _device_events(folder: Path) -> dict[str, Any]:
@@ -396,14 +589,14 @@ def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
     }
 
 
-def _trainer(bench: Bench, precision: str, *, model: Any = None) -> Any:
+def _trainer(bench: Bench, precision: str, *, model_name: str | None = None) -> Any:
     import torch
 
     from mmlab.model.presets import build_model
     from mmlab.training.loop import FusionTrainer
 
     torch.manual_seed(0)
-    model = build_model(bench.model, vocab_size=1000) if model is None else model
+    model = build_model(model_name or bench.model, vocab_size=1000)
     return FusionTrainer(
         model, objectives=("contrastive", "matching"), precision=precision, device=bench.device
     )

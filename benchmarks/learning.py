@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _articles_setting import tiny
+from _articles_setting import Accelerator
 from _common import T_95, add_common_options, goal, print_goals, write_if_asked
 from tqdm.auto import tqdm
 
@@ -183,7 +183,7 @@ def train(
     arm: Arm, samples: Samples, scheduler: Scheduler, seed: int, num_steps: int, batch_ratio: float
 ) -> dict[str, Any]:
     """Train one model for so many steps, and judge it."""
-    model = tiny(samples.vocab_size, seed)
+    model = Accelerator().build(samples.vocab_size, seed)
     trainer = FusionTrainer(
         model,
         device="cpu",

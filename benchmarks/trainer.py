@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _articles_setting import BEFORE, MMLAB, TODAY, measure_articles
+from _articles_setting import BEFORE, MMLAB, TODAY, Accelerator, measure_articles
 from _common import add_common_options, goal, print_goals, write_results
 from _trainer_loops import measure_overhead
 from _trainer_tables import computing, document, epoch_s, tables
@@ -106,7 +106,8 @@ def articles(folder: Path, quick: bool) -> list[dict[str, Any]]:
         progress=False,
     )
     records = read_records(scenes.parent, progress=False)
-    return measure_articles(records, folder / "caches", num_rounds=1 if quick else 3)
+    accelerator = Accelerator(fit_s=1.0) if quick else Accelerator()
+    return measure_articles(records, folder / "caches", num_rounds=1 if quick else 3, on=accelerator)
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,12 +50,20 @@ def toy(gpu: ModuleType) -> Any:
         num_repeats=2,
         steps_per_repeat=1,
         num_warmup_steps=1,
+        timed_models=("tiny", "resnet18"),
+        timed_budget=400,
+        fit_s=0.5,
+        specification="H200",
+        overhead_rounds=2,
         compare_images=20,
         compare_model="tiny",
         compare_image="aspect:32",
         compare_epochs=1,
         compare_batch_size=8,
-        num_workers=0,
+        article_images=8,
+        article_rounds=1,
+        article_batch_size=4,
+        num_workers=1,
     )
 
 
@@ -116,10 +125,43 @@ def test_live_bytes_are_counted_for_each_precision(gpu: ModuleType, toy: Any) ->
 
 def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> None:
     row, goals = gpu.compare_schedulers(toy)
-    assert [arm["scheduler"] for arm in row["arms"]] == ["random", "sorted", "bucket", "budget"]
+    assert [arm["scheduler"] for arm in row["arms"]] == ["random", "sorted", "bucket", "budget", "fastest"]
     assert all(len(arm["epochs"]) == 1 for arm in row["arms"])
     assert row["memory_sources"] == ["process RSS"]
-    assert goals[0]["name"] == "padding, budget over random"
+    assert goals[0]["name"] == "padding, fastest over random"
+    assert sum("predicted" in goal["name"] for goal in goals) == len(row["arms"])
+
+
+def test_seconds_are_predicted_by_a_time_model_and_from_a_data_sheet(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.step_seconds(toy)
+    assert (row["specification"], [model["model"] for model in row["models"]]) == (
+        "H200",
+        ["tiny", "resnet18"],
+    )
+    for model in row["models"]:
+        assert len(model["shapes"]) == len(model["measured_s"]) == len(model["calibrated_s"]) == 8
+        assert max(model["data_sheet_s"]) < min(model["measured_s"])  # a CPU is no H200
+    assert row["models"][0]["calibrated_p50_ratio"] < row["models"][0]["data_sheet_p50_ratio"]
+    assert {goal["name"] for goal in goals} >= {
+        "tiny: held-out p50 error",
+        "resnet18: seconds of a fit",
+        "H200 calibrated on tiny: resnet18, median error",
+    }
+
+
+def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.loops(toy)
+    assert {"by hand", "FusionTrainer"} <= {found["loop"] for found in row["loops"]}
+    assert [goal["name"] for goal in goals] == ["overhead of FusionTrainer, short step, us"]
+    row, goals = gpu.articles(replace(toy, compare_model="tiny"))
+    assert all(found["on"]["device"] == "cpu" and len(found["rounds"]) == 1 for found in row["arms"])
+    assert {found["rounds"][0]["num_samples"] for found in row["arms"]} == {16}
+    assert any("as claimed" in goal["goal"] for goal in goals)
+
+
+def test_waiting_for_the_device_is_told_of_on_cuda_only(gpu: ModuleType, toy: Any) -> None:
+    with pytest.raises(gpu.Skipped, match="only CUDA"):
+        gpu.device_reads(toy)
 
 
 def test_cases_are_skipped_cut_off_or_failed_by_name_and_all_is_saved(
