@@ -51,7 +51,7 @@ class Bench:
     num_warmup_steps: int = 4
     timed_models: tuple[str, ...] = ("tiny", "small", "resnet18", "base")
     timed_budget: float = 30_000  # padded tokens of the largest timed batch
-    fit_s: float = 10.0  # of measured steps for each time model
+    fit_s: float = 6.0  # of measured steps for each time model
     specification: str | None = None  # in `mmlab.pricing.DEVICES`; None finds the card by its name
     overhead_rounds: int = 30
     compare_images: int = 1000
@@ -242,16 +242,17 @@ def device_reads(bench: Bench) -> Result:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waits = [item for item in told if "synchronizing CUDA" in str(item.message)]
-        found[str(number)] = [f"{Path(item.filename).name}:{item.lineno}" for item in waits]
-    counts = [len(places) for places in found.values()]
+        found[str(number)] = [f"{'/'.join(Path(item.filename).parts[-3:])}:{item.lineno}" for item in waits]
+    # BERT of transformers looks at its mask in every forward pass
+    counts = [sum("transformers" not in place for place in places) for places in found.values()]
     goals = [
         goal(
-            "waits of a step with four micro-batches, as with one",
+            "waits of a step, with one and with four micro-batches",
             "equal",
             f"{counts}",
             counts[0] == counts[1],
         ),
-        goal("waits of a step", "<= 2", counts[0], counts[0] <= 2),
+        goal("waits of a step, losses and gradient norms", "<= 2", counts[0], counts[0] <= 2),
     ]
     return {"waits_by_micro_batches": found}, goals
 

@@ -6,7 +6,7 @@ Accuracy: for each model, precision and checkpointing, a closed form fitted to 1
 the simulator on 10 unseen shapes (40 a model), up to far larger, and against real steps: on a CPU the live bytes of
 tensors, on CUDA `torch.cuda.max_memory_allocated`. Faults: out of memory at every single operation of a step. Policies:
 one run under a limit by ours and by other projects' ways to choose a batch size (those that are installed: accelerate,
-Lightning); on CUDA, twenty epochs within shares of the GPU. `--quick` takes two models, few shapes and every 80th
+Lightning); on CUDA, epochs within shares of the GPU. `--quick` takes two models, few shapes and every 80th
 operation. Exit code 0: done, whether or not every goal is met.
 
 Every row names the machine that measured it, and a file has the rows of one machine, one set of versions and one state
@@ -55,6 +55,7 @@ from _memory_arms import (
 from torch import nn
 from tqdm import tqdm
 
+from mmlab import __version__
 from mmlab.errors import OptionError, RunError
 from mmlab.model.presets import build_model
 from mmlab.pricing.closed_form import held_out_errors
@@ -219,6 +220,10 @@ def real_peaks(
             group=range(size),
         )
         values = trainer.train_step([random_batch(sizes, range(size), np.random.default_rng(number))])
+        if values["num_out_of_memory"]:
+            raise RuntimeError(
+                f"{shape.tolist()} is too large to measure on this device: it ran out of memory"
+            )
         if number:  # the first step made the optimizer's state
             shapes.append((size, tokens, height, width))
             peaks.append(values["peak_bytes"])
@@ -312,19 +317,19 @@ def policies(quick: bool, lengths: Path) -> Iterator[dict[str, Any]]:
             print(f"{name}: {package} is not installed, left out")
             continue
         started = time.perf_counter()
-        row = run().row(name, f"{package} {version(package)}", started)
+        row = run().row(name, f"{package} {__version__ if package == 'mmlab' else version(package)}", started)
         yield {**row, "limit_bytes": limit_bytes, "num_epochs": num_epochs}
 
 
 def cuda_limits(quick: bool) -> Iterator[dict[str, Any]]:
-    """Twenty epochs within a share of a real GPU: planned by a model that one measured step has corrected."""
+    """Epochs within a share of a real GPU: planned by a model that one measured step has corrected."""
     total_bytes = torch.cuda.get_device_properties(0).total_memory
-    num_samples, num_epochs = (2000, 2) if quick else (20_000, 20)
+    num_samples, num_epochs = (2000, 2) if quick else (10_000, 4)
     rng = np.random.default_rng(0)
     text = np.minimum(200, rng.lognormal(2.6, 0.5, num_samples)).astype(int) + 2
     high, wide = 16 * rng.integers(6, 25, (2, num_samples))
     sizes = SampleSizes(num_tokens=text, height=high, width=wide, group=range(num_samples))
-    for share in (0.05, 0.1, 0.2):
+    for share in (0.01, 0.02, 0.05):
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(share)
         torch.manual_seed(0)
@@ -348,7 +353,7 @@ def cuda_limits(quick: bool) -> Iterator[dict[str, Any]]:
             use.ratios.append(values["peak_bytes"] / limit_bytes)
             use.num_samples += values["num_samples"]
             use.num_out_of_memory += values["num_out_of_memory"]
-        row = use.row(f"memory + predictive, {share:.0%} of the GPU", f"mmlab {version('mmlab')}", started)
+        row = use.row(f"memory + predictive, {share:.0%} of the GPU", f"mmlab {__version__}", started)
         yield {**row, "limit_bytes": limit_bytes, "num_epochs": num_epochs}
     torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -94,7 +94,7 @@ class Answers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
         with without_modes():
-            real = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor), (args, kwargs))
+            real = tree_map_only(Tensor, lambda tensor: self.known.get(tensor, tensor).cpu(), (args, kwargs))
             device = {"device": "cpu"} if "device" in kwargs else {}
             return func(*real[0], **{**real[1], **device})
 

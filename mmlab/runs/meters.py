@@ -156,11 +156,15 @@ def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str
         return {"rss_bytes": rss_bytes, "peak_bytes": live.peak_bytes, "memory_source": "live tensors"}
     if device.type != "cuda":
         return {"rss_bytes": rss_bytes, "peak_bytes": rss_bytes, "memory_source": "process RSS"}
+    found = torch.cuda.memory_stats_as_nested_dict(
+        device
+    )  # asked once: each of torch's short names asks anew
+    allocated = found["allocated_bytes"]["all"]
     return {
         "rss_bytes": rss_bytes,
-        "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "allocated_bytes": torch.cuda.memory_allocated(device),
-        "reserved_bytes": torch.cuda.memory_reserved(device),
+        "peak_bytes": allocated["peak"],
+        "allocated_bytes": allocated["current"],
+        "reserved_bytes": found["reserved_bytes"]["all"]["current"],
         "memory_source": "torch allocator",
     }
 

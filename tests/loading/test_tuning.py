@@ -23,8 +23,9 @@ def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_WINDOW_S", 0.1)
 
 
-def test_workers_are_added_as_long_as_batches_come_faster(dataset) -> None:
+def test_workers_are_added_as_long_as_batches_come_faster(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample takes 20 ms of waiting, so that twice the threads are twice as fast, up to the limit of 8."""
+    monkeypatch.setattr("mmlab.loading.loader.default_num_workers", lambda: 2)  # whatever cores are here
     reference = make_loader(dataset, scheduler=make_scheduler("random", batch_size=1))
     loader = make_loader(
         dataset,

@@ -117,7 +117,8 @@ def test_the_articles_loop_steps_on_something_else():
         if index % 3 == 0:
             break  # here the article's loop steps, and zeroes before the next window
     article = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
-    trainer = FusionTrainer(tiny_model().double(), objectives={"distance": objective}, max_grad_norm=math.inf)
+    options = {"objectives": {"distance": objective}, "max_grad_norm": math.inf, "device": "cpu"}
+    trainer = FusionTrainer(tiny_model().double(), **options)
     (ours,) = gradients_of(trainer, [batches])
     assert relative(article, ours) > 0.3
 
@@ -127,7 +128,8 @@ def test_a_mean_of_means_would_not_do():
     for batch in batches:
         (objective(model(batch), batch) / len(batch) / len(batches)).backward()
     usual = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
-    trainer = FusionTrainer(tiny_model().double(), objectives={"distance": objective}, max_grad_norm=math.inf)
+    options = {"objectives": {"distance": objective}, "max_grad_norm": math.inf, "device": "cpu"}
+    trainer = FusionTrainer(tiny_model().double(), **options)
     (ours,) = gradients_of(trainer, [batches])
     assert relative(usual, ours) > 0.05
 
