@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -138,13 +139,12 @@ class ArticleDataset(Dataset[Sample]):
             np.asarray(image.resize(size, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
         )
 
-    def cached(self, folder: Path) -> tuple[MultimodalDataset, float]:
+    def cached(self, folder: Path, num_workers: int) -> tuple[MultimodalDataset, float]:
         """The same samples from a cache, and the seconds that filling it took."""
         started_s = time.perf_counter()
         cache = SampleCache(folder, key=cache_key(self.dataset))
-        for row in range(len(self)):
-            if cache.get(row) is None:
-                cache.put(row, self.pixels(row))
+        with ThreadPoolExecutor(num_workers) as pool:
+            list(pool.map(lambda row: cache.put(row, self.pixels(row)), range(len(self))))
         dataset = MultimodalDataset(
             self.dataset.records,
             tokenizer=self.dataset.tokenizer,
@@ -306,7 +306,7 @@ def make_arms(records: Records, folder: Path, num_epochs: int, on: Accelerator) 
     square = MultimodalDataset(records, image_policy=Square(SIDE))
     own = MultimodalDataset(records, tokenizer=square.tokenizer, image_policy=Aspect(SIDE * SIDE))
     plain = {"square": ArticleDataset(square), "own": ArticleDataset(own)}
-    cached = {images: plain[images].cached(folder / images) for images in plain}
+    cached = {images: plain[images].cached(folder / images, on.num_workers) for images in plain}
     sizes = {images: dataset.sizes for images, dataset in plain.items()}
     vocab_size = len(square.tokenizer)
     memory = fit_memory(on.build(vocab_size), num_held_out=0, progress=False, **on.options)

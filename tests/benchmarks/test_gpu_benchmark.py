@@ -61,6 +61,7 @@ def toy(gpu: ModuleType) -> Any:
         compare_epochs=1,
         compare_batch_size=8,
         article_images=8,
+        article_captions=2,
         article_rounds=1,
         article_batch_size=4,
         num_workers=1,
