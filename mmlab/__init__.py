@@ -3,8 +3,6 @@
 `import mmlab` loads neither torch nor widgets: every public name is imported on first use.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __version__ = "0.1.0"

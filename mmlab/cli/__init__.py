@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 failed, 2 bad input or usage with one clear line on stderr
 document and nothing else.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

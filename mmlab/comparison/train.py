@@ -352,7 +352,7 @@ def _joined(config: RunConfig) -> Iterator[tuple[int, int, str]]:
     """Rank, number of ranks, and this rank's device; ranks that `torchrun` has started find each other."""
     device = resolve_device(config.trainer.device or "auto")
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # each has a GPU of its own
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
     joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized()
     if joins:

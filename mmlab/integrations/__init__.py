@@ -4,8 +4,6 @@ A `PlannedSampler` is the batch sampler of a torch DataLoader; the other names f
 events, so that the live panel and `mmlab watch` follow the run. Each trainer is imported only where its name is used.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -1,7 +1,5 @@
 """The notebook's face: `Lab` starts, watches and keeps a comparison; panels draw runs while they are written."""
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
