@@ -4,7 +4,7 @@
 
 Needs torch, transformers and the libraries that mmlab's training imports; what else is missing (Jupyter, nvidia-ml-py,
 numba) costs only the cases that need it, which are then recorded as skipped. Writes DIR/gpu.json after every case,
-with every repetition, and ends within `--seconds` (500 unless told): a case for which too little time is left is
+with every repetition, and ends within `--seconds` (900 unless told): a case for which too little time is left is
 skipped, one that takes too long is cut off, and both are recorded. `--quick` takes small sizes and few repetitions.
 Exit code: 0 done, 1 a case failed, 2 no CUDA device.
 
@@ -54,6 +54,7 @@ class Bench:
     fit_s: float = 5.0  # of measured steps for each time model
     specification: str | None = None  # in `mmlab.pricing.DEVICES`; None finds the card by its name
     overhead_rounds: int = 25
+    num_new_shapes: int = 16
     compare_images: int = 600
     compare_model: str = "base"
     compare_image: str = "aspect:224"
@@ -75,6 +76,7 @@ QUICK = Bench(
     timed_budget=8000,
     fit_s=2.0,
     overhead_rounds=2,
+    num_new_shapes=4,
     compare_images=60,
     compare_model="small",
     compare_epochs=1,
@@ -321,6 +323,52 @@ def step_seconds(bench: Bench) -> Result:
     return {"specification": card.name, "calibrated_rates": rates, "models": rows}, goals
 
 
+def new_shapes(bench: Bench) -> Result:
+    """What a batch of a new shape costs: steps seen for the first time and again, and the patch embedding alone."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from mmlab.training.noise import noise_batch
+    from mmlab.types import BatchShape
+
+    rng, device = np.random.default_rng(0), torch.device(bench.device)
+    shapes = [
+        BatchShape(bench.batch_sizes[-1] + 3 * number, 8 + number, *(16 * rng.integers(4, 20, 2)).tolist())
+        for number in range(bench.num_new_shapes)
+    ]
+    batches = [noise_batch(shape, num_ids=1000).to(device) for shape in shapes]
+    trainer = _trainer(bench, "bf16", model_name=bench.compare_model)
+    embedding = nn.Conv2d(3, 768, 16, stride=16, device=device, dtype=torch.bfloat16)
+    images = [torch.rand(*batch.pixel_values.shape, device=device, dtype=torch.bfloat16) for batch in batches]
+    works: dict[str, Callable[[int], Any]] = {
+        "patch embedding": lambda place: embedding(images[place]).sum().backward(),
+        "step": lambda place: trainer.train_step([batches[place]]),
+    }
+    rows = []
+    for name, work in works.items():
+        for seen in ("first", "again", "once more"):
+            for place in rng.permutation(len(shapes)).tolist():
+                allocations, started = _num_device_allocations(bench.device), time.perf_counter()
+                work(place)
+                _synchronize(bench.device)
+                rows.append(
+                    {
+                        "work": name,
+                        "seen": seen,
+                        "shape": list(shapes[place]),
+                        "seconds": time.perf_counter() - started,
+                        "num_device_allocations": _num_device_allocations(bench.device) - allocations,
+                    }
+                )
+    first_s, again_s = (
+        statistics.median(row["seconds"] for row in rows if (row["work"], row["seen"]) == ("step", seen))
+        for seen in ("first", "once more")
+    )
+    longer = first_s / again_s - 1
+    return {"works": rows}, [goal("a new shape makes a step longer by", "<= 10 %", longer, longer <= 0.1)]
+
+
 def loops(bench: Bench) -> Result:
     """A short step by hand, by FusionTrainer and by other projects, in turns."""
     from _trainer_loops import measure_overhead
@@ -400,7 +448,11 @@ def compare_schedulers(bench: Bench) -> Result:
             out=Path(folder) / "out",
             progress=False,
         )
-        row = comparison.as_dict() | _device_events(Path(folder) / "out" / "runs")
+        row = (
+            comparison.as_dict()
+            | _device_events(Path(folder) / "out" / "runs")
+            | {"data": "generated scenes"}
+        )
     arms = {arm.scheduler: arm for arm in comparison.arms}
     best, base = arms["fastest"], arms["random"]
     waste = best.combined_waste / base.combined_waste
@@ -422,7 +474,11 @@ def doctor(bench: Bench) -> Result:
     """What the doctor finds on this machine."""
     from mmlab.cli.doctor import diagnose
 
-    return diagnose().as_dict(), []
+    found = diagnose().as_dict()
+    found["checks"] = [
+        check for check in found["checks"] if check["name"] not in ("python", "free disk")
+    ]  # paths
+    return found, []
 
 
 class Case(NamedTuple):
@@ -437,11 +493,12 @@ CASES = {
     "readings": Case(readings, 20),
     "live_bytes": Case(live_bytes, 20),
     "device_reads": Case(device_reads, 5),
-    "articles": Case(articles, 60),
-    "compare": Case(compare_schedulers, 60),
-    "step_seconds": Case(step_seconds, 40),
+    "new_shapes": Case(new_shapes, 15),
     "loops": Case(loops, 15),
     "precisions": Case(precisions, 25),
+    "step_seconds": Case(step_seconds, 40),
+    "compare": Case(compare_schedulers, 60),
+    "articles": Case(articles, 60),
 }
 
 
@@ -487,7 +544,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
     parser.add_argument("--cases", default=",".join(CASES), help="cases to run, separated by commas")
-    parser.add_argument("--seconds", type=float, default=500, help="time for everything")
+    parser.add_argument("--seconds", type=float, default=900, help="time for everything")
     parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")
     options = parser.parse_args(arguments)
     names = options.cases.split(",")
@@ -704,6 +761,13 @@ def _driver_used_bytes(device: str) -> int | None:
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return total_bytes - free_bytes
+
+
+def _num_device_allocations(device: str) -> int:
+    """How often torch's allocator has asked the device for memory."""
+    import torch
+
+    return torch.cuda.memory_stats(device)["num_device_alloc"] if device.startswith("cuda") else 0
 
 
 def _difference(after: int | None, before: int | None) -> int | None:

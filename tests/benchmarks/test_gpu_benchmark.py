@@ -55,6 +55,7 @@ def toy(gpu: ModuleType) -> Any:
         fit_s=0.5,
         specification="H200",
         overhead_rounds=2,
+        num_new_shapes=2,
         compare_images=20,
         compare_model="tiny",
         compare_image="aspect:32",
@@ -148,6 +149,17 @@ def test_seconds_are_predicted_by_a_time_model_and_from_a_data_sheet(gpu: Module
         "resnet18: seconds of a fit",
         "H200 calibrated on tiny: resnet18, median error",
     }
+
+
+def test_new_shapes_are_timed_beside_known_ones(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.new_shapes(replace(toy, compare_model="tiny"))
+    assert [(found["work"], found["seen"]) for found in row["works"]] == [
+        (work, seen)
+        for work in ("patch embedding", "step")
+        for seen in ("first", "again", "once more")
+        for _ in range(2)
+    ]
+    assert goals[0]["name"] == "a new shape makes a step longer by"
 
 
 def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(gpu: ModuleType, toy: Any) -> None:
