@@ -4,8 +4,6 @@ decoding, tokenizers, augmentation, generated scenes, `MultimodalDataset`, and c
 Reading and planning touch image headers only; pixels are decoded when a sample is asked for.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -205,6 +205,22 @@ def test_a_column_named_twice_is_refused(folder):
         read_records(folder.csv("data.csv", [["image", "text", "text"], ["a.jpg", "x", "y"]]))
 
 
+def test_columns_that_a_spreadsheet_left_empty_at_the_end_are_none(folder):
+    rows = [["image", "text", "", " "], ["a.jpg", "x", "", ""], ["a.jpg", "y"], ["a.jpg", "z", "", "lost?"]]
+    folder.image("a.jpg")
+    path = folder.csv("data.csv", rows)
+    with pytest.raises(DataError, match="line 4: expected 2 fields as in the header, found 4"):
+        read_records(path)
+    assert [record.text for record in read_records(folder.csv("data.csv", rows[:-1]))] == ["x", "y"]
+
+
+def test_text_that_is_not_in_utf_8_is_told_so(folder):
+    path = folder.path / "data.csv"
+    path.write_bytes("image,text\na.jpg,x\n".encode("utf-16"))
+    with pytest.raises(DataError, match="is not text in UTF-8"):
+        read_records(path)
+
+
 def test_parquet_with_encoded_images_points_to_datasets(folder):
     path = folder.path / "data.parquet"
     pd.DataFrame({"image": [b"..."], "text": ["x"]}).to_parquet(path)

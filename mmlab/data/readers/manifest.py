@@ -82,7 +82,7 @@ def _columns(path: Path) -> list[str]:
         with open(path, "rb") as file:
             head = file.read(num_bytes)
         if b"\0" in head.partition(b"\n")[0]:
-            raise DataError("is not text")
+            raise DataError("is not text in UTF-8; save it so")
         text = head.decode("utf-8-sig", errors="ignore").lstrip()
         if text[:1] not in ("[", "{"):
             header = _header_line(text)
@@ -216,6 +216,8 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
     )
     try:
         header = next(lines, [])
+        while len(header) > 1 and not header[-1].strip():  # as spreadsheets write columns that were emptied
+            header.pop()
         if repeated := sorted({name for name in header if header.count(name) > 1}):
             raise DataError(f"{path}: several columns are named {', '.join(repeated)}; keep one of each")
         start = lines.line_num + 1
@@ -223,13 +225,15 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
             where, start = f"line {start}", lines.line_num + 1
             if not values:  # a blank line
                 continue
-            if len(values) != len(header):
+            if len(values) < len(header) or any(value.strip() for value in values[len(header) :]):
                 yield where, f"expected {len(header)} fields as in the header, found {len(values)}"
             elif any("\0" in value for value in values):
                 yield where, "holds a NUL byte; remove it"
             else:
-                named = zip(header, values, strict=True)
-                yield where, {name: value if value.strip() else None for name, value in named}
+                yield (
+                    where,
+                    dict(zip(header, (value if value.strip() else None for value in values), strict=False)),
+                )
     except csv.Error as error:
         raise DataError(
             f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field (a field may have "
