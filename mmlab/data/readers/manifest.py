@@ -107,10 +107,7 @@ def rows_of_entries(
     entries: Sequence[tuple[str, dict[str, Any] | str]], what: str, allow_missing_modality: bool
 ) -> list[Row]:
     """The rows of entries, each with where it stands; a string in an entry's place says what is wrong with it."""
-    names: dict[str, None] = {}
-    for _, entry in entries:
-        if isinstance(entry, dict):
-            names |= dict.fromkeys(entry)
+    names = dict.fromkeys(name for _, entry in entries if isinstance(entry, dict) for name in entry)
     columns = require_columns(names, what, allow_missing_modality) if names else {}
     return [row for where, entry in entries for row in rows_of_entry(where, entry, columns)]
 
@@ -230,10 +227,8 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
             elif any("\0" in value for value in values):
                 yield where, "holds a NUL byte; remove it"
             else:
-                yield (
-                    where,
-                    dict(zip(header, (value if value.strip() else None for value in values), strict=False)),
-                )
+                named = zip(header, values, strict=False)
+                yield where, {name: value if value.strip() else None for name, value in named}
     except csv.Error as error:
         raise DataError(
             f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field (a field may have "
