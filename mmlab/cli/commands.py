@@ -117,7 +117,7 @@ def plan(
     data: Annotated[str | None, "image-text pairs in any format that mmlab reads"] = None,
     images: Images = None,
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
-    schedulers: Names = "random,sorted,bucket,length_grouped,aspect_bucket,budget,packed",
+    schedulers: Annotated[str | None, "names, separated by commas (default: all but memory)"] = None,
     max_side: Annotated[int, "images keep their aspect within this side squared"] = 224,
     processor: Processor = None,
     model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,
@@ -159,8 +159,10 @@ def plan(
             patch = side_of_patch(model, patch)
         policy = Aspect(max_side**2, patch or PATCH)
         sizes, made = sizes.resized(policy), str(policy)
-    names = _names(schedulers)
+    timed = "" if model is None else "fastest,"
+    names = _names(schedulers or f"random,sorted,bucket,length_grouped,aspect_bucket,budget,{timed}packed")
     options: Any = {"budget": budget, "patch": patch or PATCH, "ranks": ranks, "epochs": epochs, "seed": seed}
+    options["allow_collisions"] = False  # as in `compare`: none may gain by captions of one image in a batch
     if model is None:
         found = preview(sizes, names, **options)
         return Printed(document=found.as_dict(), text=f"images: {made}; {found}")

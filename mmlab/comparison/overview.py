@@ -123,5 +123,5 @@ def overview(records: Records, policy: ImagePolicy) -> Overview:
     """
     if not len(records):
         raise DataError(f"{records.source or 'the data set'} has no records to look at")
-    found = preview(records.sizes(policy), SHOWN_SCHEDULERS)
+    found = preview(records.sizes(policy), SHOWN_SCHEDULERS, allow_collisions=False)
     return Overview(records=records, policy=policy, preview=found)
