@@ -127,7 +127,7 @@ def test_a_step_reads_from_the_device_as_often_with_many_micro_batches_as_with_o
         with CountReads() as reads:
             trainer.train_step(batches)
         found.append(reads.num_reads)
-    assert found == [2, 2]  # all losses at once, all gradient norms at once
+    assert found == [4, 4]  # each loss once, all gradient norms at once
 
 
 def test_columns_on_the_host_are_what_the_tensors_say():

@@ -62,12 +62,10 @@ class LossTerms:
         return loss
 
     def means(self) -> dict[str, float]:
-        """Mean of each objective that counted anything, without its weight; waits for the device once."""
-        counted = [name for name in self._sums if self.counts[name]]
-        if not counted:
-            return {}
-        totals = torch.stack([self._sums[name] for name in counted]).tolist()
-        return {name: total / self.counts[name] for name, total in zip(counted, totals, strict=True)}
+        """Mean of each objective that counted anything, without its weight; waits for the device."""
+        return {
+            name: float(total) / self.counts[name] for name, total in self._sums.items() if self.counts[name]
+        }
 
 
 def pairs(batch: Batch) -> Tensor:
