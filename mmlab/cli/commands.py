@@ -117,7 +117,7 @@ def plan(
     data: Annotated[str | None, "image-text pairs in any format that mmlab reads"] = None,
     images: Images = None,
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
-    schedulers: Annotated[str | None, "names, separated by commas (default: all but memory)"] = None,
+    schedulers: Annotated[str | None, "by commas (default: all but memory; fastest with --model)"] = None,
     max_side: Annotated[int, "images keep their aspect within this side squared"] = 224,
     processor: Processor = None,
     model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,

@@ -156,9 +156,8 @@ def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str
         return {"rss_bytes": rss_bytes, "peak_bytes": live.peak_bytes, "memory_source": "live tensors"}
     if device.type != "cuda":
         return {"rss_bytes": rss_bytes, "peak_bytes": rss_bytes, "memory_source": "process RSS"}
-    found = torch.cuda.memory_stats_as_nested_dict(
-        device
-    )  # asked once: each of torch's short names asks anew
+    # asked once: each of torch's short names asks anew
+    found = torch.cuda.memory_stats_as_nested_dict(device)
     allocated = found["allocated_bytes"]["all"]
     return {
         "rss_bytes": rss_bytes,
