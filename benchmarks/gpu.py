@@ -46,21 +46,21 @@ class Bench:
     batch_sizes: tuple[int, ...] = (128, 64, 32, 16)  # the first that fits
     image_side: int = 224
     num_tokens: int = 64
-    num_repeats: int = 7
+    num_repeats: int = 5
     steps_per_repeat: int = 3
     num_warmup_steps: int = 4
     timed_models: tuple[str, ...] = ("tiny", "small", "resnet18", "base")
     timed_budget: float = 30_000  # padded tokens of the largest timed batch
     fit_s: float = 5.0  # of measured steps for each time model
     specification: str | None = None  # in `mmlab.pricing.DEVICES`; None finds the card by its name
-    overhead_rounds: int = 25
+    overhead_rounds: int = 15
     num_new_shapes: int = 16
     compare_images: int = 600
     compare_model: str = "base"
     compare_image: str = "aspect:224"
-    compare_epochs: int = 3
+    compare_epochs: int = 2
     compare_batch_size: int = 128
-    article_images: int = 400
+    article_images: int = 300
     article_captions: int = 5
     article_rounds: int = 3
     article_batch_size: int = 64
@@ -324,10 +324,12 @@ def step_seconds(bench: Bench) -> Result:
 
 
 def new_shapes(bench: Bench) -> Result:
-    """What a batch of a new shape costs: steps seen for the first time and again, and the patch embedding alone."""
+    """What a batch of a new shape costs: steps seen for the first time and again; attention, and the patch embedding."""
     import numpy as np
     import torch
     from torch import nn
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
 
     from mmlab.training.noise import noise_batch
     from mmlab.types import BatchShape
@@ -341,8 +343,21 @@ def new_shapes(bench: Bench) -> Result:
     trainer = _trainer(bench, "bf16", model_name=bench.compare_model)
     embedding = nn.Conv2d(3, 768, 16, stride=16, device=device, dtype=torch.bfloat16)
     images = [torch.rand(*batch.pixel_values.shape, device=device, dtype=torch.bfloat16) for batch in batches]
+    queries = [
+        torch.rand(len(image), 12, image[0, 0].numel() // 256, 64, device=device, dtype=torch.bfloat16)
+        for image in images
+    ]
+
+    def attend(place: int, *kernels: SDPBackend) -> None:
+        query = queries[place].requires_grad_()
+        mask = torch.ones(len(query), 1, 1, query.shape[2], dtype=torch.bool, device=device)
+        with sdpa_kernel([*kernels, SDPBackend.MATH]):
+            scaled_dot_product_attention(query, query, query, attn_mask=mask).sum().backward()
+
     works: dict[str, Callable[[int], Any]] = {
         "patch embedding": lambda place: embedding(images[place]).sum().backward(),
+        "attention by cuDNN": lambda place: attend(place, SDPBackend.CUDNN_ATTENTION),
+        "attention without cuDNN": lambda place: attend(place, SDPBackend.EFFICIENT_ATTENTION),
         "step": lambda place: trainer.train_step([batches[place]]),
     }
     rows = []
@@ -488,17 +503,17 @@ class Case(NamedTuple):
     least_s: float
 
 
-CASES = {
-    "doctor": Case(doctor, 15),
-    "readings": Case(readings, 20),
+CASES = {  # the comparison is last: cut off, it keeps the epochs that it has
+    "new_shapes": Case(new_shapes, 15),
+    "precisions": Case(precisions, 25),
+    "articles": Case(articles, 60),
+    "step_seconds": Case(step_seconds, 40),
     "live_bytes": Case(live_bytes, 20),
     "device_reads": Case(device_reads, 5),
-    "new_shapes": Case(new_shapes, 15),
+    "readings": Case(readings, 20),
     "loops": Case(loops, 15),
-    "precisions": Case(precisions, 25),
-    "step_seconds": Case(step_seconds, 40),
+    "doctor": Case(doctor, 15),
     "compare": Case(compare_schedulers, 60),
-    "articles": Case(articles, 60),
 }
 
 
@@ -611,10 +626,11 @@ def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    names = ("fp32", "tf32", "bf16", "fp16")
+    on_gpu = bench.device.startswith("cuda")
+    names = ("fp32", "tf32", "bf16", "fp16") if on_gpu else ("fp32", "bf16", "fp16")
     try:
         batch = _batch(bench, batch_size)
-        trainers = {name: _trainer(bench, "fp32" if name == "tf32" else name) for name in names}
+        trainers = {name: _trainer(bench, name) for name in names}
         with FlopCounterMode(display=False) as flops:
             trainers["fp32"].train_step([batch])
         trainers["bf16 again"] = trainers["bf16"]
@@ -626,16 +642,13 @@ def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
             turn = repeat % len(order)
             for name in order[turn:] + order[:turn]:
                 num_steps = bench.num_warmup_steps if repeat < 0 else bench.steps_per_repeat
-                with _tf32(name == "tf32"):
-                    _synchronize(bench.device)
-                    held_bytes = (
-                        torch.cuda.memory_allocated(bench.device) if bench.device.startswith("cuda") else 0
-                    )
-                    started = time.perf_counter()
-                    for _ in range(num_steps):
-                        values = trainers[name].train_step([batch])
-                    _synchronize(bench.device)
-                    seconds = (time.perf_counter() - started) / num_steps
+                _synchronize(bench.device)
+                held_bytes = torch.cuda.memory_allocated(bench.device) if on_gpu else 0
+                started = time.perf_counter()
+                for _ in range(num_steps):
+                    values = trainers[name].train_step([batch])
+                _synchronize(bench.device)
+                seconds = (time.perf_counter() - started) / num_steps
                 if repeat >= 0:
                     times[name].append(seconds)
                 step_bytes[name], losses[name] = values["peak_bytes"] - held_bytes, values["loss"]
@@ -705,22 +718,6 @@ def _keep_busy(bench: Bench) -> None:
         for _ in range(10):
             matrix @ matrix
         _synchronize(bench.device)
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """Set whether CUDA's fp32 matrix products and convolutions may round to TF32, and set it back."""
-    import torch
-
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
-    before = [switch.fp32_precision for switch in switches]
-    for switch in switches:
-        switch.fp32_precision = "tf32" if allowed else "ieee"
-    try:
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.fp32_precision = value
 
 
 @contextmanager

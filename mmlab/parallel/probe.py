@@ -91,7 +91,7 @@ def _one_step(trainer: Any, batch: Batch) -> dict[str, float]:
         times[name] = clock(device) - started
 
     model.train()
-    with precision.arithmetic():
+    with precision.kernels():
         with precision.autocast():
             with timed("image_forward"):
                 image = model.encode_image(batch.pixel_values, batch.pixel_mask)

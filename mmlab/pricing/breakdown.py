@@ -14,12 +14,13 @@ from mmlab.pricing.trace import OptimizerFactory, StepTracer
 from mmlab.types import BatchShape
 
 _MIB = 2**20
-_PARTS = ("parameters", "optimizer_state", "gradients", "batch", "saved_activations", "transient")
+_ALWAYS = ("parameters", "optimizer_state", "workspaces")
+_PARTS = (*_ALWAYS, "gradients", "batch", "saved_activations", "transient")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
-    """Bytes that live at the step's peak, by purpose; the six parts add up to `peak_bytes`.
+    """Bytes that live at the step's peak, by purpose; the parts add up to `peak_bytes`.
 
     Each allocation is rounded up as the device's allocator rounds it.
     """
@@ -27,6 +28,7 @@ class MemoryBreakdown:
     shape: BatchShape
     parameters: int  # and buffers
     optimizer_state: int
+    workspaces: int  # of cuBLAS; 0 on a CPU
     gradients: int  # of parameters, those that exist at the peak
     batch: int
     saved_activations: int  # what the forward pass leaves for the backward pass, as far as it still lives
@@ -83,8 +85,8 @@ def price(
 
     >>> from mmlab.model import build_model
     >>> needed = price(build_model("tiny", vocab_size=100), (4, 16, 64, 64), "bf16")
-    >>> needed.peak_bytes == needed.parameters + needed.optimizer_state + needed.gradients + needed.batch + (
-    ...     needed.saved_activations + needed.transient)
+    >>> needed.peak_bytes == needed.parameters + needed.optimizer_state + needed.workspaces + needed.gradients + (
+    ...     needed.batch + needed.saved_activations + needed.transient)
     True
 
     Args:
@@ -106,7 +108,8 @@ def price(
     return MemoryBreakdown(
         shape=trace.shape,
         parameters=trace.parameter_bytes,
-        optimizer_state=trace.static_bytes - trace.parameter_bytes,
+        optimizer_state=trace.static_bytes - trace.parameter_bytes - tracer.workspaces.nbytes,
+        workspaces=tracer.workspaces.nbytes,
         gradients=gradients,
         batch=batch,
         saved_activations=saved,

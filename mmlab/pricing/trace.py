@@ -5,7 +5,7 @@ clipping and optimizer, whose state exists already. Bytes are counted as `LiveBy
 up as the device's allocator rounds it: to 512 bytes on CUDA, not at all on a CPU.
 
 A trace costs about as long as two thousand operations take in Python (0.6 s for the base preset) and almost no memory.
-It does not know scratch memory inside an operation (cuDNN's and cuBLAS's workspaces), fragmentation, or the CUDA
+It does not know scratch memory inside an operation (of cuDNN's convolutions above all), fragmentation, or the CUDA
 context.
 """
 
@@ -40,6 +40,9 @@ OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 # an allocation is a multiple of this; on CUDA torch's kMinBlockSize
 ALLOCATION_BYTES = {"cuda": 512, "cpu": 1}
+# cuBLAS keeps one for the thread of the forward pass and one for that of the backward pass; torch gives each 32 MiB on
+# GPUs of compute capability 9 and 8 MiB on others
+WORKSPACE_BYTES = {"cuda": 2 * 32 * 2**20, "cpu": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ class StepTrace:
     live_bytes: NDArray[np.int64]  # (n,) after each operation, while its inputs and outputs live
     operations: tuple[str, ...]  # n names
     work: tuple[Work, ...]  # n, what each asks of the device
-    static_bytes: int  # between steps: parameters, buffers, optimizer state
+    static_bytes: int  # between steps: parameters, buffers, optimizer state, workspaces
     parameter_bytes: int  # of those, parameters and buffers
     batch_bytes: int
     saved_bytes: int  # live between forward and backward beyond those two: what the graph keeps
@@ -133,6 +136,8 @@ class StepTracer:
             self.optimizer = _optimizer(self.setting.optimizer, self.parameters)
             with self._live.add(self.model):
                 self.parameter_bytes = self._live.current_bytes
+                kind = self.setting.device
+                self.workspaces = torch.empty(WORKSPACE_BYTES[kind], dtype=torch.uint8, device=kind)
                 self.precision.scaled(torch.zeros((), device=self.fake.device))  # makes the loss scale
         self._statistics = running_statistics(self.model)  # of which the trainer keeps a copy
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
@@ -241,7 +246,8 @@ class StepTracer:
         live.reset_peak()
         self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
         state_bytes = live.current_bytes - others_bytes
-        self._first_step_bytes = live.peak_bytes - others_bytes + self.parameter_bytes
+        made_bytes = live.peak_bytes - others_bytes
+        self._first_step_bytes = made_bytes + self.parameter_bytes + self.workspaces.nbytes
         self.step_peak_bytes = self._first_step_bytes
         for weight in self._learnt:
             weight.grad = torch.empty_like(weight)

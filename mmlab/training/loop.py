@@ -145,7 +145,7 @@ class FusionTrainer(TrainerSetup):
         self.meter.begin()
         lr, num_failures = self._begin_step(), self.num_out_of_memory
         weights, norms = self.weighting.weights(), None
-        with self.random, self.meter.live or nullcontext(), self.precision.arithmetic():
+        with self.random, self.meter.live or nullcontext(), self.precision.kernels():
             window = Window(self, batches, weights)  # counts what there is to learn, before any forward pass
             if self.meter.live is not None:
                 self.meter.live.add(*(tensor for batch in window.learnable for tensor in batch.tensors()))

@@ -242,7 +242,8 @@ class TrainerSetup:
         started = clock(self.device)
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
-        measured = evaluate(self, loader, by_objective=by_objective)
+        with self.precision.kernels():
+            measured = evaluate(self, loader, by_objective=by_objective)
         means = measured.get("by_objective", {})
         measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
         return {"epoch": self.epoch, "eval_s": clock(self.device) - started, **measured}

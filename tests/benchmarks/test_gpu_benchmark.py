@@ -108,15 +108,11 @@ def test_readings_follow_a_block_of_known_size(toy: Any) -> None:
 
 def test_precisions_keep_every_repetition(gpu: ModuleType, toy: Any) -> None:
     row, goals = gpu.precisions(toy)
-    assert set(row["step_s"]) == {"fp32", "tf32", "bf16", "fp16", "bf16 again"}
+    assert set(row["step_s"]) == {"fp32", "bf16", "fp16", "bf16 again"}  # tf32 on CUDA only
     assert all(len(times) == 2 and min(times) > 0 for times in row["step_s"].values())
     assert row["flop_per_step"] > 1e6
     assert row["loss"]["fp32"] == pytest.approx(row["loss"]["bf16"], rel=0.1)
     assert goals[0]["measured"] == pytest.approx(row["median_step_s"]["fp32"] / row["median_step_s"]["bf16"])
-    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == (
-        "none",
-        "tf32",
-    )
 
 
 def test_live_bytes_are_counted_for_each_precision(gpu: ModuleType, toy: Any) -> None:
@@ -155,7 +151,7 @@ def test_new_shapes_are_timed_beside_known_ones(gpu: ModuleType, toy: Any) -> No
     row, goals = gpu.new_shapes(replace(toy, compare_model="tiny"))
     assert [(found["work"], found["seen"]) for found in row["works"]] == [
         (work, seen)
-        for work in ("patch embedding", "step")
+        for work in ("patch embedding", "attention by cuDNN", "attention without cuDNN", "step")
         for seen in ("first", "again", "once more")
         for _ in range(2)
     ]

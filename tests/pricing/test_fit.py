@@ -35,7 +35,8 @@ def test_fourteen_probes_predict_batches_ten_times_larger(memory, tracer):
         tracer(BatchShape(*map(int, shape))).peak_bytes
         for shape in _probes(_candidates(16, 512, None), 14, 16)[:3]
     )
-    assert tracer(BatchShape(96, 200, 320, 320)).peak_bytes > 10 * probes
+    largest = tracer(BatchShape(96, 200, 320, 320))
+    assert largest.peak_bytes - largest.static_bytes > 10 * (probes - largest.static_bytes)
     assert memory.held_out["num_shapes"] == 3
     assert memory.held_out["p95_ratio"] <= 0.0025
     assert memory.held_out["worst_under_ratio"] <= 0.0025

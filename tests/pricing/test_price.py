@@ -12,7 +12,7 @@ from torch import nn
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.pricing.breakdown import price
 from mmlab.pricing.fingerprint import fingerprint
-from mmlab.pricing.trace import StepTracer
+from mmlab.pricing.trace import WORKSPACE_BYTES, StepTracer
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from mmlab.types import BatchShape
@@ -81,7 +81,8 @@ def test_parts_add_up(optimizer: object, precision: str) -> None:
     values = json.loads(json.dumps(priced.as_dict()))
     parts = [key for key in values if key.endswith("_bytes") and key not in ("peak_bytes", "context_bytes")]
     assert sum(values[part] for part in parts) == priced.peak_bytes
-    assert len(parts) == 6
+    assert len(parts) == 7
+    assert priced.workspaces == WORKSPACE_BYTES["cuda"]
     num_weights = sum(weight.numel() for weight in model.parameters())
     assert priced.parameters == pytest.approx(4 * num_weights, rel=0.1)
     assert priced.optimizer_state == pytest.approx(

@@ -96,3 +96,13 @@ def test_a_norm_that_overflows_leaves_the_weights_alone():
     weight.grad.fill_(1e30)  # each entry is finite, their squares are not
     assert precision.clip_and_step(optimizer, {"all": [weight]}, 1.0).skipped
     assert not weight.any()
+
+
+def test_within_a_step_cudnn_computes_no_attention_and_then_may_again():
+    before = torch.backends.cuda.matmul.fp32_precision
+    for name, products in (("fp32", "ieee"), ("tf32", "tf32")):
+        with Precision(name, "cuda").kernels():
+            assert torch.backends.cuda.matmul.fp32_precision == products
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.matmul.fp32_precision == before
