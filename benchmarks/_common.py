@@ -118,6 +118,11 @@ def paired(of_one: Sequence[float], of_other: Sequence[float]) -> tuple[float, f
     return exp(middle), exp(middle - T_95[len(logs)] * stdev(logs) / sqrt(len(logs)))
 
 
+def now() -> str:
+    """The date and time, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def write_results(path: str | Path, rows: Sequence[Row], goals: Sequence[Goal]) -> Path:
     """Write one JSON file: machine, versions, date, the code measured, rows and goals."""
     path = Path(path)
@@ -125,7 +130,7 @@ def write_results(path: str | Path, rows: Sequence[Row], goals: Sequence[Goal]) 
     document = {
         "machine": machine(),
         "versions": versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "code": measured_code(),
         "rows": list(rows),
         "goals": list(goals),

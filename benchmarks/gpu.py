@@ -5,7 +5,8 @@
 Needs torch, transformers and the libraries that mmlab's training imports; what else is missing (Jupyter, nvidia-ml-py,
 numba) costs only the cases that need it, which are then recorded as skipped. Writes DIR/gpu.json after every case,
 with every repetition, and ends within `--seconds` (900 unless told): a case for which too little time is left is
-skipped, one that takes too long is cut off, and both are recorded. `--quick` takes small sizes and few repetitions.
+skipped, one that takes too long is cut off, and both are recorded. A file of this machine that is there keeps what this
+run does not measure; each row has its own date, and the code that it measured. `--quick` takes small sizes and few repetitions.
 Exit code: 0 done, 1 a case failed, 2 no CUDA device.
 
 To add a case: a function that takes a `Bench` and returns a row and its goals, and one line in `CASES`.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import signal
 import statistics
 import sys
@@ -28,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _common import goal, print_goals, write_results
+from _common import goal, machine, measured_code, now, print_goals, write_results
 
 GIB = 2**30
 Result = tuple[dict[str, Any], list[dict[str, Any]]]  # a row, its goals
@@ -50,6 +52,7 @@ class Bench:
     steps_per_repeat: int = 3
     num_warmup_steps: int = 4
     timed_models: tuple[str, ...] = ("tiny", "small", "resnet18", "base")
+    calibrated_on: str = "small"
     timed_budget: float = 30_000  # padded tokens of the largest timed batch
     fit_s: float = 5.0  # of measured steps for each time model
     specification: str | None = None  # in `mmlab.pricing.DEVICES`; None finds the card by its name
@@ -308,7 +311,7 @@ def step_seconds(bench: Bench) -> Result:
             error = fitted.held_out[f"{quantile}_ratio"]
             goals.append(goal(f"{name}: held-out {quantile} error", f"<= {bound:.0%}", error, error <= bound))
         goals.append(goal(f"{name}: seconds of a fit", "<= 15", fit_s, fit_s <= 15))
-    first = rows[0]
+    first = next((row for row in rows if row["model"] == bench.calibrated_on), rows[0])
     calibrated = card.calibrated(traced[first["model"]], first["measured_s"], "bf16")
     for row in rows:
         for kind, device in (("data_sheet", card), ("calibrated", calibrated)):
@@ -546,11 +549,24 @@ def run_cases(
             row |= {"status": "skipped", "reason": f"cut off after {left_s:.0f} s"}
         except Exception as error:  # the other cases are still worth running; the row keeps what went wrong
             row |= {"status": "failed", "reason": repr(error), "traceback": traceback.format_exc()}
-        row["wall_s"] = time.monotonic() - started
+        row |= {"wall_s": time.monotonic() - started, "date": now(), "code": measured_code()}
         rows.append(row)
         save(rows, goals)
         print(f"{name:<12} {row['status']:<8} {row['wall_s']:6.1f} s  {row.get('reason', '')}", flush=True)
     return rows
+
+
+def with_earlier(
+    before: dict[str, Any], rows: list[dict[str, Any]], goals: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and goals of this run, and of an earlier one those of the cases that this run has not measured."""
+    done = {row["case"] for row in rows if row["status"] == "done"}
+    kept = [row for row in before["rows"] if row["case"] not in done]
+    names = {row["case"] for row in kept}
+    return (
+        [*kept, *(row for row in rows if row["case"] not in names)],
+        [*(item for item in before["goals"] if item["case"] not in done), *goals],
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -575,9 +591,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     path = options.out / "gpu.json"
     last: list[Any] = []
+    before = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if before.get("machine") != machine():
+        before = {"rows": [], "goals": []}
 
     def save(rows: list[Any], goals: list[Any]) -> None:
-        write_results(path, rows, goals)
+        write_results(path, *with_earlier(before, rows, goals))
         last[:] = goals
 
     rows = run_cases(

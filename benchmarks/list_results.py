@@ -27,10 +27,11 @@ written by `python benchmarks/list_results.py`, which compares the code that was
 
 def changed_rooms(result: dict[str, Any]) -> str:
     """The rooms whose code is no longer what was measured, for the last column."""
-    if "code" not in result:
+    codes = [part["code"] for part in (result, *result.get("rows", ())) if "code" in part]
+    if not codes:
         return "not recorded"
-    changed = [room for room, digest in result["code"].items() if room_digest(room) != digest]
-    return ", ".join(f"`{room}`" for room in changed) or "none"
+    changed = {room for code in codes for room, digest in code.items() if room_digest(room) != digest}
+    return ", ".join(f"`{room}`" for room in sorted(changed)) or "none"
 
 
 def render() -> str:

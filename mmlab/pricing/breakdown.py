@@ -14,8 +14,7 @@ from mmlab.pricing.trace import OptimizerFactory, StepTracer
 from mmlab.types import BatchShape
 
 _MIB = 2**20
-_ALWAYS = ("parameters", "optimizer_state", "workspaces")
-_PARTS = (*_ALWAYS, "gradients", "batch", "saved_activations", "transient")
+PARTS = ("parameters", "optimizer_state", "workspace", "gradients", "batch", "saved_activations", "transient")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class MemoryBreakdown:
     shape: BatchShape
     parameters: int  # and buffers
     optimizer_state: int
-    workspaces: int  # of cuBLAS; 0 on a CPU
+    workspace: int  # of cuBLAS; 0 on a CPU
     gradients: int  # of parameters, those that exist at the peak
     batch: int
     saved_activations: int  # what the forward pass leaves for the backward pass, as far as it still lives
@@ -42,7 +41,7 @@ class MemoryBreakdown:
     def as_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
         return {
-            (f"{name}_bytes" if name in _PARTS else name): list(value) if isinstance(value, tuple) else value
+            (f"{name}_bytes" if name in PARTS else name): list(value) if isinstance(value, tuple) else value
             for name, value in ((name, getattr(self, name)) for name in self.__slots__)
         }
 
@@ -66,7 +65,7 @@ class MemoryBreakdown:
         )
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows = [(part.replace("_", " "), getattr(self, part)) for part in _PARTS]
+        rows = [(part.replace("_", " "), getattr(self, part)) for part in PARTS]
         rows += [("peak", self.peak_bytes), ("CUDA context, beside", self.context_bytes)]
         return [(name, f"{num_bytes / _MIB:10,.1f} MiB") for name, num_bytes in rows]
 
@@ -85,7 +84,7 @@ def price(
 
     >>> from mmlab.model import build_model
     >>> needed = price(build_model("tiny", vocab_size=100), (4, 16, 64, 64), "bf16")
-    >>> needed.peak_bytes == needed.parameters + needed.optimizer_state + needed.workspaces + needed.gradients + (
+    >>> needed.peak_bytes == needed.parameters + needed.optimizer_state + needed.workspace + needed.gradients + (
     ...     needed.batch + needed.saved_activations + needed.transient)
     True
 
@@ -108,8 +107,8 @@ def price(
     return MemoryBreakdown(
         shape=trace.shape,
         parameters=trace.parameter_bytes,
-        optimizer_state=trace.static_bytes - trace.parameter_bytes - tracer.workspaces.nbytes,
-        workspaces=tracer.workspaces.nbytes,
+        optimizer_state=trace.static_bytes - trace.parameter_bytes - tracer.workspace.nbytes,
+        workspace=tracer.workspace.nbytes,
         gradients=gradients,
         batch=batch,
         saved_activations=saved,

@@ -19,7 +19,9 @@ from mmlab.errors import OptionError, unknown_name
 from mmlab.pricing.trace import StepTrace
 
 _LAUNCH_S = 5e-6  # an assumption, no specification: eager torch starts some 200,000 kernels a second
-_STIFFNESS = 1e-3  # how much calibration holds to the rates that it began with
+_STIFFNESS = np.array(
+    [1e-3, 1e-3, 0.0]
+)  # how much calibration holds to specified rates; the last one is assumed
 _TERA, _GB = 1e12, 1e9
 
 
@@ -68,28 +70,23 @@ class Device:
         """The same device with rates that explain measured steps.
 
         Arithmetic (all precisions by one factor), bandwidth and launch time are moved to where the squares of the
-        logarithms of predicted over measured seconds are least, by a search along each in turn. Rates on which the steps
-        hardly depend stay where they were.
+        logarithms of predicted over measured seconds are least (Nelder and Mead 1965). Arithmetic and bandwidth, where the
+        steps hardly depend on them, stay where they were. Steps of small matrices reach less of the arithmetic: calibrate
+        with steps as heavy as those in question.
 
         Args:
             traces: of the steps, with `StepTracer(model, device=self.kind)`.
             measured_s: seconds of each.
         """
+        from scipy.optimize import minimize
+
         demands, begun = _demands(traces, self, precision), np.log(self._rates())
 
         def loss(logs: NDArray[np.float64]) -> float:
             gaps = np.log(self._seconds(np.exp(logs), demands) / np.asarray(measured_s))
-            return float((gaps**2).mean() + _STIFFNESS * ((logs - begun) ** 2).sum())
+            return float((gaps**2).mean() + _STIFFNESS @ (logs - begun) ** 2)
 
-        logs, best, step = begun, loss(begun), 0.5
-        while step > 0.005:
-            tried = [logs + sign * step * axis for axis in np.eye(3) for sign in (1, -1)]
-            losses = [loss(point) for point in tried]
-            if min(losses) < best:
-                logs, best = tried[int(np.argmin(losses))], min(losses)
-            else:
-                step /= 2
-        arithmetic, bandwidth, launch_s = np.exp(logs).tolist()
+        arithmetic, bandwidth, launch_s = np.exp(minimize(loss, begun, method="Nelder-Mead").x).tolist()
         return replace(
             self,
             flops_per_s={name: arithmetic * peak for name, peak in self.flops_per_s.items()},
@@ -106,11 +103,9 @@ class Device:
         self, rates: NDArray[np.float64], demands: Sequence[NDArray[np.float64]]
     ) -> NDArray[np.float64]:
         arithmetic, bandwidth, launch_s = rates
-        totals = []
-        for peak_s, num_bytes in demands:
-            work_s = np.maximum(peak_s / arithmetic, num_bytes / bandwidth)
-            totals.append((work_s + launch_s if self.kind == "cpu" else np.maximum(work_s, launch_s)).sum())
-        return np.array(totals)
+        work_s = [np.maximum(peak_s / arithmetic, num_bytes / bandwidth) for peak_s, num_bytes in demands]
+        started = np.add if self.kind == "cpu" else np.maximum
+        return np.array([started(seconds, launch_s).sum() for seconds in work_s])
 
 
 def _demands(traces: Sequence[StepTrace], device: Device, precision: str) -> list[NDArray[np.float64]]:

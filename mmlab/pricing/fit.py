@@ -42,7 +42,6 @@ def fit_memory(
     model: nn.Module,
     *,
     dataset: ConversationDataset | None = None,
-    num_probes: int | None = None,
     num_held_out: int = 6,
     patch: int | None = None,
     progress: bool = True,
@@ -52,19 +51,15 @@ def fit_memory(
 
     Args:
         dataset: of a `ConversationModel`, whose processor makes the batches; None makes them of pixels and tokens.
-        num_probes: traced steps that the closed form is fitted to. None takes two more than there are terms: 14, and 9
-            for a model of one image size.
-        num_held_out: further traced steps, of larger batches, that its errors are reported on.
+        num_held_out: traced steps, of larger batches than those that are fitted, that its errors are reported on.
         patch: side in pixels of the cells that image sides are counted in, rounded up. None takes the vision model's
             patch, else 16. For a ResNet, 32 is exact where all sides are multiples of 32; with 16 its last stage counts
             as large as at the next odd number of cells, a per cent or two too much elsewhere.
         setting: the fields of `mmlab.pricing.trace.StepSetting`: `precision`, `device`, `checkpointing`, ...
 
     Raises:
-        OptionError: too few probes, a step that cannot be priced, or one that depends on the shape in other ways.
+        OptionError: a step that cannot be priced, or one that depends on the shape in other ways.
     """
-    if (num_probes is not None and num_probes < 1) or num_held_out < 0:
-        raise OptionError(f"at least 1 probe and 0 held-out shapes, found {num_probes} and {num_held_out}")
     side = None
     if dataset is None:
         tracer = StepTracer(model, **setting)
@@ -77,7 +72,7 @@ def fit_memory(
         batches = ProbeBatches(dataset)
         tracer, patch = StepTracer(model, batches=batches, **setting), PATCH
         candidates, unseen, largest = batches.candidates(), batches.spread(num_held_out), batches.largest
-    probes = _probes(candidates, num_probes, patch)
+    probes = _probes(candidates, patch)
     bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=None if progress else True)
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
     live = _aligned(traces[: len(probes)])
@@ -98,8 +93,8 @@ def _candidates(patch: int, most_tokens: int, side: int | None) -> NDArray[np.in
     return np.array([(size, tokens, *image) for size, tokens, image in product(_SIZES, texts, images)])
 
 
-def _probes(shapes: NDArray[np.int64], num: int | None, patch: int) -> NDArray[np.int64]:
-    """Those of the shapes that tell the terms apart best.
+def _probes(shapes: NDArray[np.int64], patch: int) -> NDArray[np.int64]:
+    """Those of the shapes that tell the terms apart best, two more than there are terms.
 
     The idea is that of a D-optimal design, chosen greedily: `covariance` is that of the coefficients after the probes so
     far, up to a factor, and the next probe is the shape whose prediction would vary most under it.
@@ -109,7 +104,7 @@ def _probes(shapes: NDArray[np.int64], num: int | None, patch: int) -> NDArray[n
     terms /= (terms / terms.max(axis=0)).sum(axis=1, keepdims=True)
     terms /= terms.max(axis=0)
     covariance, chosen = np.eye(terms.shape[1]) * 1e6, []
-    for _ in range(num or terms.shape[1] + 2):
+    for _ in range(terms.shape[1] + 2):
         unknown = np.einsum("nm,mk,nk->n", terms, covariance, terms)
         chosen.append(int(unknown.argmax()))
         step = covariance @ terms[chosen[-1]]

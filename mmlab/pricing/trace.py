@@ -79,7 +79,7 @@ class StepTrace:
     live_bytes: NDArray[np.int64]  # (n,) after each operation, while its inputs and outputs live
     operations: tuple[str, ...]  # n names
     work: tuple[Work, ...]  # n, what each asks of the device
-    static_bytes: int  # between steps: parameters, buffers, optimizer state, workspaces
+    static_bytes: int  # between steps: parameters, buffers, optimizer state, workspace
     parameter_bytes: int  # of those, parameters and buffers
     batch_bytes: int
     saved_bytes: int  # live between forward and backward beyond those two: what the graph keeps
@@ -137,7 +137,7 @@ class StepTracer:
             with self._live.add(self.model):
                 self.parameter_bytes = self._live.current_bytes
                 kind = self.setting.device
-                self.workspaces = torch.empty(WORKSPACE_BYTES[kind], dtype=torch.uint8, device=kind)
+                self.workspace = torch.empty(WORKSPACE_BYTES[kind], dtype=torch.uint8, device=kind)
                 self.precision.scaled(torch.zeros((), device=self.fake.device))  # makes the loss scale
         self._statistics = running_statistics(self.model)  # of which the trainer keeps a copy
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
@@ -246,8 +246,7 @@ class StepTracer:
         live.reset_peak()
         self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
         state_bytes = live.current_bytes - others_bytes
-        made_bytes = live.peak_bytes - others_bytes
-        self._first_step_bytes = made_bytes + self.parameter_bytes + self.workspaces.nbytes
+        self._first_step_bytes = live.peak_bytes - others_bytes + self.parameter_bytes + self.workspace.nbytes
         self.step_peak_bytes = self._first_step_bytes
         for weight in self._learnt:
             weight.grad = torch.empty_like(weight)

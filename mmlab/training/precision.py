@@ -115,17 +115,17 @@ class Precision:
     def kernels(self) -> Iterator[None]:
         """Around forward, backward and step, on CUDA: products in TF32 under `tf32`, in full fp32 otherwise; no attention
         by cuDNN, which builds a plan for every new shape (docs/decisions/0034)."""
-        cuda: Any = torch.backends.cuda
         cudnn: Any = torch.backends.cudnn
-        backends = (cuda.matmul, cudnn.conv) if self.device.type == "cuda" else ()
-        before, attention = [backend.fp32_precision for backend in backends], cuda.cudnn_sdp_enabled()
+        backends = (torch.backends.cuda.matmul, cudnn.conv) if self.device.type == "cuda" else ()
+        before = [backend.fp32_precision for backend in backends]
+        attention = torch.backends.cuda.cudnn_sdp_enabled()
         for backend in backends:
             backend.fp32_precision = "tf32" if self.name == "tf32" else "ieee"
-        cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
         try:
             yield
         finally:
-            cuda.enable_cudnn_sdp(attention)
+            torch.backends.cuda.enable_cudnn_sdp(attention)
             for backend, value in zip(backends, before, strict=True):
                 backend.fp32_precision = value
 

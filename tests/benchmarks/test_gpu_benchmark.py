@@ -220,3 +220,26 @@ def test_cases_are_skipped_cut_off_or_failed_by_name_and_all_is_saved(
         {"case": "fine", "name": "a bound", "goal": "<= 3", "measured": 2.0, "met": True}
     ]
     assert {"machine", "versions", "date"} < set(found)
+
+
+def test_cases_that_were_not_measured_again_keep_what_an_earlier_run_found(gpu: ModuleType) -> None:
+    def row(case: str, status: str, date: str) -> dict[str, str]:
+        return {"case": case, "status": status, "date": date}
+
+    before = {
+        "rows": [row(case, "done", "Monday") for case in ("new_shapes", "loops", "doctor")],
+        "goals": [{"case": case, "measured": 1} for case in ("new_shapes", "loops")],
+    }
+    rows = [
+        row("loops", "done", "Friday"),
+        row("doctor", "skipped", "Friday"),
+        row("compare", "skipped", "Friday"),
+    ]
+    found, goals = gpu.with_earlier(before, rows, [{"case": "loops", "measured": 2}])
+    assert found == [
+        row("new_shapes", "done", "Monday"),
+        row("doctor", "done", "Monday"),
+        row("loops", "done", "Friday"),
+        row("compare", "skipped", "Friday"),
+    ]
+    assert goals == [{"case": "new_shapes", "measured": 1}, {"case": "loops", "measured": 2}]

@@ -104,7 +104,7 @@ def resume(config: Path, runs: Path) -> None:
     fitted: list[MemoryModel] = []
 
     def fit(*arguments: Any, **options: Any) -> MemoryModel:
-        fitted.append(fit_memory(*arguments, num_probes=12, **options))
+        fitted.append(fit_memory(*arguments, **options))
         return fitted[-1]
 
     with patch("mmlab.comparison.plan.fit_memory", fit):

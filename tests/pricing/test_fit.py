@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from mmlab.errors import OptionError
+from mmlab.pricing.closed_form import fit_rows
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import _candidates, _probes, fit_memory
 from mmlab.pricing.memory import MemoryModel
@@ -33,7 +34,7 @@ def tracer():
 def test_fourteen_probes_predict_batches_ten_times_larger(memory, tracer):
     probes = max(
         tracer(BatchShape(*map(int, shape))).peak_bytes
-        for shape in _probes(_candidates(16, 512, None), 14, 16)[:3]
+        for shape in _probes(_candidates(16, 512, None), 16)[:3]
     )
     largest = tracer(BatchShape(96, 200, 320, 320))
     assert largest.peak_bytes - largest.static_bytes > 10 * (probes - largest.static_bytes)
@@ -74,12 +75,12 @@ def test_what_was_fitted_is_kept_with_it(memory, tmp_path):
 
 
 def test_probes_differ_and_keep_to_a_models_limits():
-    probes = _probes(_candidates(32, 40, None), None, 32)
+    probes = _probes(_candidates(32, 40, None), 32)
     assert len({tuple(shape) for shape in probes.tolist()}) == 14
     assert probes[:, 1].max() <= 40
     assert (probes[:, 1] % 8 == 1).all()
     assert (probes[:, 2] // 32 * (probes[:, 3] // 32) % 8 == 1).all()
-    one_side = _probes(_candidates(16, 512, 224), None, 16)
+    one_side = _probes(_candidates(16, 512, 224), 16)
     assert len(one_side) == 9
     assert set(one_side[:, 2]) == {224}
 
@@ -133,7 +134,6 @@ def test_without_a_text_or_patch_in_its_configuration_the_usual_ones_are_taken()
 
 
 def test_too_few_probes_are_refused():
-    with pytest.raises(OptionError, match="12 terms need as many traced shapes, found 6"):
-        fit_memory(Texts(lambda length: 2), num_probes=6, num_held_out=0, progress=False)
-    with pytest.raises(OptionError, match="at least 1 probe and 0 held-out shapes, found 0 and -1"):
-        fit_memory(Texts(lambda length: 2), num_probes=0, num_held_out=-1, progress=False)
+    shapes = _candidates(16, 512, None)[:200:40]
+    with pytest.raises(OptionError, match="terms need as many traced shapes, found 5"):
+        fit_rows(shapes, shapes)

@@ -82,7 +82,7 @@ def test_parts_add_up(optimizer: object, precision: str) -> None:
     parts = [key for key in values if key.endswith("_bytes") and key not in ("peak_bytes", "context_bytes")]
     assert sum(values[part] for part in parts) == priced.peak_bytes
     assert len(parts) == 7
-    assert priced.workspaces == WORKSPACE_BYTES["cuda"]
+    assert priced.workspace == WORKSPACE_BYTES["cuda"]
     num_weights = sum(weight.numel() for weight in model.parameters())
     assert priced.parameters == pytest.approx(4 * num_weights, rel=0.1)
     assert priced.optimizer_state == pytest.approx(
