@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+from tests.prices import speck
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,36 +38,37 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def toy(gpu: ModuleType) -> Any:
-    return gpu.Bench(
-        device="cpu",
-        block_bytes=(64 * 2**20,),
-        matrix_side=256,
-        busy_s=0.3,
-        model="tiny",
-        batch_sizes=(4,),
-        image_side=32,
-        num_tokens=8,
-        num_repeats=2,
-        steps_per_repeat=1,
-        num_warmup_steps=1,
-        timed_models=("tiny", "resnet18"),
-        timed_budget=400,
-        fit_s=0.5,
-        specification="H200",
-        overhead_rounds=2,
-        num_new_shapes=2,
-        compare_images=20,
-        compare_model="tiny",
-        compare_image="aspect:32",
-        compare_epochs=1,
-        compare_batch_size=8,
-        article_images=8,
-        article_captions=2,
-        article_rounds=1,
-        article_batch_size=4,
-        num_workers=1,
-    )
+def toy(gpu: ModuleType) -> Iterator[Any]:
+    with speck():
+        yield gpu.Bench(
+            device="cpu",
+            block_bytes=(64 * 2**20,),
+            matrix_side=256,
+            busy_s=0.3,
+            model="tiny",
+            batch_sizes=(4,),
+            image_side=32,
+            num_tokens=8,
+            num_repeats=2,
+            steps_per_repeat=1,
+            num_warmup_steps=1,
+            timed_models=("speck", "tiny"),
+            timed_budget=100,
+            fit_s=0.5,
+            specification="H200",
+            overhead_rounds=2,
+            num_new_shapes=2,
+            compare_images=20,
+            compare_model="speck",
+            compare_image="aspect:32",
+            compare_epochs=1,
+            compare_batch_size=8,
+            article_images=8,
+            article_captions=2,
+            article_rounds=1,
+            article_batch_size=4,
+            num_workers=1,
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -132,23 +134,20 @@ def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> 
 
 def test_seconds_are_predicted_by_a_time_model_and_from_a_data_sheet(gpu: ModuleType, toy: Any) -> None:
     row, goals = gpu.step_seconds(toy)
-    assert (row["specification"], [model["model"] for model in row["models"]]) == (
-        "H200",
-        ["tiny", "resnet18"],
-    )
+    assert (row["specification"], [model["model"] for model in row["models"]]) == ("H200", ["speck", "tiny"])
     for model in row["models"]:
         assert len(model["shapes"]) == len(model["measured_s"]) == len(model["calibrated_s"]) == 8
         assert max(model["data_sheet_s"]) < min(model["measured_s"])  # a CPU is no H200
     assert row["models"][0]["calibrated_p50_ratio"] < row["models"][0]["data_sheet_p50_ratio"]
     assert {goal["name"] for goal in goals} >= {
-        "tiny: held-out p50 error",
-        "resnet18: seconds of a fit",
-        "H200 calibrated on tiny: resnet18, median error",
+        "speck: held-out p50 error",
+        "tiny: seconds of a fit",
+        "H200 calibrated on speck: tiny, median error",
     }
 
 
 def test_new_shapes_are_timed_beside_known_ones(gpu: ModuleType, toy: Any) -> None:
-    row, goals = gpu.new_shapes(replace(toy, compare_model="tiny"))
+    row, goals = gpu.new_shapes(toy)
     assert [(found["work"], found["seen"]) for found in row["works"]] == [
         (work, seen)
         for work in ("patch embedding", "attention by cuDNN", "attention without cuDNN", "step")
@@ -162,7 +161,7 @@ def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(gpu: Mo
     row, goals = gpu.loops(toy)
     assert {"by hand", "FusionTrainer"} <= {found["loop"] for found in row["loops"]}
     assert [goal["name"] for goal in goals] == ["overhead of FusionTrainer, short step, us"]
-    row, goals = gpu.articles(replace(toy, compare_model="tiny"))
+    row, goals = gpu.articles(toy)
     assert all(found["on"]["device"] == "cpu" and len(found["rounds"]) == 1 for found in row["arms"])
     assert {found["rounds"][0]["num_samples"] for found in row["arms"]} == {16}
     assert any("as claimed" in goal["goal"] for goal in goals)
