@@ -126,21 +126,6 @@ def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path
     assert (tmp_path / "previous-1" / "comparison.json").exists()
 
 
-def test_an_error_in_the_run_is_kept_and_raised_by_wait_and_mended_by_the_next_start(
-    scenes: Path, tmp_path: Path
-) -> None:
-    lab = Lab(scenes, schedulers=("budget",), out=tmp_path, budget=3, epochs=1, **SMALL).start()
-    with pytest.raises(OptionError, match="above the budget of 3"):
-        lab.wait()
-    assert lab.state == "failed"
-    assert lab.error is not None
-    assert "Traceback" in lab.error
-    lab.configure(budget=400.0)
-    lab.start()
-    assert not lab.wait().interrupted
-    assert (lab.state, lab.error) == ("done", None)
-
-
 def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tmp_path: Path) -> None:
     lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=10_000, **SMALL).start()
     until(lambda: lab.progress[0] > 0, lab)
@@ -330,13 +315,22 @@ def test_start_refuses_while_a_field_has_a_value_that_cannot_work(tmp_path: Path
     panel.close()
 
 
-def test_the_run_before_is_kept_to_compare_and_a_new_lab_can_stop_what_goes_on(
+def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_kept_to_compare(
     scenes: Path, tmp_path: Path
 ) -> None:
-    options = {**SMALL, "schedulers": ("random",), "out": tmp_path}
-    lab = Lab(scenes, epochs=1, **options)
+    """And a new lab can stop what goes on."""
+    options = {**SMALL, "schedulers": ("budget",), "out": tmp_path}
+    lab = Lab(scenes, epochs=1, budget=3, **options).start()
+    with pytest.raises(OptionError, match="above the budget of 3"):
+        lab.wait()
+    assert lab.state == "failed"
+    assert lab.error is not None
+    assert "Traceback" in lab.error
+    options["budget"] = 400.0
+    lab.configure(budget=400.0)
     panel = lab.panel()
-    lab.start().wait()
+    assert not lab.start().wait().interrupted
+    assert (lab.state, lab.error) == ("done", None)
     assert panel.earlier.children == ()
     panel.epochs.value = 10_000
     lab.start()
@@ -349,7 +343,7 @@ def test_the_run_before_is_kept_to_compare_and_a_new_lab_can_stop_what_goes_on(
         lambda: runs.poll() and all(run.count() > 3 for run in runs.states.values()) and len(runs.states) == 2
     )
     before, now = sorted(runs.states.values(), key=lambda run: run.first_s)
-    assert (before.name, now.name) == ("previous-1/random", "random")
+    assert (before.name, now.name) == ("previous-1/budget", "budget")
     assert earlier_of([before, now]) == [before]
     assert dict(tile_of(now, [before])["figures"])["over previous-1"].endswith(" %")
     page = saved_view([before, now])
