@@ -52,6 +52,7 @@ NUM_TURNS = 4  # that an epoch is cut into, so that a machine that becomes slowe
 NUM_WARM_UP = 4  # steps of each arm that are not measured
 OVER_RANDOM, OVER_OTHERS, LOWER_END = 1.4, 1.0, 0.97
 APART_OVER_TOGETHER = 0.95  # what keeping captions of one image apart may cost
+NUM_IMAGES = (60, 200, 1000, 5000)  # of five captions each, for which that is predicted
 TEN_MILLION, PLANNING_S, FIRST_BATCH_MS = 10_000_000, 15.0, 60.0
 
 
@@ -199,6 +200,27 @@ def peak_bytes(scheduler: Scheduler, memory: MemoryModel, sizes: SampleSizes, ep
     return max(float(batch_costs(memory, plan.shape_columns).max()) for plan in plans)
 
 
+def apart(quick: bool) -> Iterator[dict[str, Any]]:
+    """Predicted seconds of an epoch of `fastest` on COCO's lengths, with captions of one image apart and together."""
+    original = read_lengths(COCO_LENGTHS)
+    for model_name in ("tiny",) if quick else NUM_SAMPLES:
+        torch.manual_seed(0)
+        model = build_model(model_name, vocab_size=VOCAB_SIZE)
+        memory = fit_memory(model, num_held_out=0, progress=False, device="cpu")
+        for num_images in NUM_IMAGES:
+            sizes = original.take(np.arange(5 * num_images)).resized(Aspect(SIDE**2))
+            limit = peak_bytes(make_scheduler("random", batch_size=BATCH_SIZE), memory, sizes, range(1, 3))
+            options: dict[str, Any] = {"cost": memory, "budget": limit}
+            if num_images == NUM_IMAGES[0]:
+                seconds = 3 if quick else 20
+                fitted = fit_time(model, sizes, device="cpu", seconds=seconds, progress=False, **options)
+            found = {}
+            for rule, allowed in (("apart", False), ("together", True)):
+                planner = make_scheduler("fastest", time=fitted, allow_collisions=allowed, **options)
+                found[f"{rule}_s"] = fitted.epoch_s(planner.plan(sizes, epoch=1))
+            yield {"kind": "apart", "model": model_name, "num_images": num_images, **found}
+
+
 def planning(quick: bool) -> Iterator[dict[str, Any]]:
     """CPU seconds of planning ten million samples with `fastest`, and wall milliseconds to its first batch."""
     row = in_own_process("fastest", 200_000 if quick else TEN_MILLION, repeats=1 if quick else 2)
@@ -233,6 +255,10 @@ def judge_arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 f">= {APART_OVER_TOGETHER:g}", measured, ratio >= APART_OVER_TOGETHER,
             )
         )  # fmt: skip
+    for row in (row for row in rows if row["kind"] == "apart" and row["num_images"] == NUM_IMAGES[-1]):
+        ratio = row["together_s"] / row["apart_s"]
+        name = f"{row['model']}, {row['num_images']:,} images: predicted speed of fastest, captions apart over together"
+        goals.append(goal(name, f">= {APART_OVER_TOGETHER:g}", ratio, ratio >= APART_OVER_TOGETHER))
     for row in (row for row in rows if row["kind"] == "planning"):
         number, bound = row["num_samples"], PLANNING_S * row["num_samples"] / TEN_MILLION
         cpu_s, first_ms = median(row["epoch_cpu_s"]), median(row["first_batch_ms"])

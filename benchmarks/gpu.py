@@ -52,7 +52,6 @@ class Bench:
     steps_per_repeat: int = 3
     num_warmup_steps: int = 4
     timed_models: tuple[str, ...] = ("tiny", "small", "resnet18", "base")
-    calibrated_on: str = "small"
     timed_budget: float = 30_000  # padded tokens of the largest timed batch
     fit_s: float = 5.0  # of measured steps for each time model
     specification: str | None = None  # in `mmlab.pricing.DEVICES`; None finds the card by its name
@@ -311,7 +310,7 @@ def step_seconds(bench: Bench) -> Result:
             error = fitted.held_out[f"{quantile}_ratio"]
             goals.append(goal(f"{name}: held-out {quantile} error", f"<= {bound:.0%}", error, error <= bound))
         goals.append(goal(f"{name}: seconds of a fit", "<= 15", fit_s, fit_s <= 15))
-    first = next((row for row in rows if row["model"] == bench.calibrated_on), rows[0])
+    first = rows[0]
     calibrated = card.calibrated(traced[first["model"]], first["measured_s"], "bf16")
     for row in rows:
         for kind, device in (("data_sheet", card), ("calibrated", calibrated)):

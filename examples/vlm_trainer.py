@@ -23,7 +23,9 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="name on the hub, or a folder")
     parser.add_argument("--budget", type=float, default=4000, help="padded tokens and patches a batch")
     options = parser.parse_args()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # on a GPU, cuDNN's attention would build a plan for every new shape
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # on a GPU, cuDNN's attention would build a plan for every new shape
 
     talks = mmlab.read_conversations(
         options.data or mixed_talks(mmlab.read_records("data/sample")), images=options.images

@@ -70,7 +70,7 @@ class Device:
         """The same device with rates that explain measured steps.
 
         Arithmetic (all precisions by one factor), bandwidth and launch time are moved to where the squares of the
-        logarithms of predicted over measured seconds are least (Nelder and Mead 1965). Arithmetic and bandwidth, where the
+        logarithms of predicted over measured seconds are least (Powell 1964). Arithmetic and bandwidth, where the
         steps hardly depend on them, stay where they were. Steps of small matrices reach less of the arithmetic: calibrate
         with steps as heavy as those in question.
 
@@ -86,7 +86,7 @@ class Device:
             gaps = np.log(self._seconds(np.exp(logs), demands) / np.asarray(measured_s))
             return float((gaps**2).mean() + _STIFFNESS @ (logs - begun) ** 2)
 
-        arithmetic, bandwidth, launch_s = np.exp(minimize(loss, begun, method="Nelder-Mead").x).tolist()
+        arithmetic, bandwidth, launch_s = np.exp(minimize(loss, begun, method="Powell").x).tolist()
         return replace(
             self,
             flops_per_s={name: arithmetic * peak for name, peak in self.flops_per_s.items()},
