@@ -98,11 +98,15 @@ def test_a_norm_that_overflows_leaves_the_weights_alone():
     assert not weight.any()
 
 
-def test_within_a_step_cudnn_computes_no_attention_and_then_may_again():
-    before = torch.backends.cuda.matmul.fp32_precision
-    for name, products in (("fp32", "ieee"), ("tf32", "tf32")):
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize(("name", "products"), [("fp32", "ieee"), ("tf32", "tf32")])
+def test_within_a_step_cudnn_computes_no_attention_and_then_as_before(name, products, allowed):
+    cuda = torch.backends.cuda
+    before, attention = cuda.matmul.fp32_precision, cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(allowed)
+    try:
         with Precision(name, "cuda").kernels():
-            assert torch.backends.cuda.matmul.fp32_precision == products
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.matmul.fp32_precision == before
+            assert (cuda.matmul.fp32_precision, cuda.cudnn_sdp_enabled()) == (products, False)
+        assert (cuda.matmul.fp32_precision, cuda.cudnn_sdp_enabled()) == (before, allowed)
+    finally:
+        cuda.enable_cudnn_sdp(attention)
