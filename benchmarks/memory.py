@@ -242,11 +242,13 @@ def timed_us(memory: Any, shape: BatchShape) -> float:
     return float(np.median(times) * 1e6)
 
 
-class Computing(VirtualDevice):
-    """Fails where something is computed: reading a number asks for no memory."""
+class Allocating(VirtualDevice):
+    """Fails only where memory is asked for: not in operations on memory that is there already."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and self.num_operations == self.fail_at:
+        in_place = func._schema.name.endswith("_") or func._overloadname == "out" or func.is_view
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        if self.num_operations == self.fail_at and (in_place or reads):
             self.fail_at += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -258,7 +260,7 @@ def faults(stride: int) -> dict[str, Any]:
     batch.columns = batch.host  # as `collate` makes them: reading masks is no work of the device
 
     def step(fail_at: int | None) -> VirtualDevice:
-        device = Computing()
+        device = Allocating()
         trainer = make_trainer(device)
         device.num_operations, device.fail_at = 0, fail_at
         trainer.train_step([batch])
@@ -266,7 +268,7 @@ def faults(stride: int) -> dict[str, Any]:
 
     def recovers(number: int) -> bool:
         try:
-            return step(number).num_failures <= 1  # none where nothing but reads is left
+            return step(number).num_failures <= 1  # none where nothing is asked for any more
         except RunError as error:
             print(f"faults: operation {number}: {error}")
             return False
