@@ -207,13 +207,15 @@ def apart(quick: bool) -> Iterator[dict[str, Any]]:
         torch.manual_seed(0)
         model = build_model(model_name, vocab_size=VOCAB_SIZE)
         memory = fit_memory(model, num_held_out=0, progress=False, device="cpu")
+        cases = {}  # sizes, and what bounds the batches
         for num_images in NUM_IMAGES:
             sizes = original.take(np.arange(5 * num_images)).resized(Aspect(SIDE**2))
             limit = peak_bytes(make_scheduler("random", batch_size=BATCH_SIZE), memory, sizes, range(1, 3))
-            options: dict[str, Any] = {"cost": memory, "budget": limit}
-            if num_images == NUM_IMAGES[0]:
-                seconds = 3 if quick else 20
-                fitted = fit_time(model, sizes, device="cpu", seconds=seconds, progress=False, **options)
+            cases[num_images] = sizes, {"cost": memory, "budget": limit}
+        sizes, options = cases[NUM_IMAGES[0]]
+        seconds = 3 if quick else 20
+        fitted = fit_time(model, sizes, device="cpu", seconds=seconds, progress=False, **options)
+        for num_images, (sizes, options) in cases.items():
             found = {}
             for rule, allowed in (("apart", False), ("together", True)):
                 planner = make_scheduler("fastest", time=fitted, allow_collisions=allowed, **options)

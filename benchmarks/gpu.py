@@ -350,10 +350,10 @@ def new_shapes(bench: Bench) -> Result:
         for image in images
     ]
 
-    def attend(place: int, *kernels: SDPBackend) -> None:
+    def attend(place: int, kernel: SDPBackend) -> None:
         query = queries[place].requires_grad_()
         mask = torch.ones(len(query), 1, 1, query.shape[2], dtype=torch.bool, device=device)
-        with sdpa_kernel([*kernels, SDPBackend.MATH]):
+        with sdpa_kernel([kernel, SDPBackend.MATH]):
             scaled_dot_product_attention(query, query, query, attn_mask=mask).sum().backward()
 
     works: dict[str, Callable[[int], Any]] = {

@@ -30,7 +30,7 @@ _AMOUNTS = """budget cache_limit_gib device_interval_s every_minutes interval li
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_COUNTS.split(), (1, math.inf)),
     **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, math.inf)),
-    **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_workers"), (0, math.inf)),
+    **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_held_out", "num_workers"), (0, math.inf)),
     **dict.fromkeys(("lr", "weight_decay"), (0.0, math.inf)),
     **dict.fromkeys(("val_fraction", "warmup_ratio"), (0.0, 1.0)),
     "captions_per_image": (1, 1000),

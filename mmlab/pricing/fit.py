@@ -22,7 +22,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from mmlab.data.conversation_dataset import ConversationDataset
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.pricing.closed_form import fit_rows, held_out_errors, step_terms
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
@@ -58,9 +58,9 @@ def fit_memory(
         setting: the fields of `mmlab.pricing.trace.StepSetting`: `precision`, `device`, `checkpointing`, ...
 
     Raises:
-        OptionError: a step that cannot be priced, or one that depends on the shape in other ways.
+        OptionError: fewer than 0 held-out shapes, a step that cannot be priced, or one that depends on the shape in other ways.
     """
-    side = None
+    check_numbers({"num_held_out": num_held_out})
     if dataset is None:
         tracer = StepTracer(model, **setting)
         patch, most_tokens = patch or patch_of(model), _most_tokens(model)
@@ -70,7 +70,7 @@ def fit_memory(
         largest = (_LARGEST_SIZE, most_tokens, _LARGEST_IMAGE)
     else:
         batches = ProbeBatches(dataset)
-        tracer, patch = StepTracer(model, batches=batches, **setting), PATCH
+        tracer, patch, side = StepTracer(model, batches=batches, **setting), PATCH, None
         candidates, unseen, largest = batches.candidates(), batches.spread(num_held_out), batches.largest
     probes = _probes(candidates, patch)
     bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=None if progress else True)

@@ -109,7 +109,9 @@ def test_readings_follow_a_block_of_known_size(toy: Any) -> None:
 
 
 def test_precisions_keep_every_repetition(gpu: ModuleType, toy: Any) -> None:
+    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     row, goals = gpu.precisions(toy)
+    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before
     assert set(row["step_s"]) == {"fp32", "bf16", "fp16", "bf16 again"}  # tf32 on CUDA only
     assert all(len(times) == 2 and min(times) > 0 for times in row["step_s"].values())
     assert row["flop_per_step"] > 1e6

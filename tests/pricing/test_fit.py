@@ -137,3 +137,5 @@ def test_too_few_probes_are_refused():
     shapes = _candidates(16, 512, None)[:200:40]
     with pytest.raises(OptionError, match="terms need as many traced shapes, found 5"):
         fit_rows(shapes, shapes)
+    with pytest.raises(OptionError, match="num_held_out must be at least 0, found -1"):
+        fit_memory(Texts(lambda length: 2), num_held_out=-1, progress=False)
