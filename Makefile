@@ -26,22 +26,13 @@ runs/scenes/captions.json: | $(READY)
 lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root )notebooks/00_start_here.ipynb
 
-# Many tests wait for processes, so more run at once than there are cores: three share the tests (see tests/conftest.py),
-# and types, notebooks and the site run beside them, one after the other. What measures time, or fills the machine itself,
-# runs alone at the end.
+# Many tests wait for processes, so more run at once than there are cores: three share the tests (see tests/conftest.py).
+# Many train until they have seen enough, and cost more where others slow them down: the rest comes after them. What
+# measures time, or fills the machine itself, runs alone at the end.
 test: style chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests, the site
-	@$(MAKE) --no-print-directory -j2 suite beside BESIDE=1
-	$(BIN)/python -m pytest -p no:nbval --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
-
-.PHONY: beside
-beside: $(READY)
-	@for part in types notebooks site; do $(MAKE) --no-print-directory $$part; done
-
-AT_THE_END := $(if $(BESIDE),2>&1 | { said=$$(cat); echo "$$said"; })
-
-.PHONY: suite
-suite: $(READY)
 	$(BIN)/python -m pytest -p no:nbval -n 3 --dist loadfile --durations=25 -m "not serial"
+	@$(MAKE) --no-print-directory -j3 types notebooks site
+	$(BIN)/python -m pytest -p no:nbval --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
 
 check: lint  ## the inner loop: lint, format, types, layers, documents, and the tests of schedule, data and runs
 	$(BIN)/python -m pytest -p no:nbval -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
@@ -54,18 +45,18 @@ style: $(READY)
 	$(BIN)/ruff format --check
 
 types: $(READY)
-	$(BIN)/mypy $(AT_THE_END)
+	$(BIN)/mypy
 
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
-	MMLAB_SMOKE=1 $(BIN)/python -m pytest $(if $(BESIDE),,-n 2 --dist loadfile) -W default --timeout 0 \
-		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb $(AT_THE_END)
+	MMLAB_SMOKE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -W default --timeout 0 \
+		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb
 
 docs: $(READY)  ## execute every notebook in full (ten minutes), keep the copies in docs/notebooks, and build the site
 	$(BIN)/python docs/site/execute_notebooks.py notebooks/*.ipynb
 	@$(MAKE) --no-print-directory site
 
 site: $(READY)  ## build the site into build/site from the pages and the executed copies; a broken link fails
-	$(BIN)/python docs/site/build_site.py build/site $(AT_THE_END)
+	$(BIN)/python docs/site/build_site.py build/site
 
 film: $(READY) chromium runs/scenes/captions.json  ## film the live panel for the front page (on a quiet machine)
 	$(BIN)/python docs/site/film_panel.py runs/scenes

@@ -22,7 +22,7 @@ from mmlab.model.parameters import parameter_groups
 from mmlab.model.presets import build_model
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
-from mmlab.training.schedule import warmup_cosine
+from mmlab.training.setup import warmup_cosine
 from mmlab.types import Batch
 
 Step = Callable[[Batch], float]  # one optimizer step; its loss

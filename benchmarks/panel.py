@@ -107,8 +107,10 @@ class Bench:
         self.idle()
         short, long = (6.0, 15.0) if self.quick else (15.0, 60.0)
         self.stream("panel at 10 Hz", "LivePanel({folder!r})", "panel", hz=10, seconds=short)
-        self.stream("panel at 20 Hz", "LivePanel({folder!r}, hz=20)", "panel", hz=20, seconds=long)
-        self.stream("panel at 10 Hz, 60 steps/s", "LivePanel({folder!r})", "panel", hz=60, seconds=5.0)
+        at_20_hz = "from mmlab.lab import pump\npump.INTERVAL_S = 1 / 20\nLivePanel({folder!r})"
+        self.stream("panel at 20 Hz", at_20_hz, "panel", hz=20, seconds=long)
+        at_10_hz = "pump.INTERVAL_S = 1 / 10\nLivePanel({folder!r})"
+        self.stream("panel at 10 Hz, 60 steps/s", at_10_hz, "panel", hz=60, seconds=5.0)
         self.keys()
         self.training(rounds=3 if self.quick else 12)
         self.steering()
@@ -216,7 +218,7 @@ class Bench:
 
     def keys(self) -> None:
         """A key on the panel, through the kernel, to the changed state."""
-        panel = self.notebook.show("LivePanel(controller=Switch(Path('small')))")
+        panel = self.notebook.show("LivePanel('small', Switch(Path('small')))")
         panel.wait_state("running")
         root = panel.root.element_handle()
         took = self.page.evaluate(KEYS, [root, 10 if self.quick else 40])
@@ -255,7 +257,7 @@ class Bench:
         )
         panel = self.notebook.show(
             f"from mmlab.lab.lab import Lab\nlab = Lab({str(data)!r}, out='lab', image='aspect:48', batch_size=4, "
-            "epochs=500, num_workers=0, schedulers=('budget',))\nLivePanel(controller=lab)"
+            "epochs=500, num_workers=0, schedulers=('budget',))\nLivePanel(lab.folder, lab)"
         )
         panel.wait_state("idle")
         panel.button("start").click()

@@ -123,13 +123,11 @@ def end_with_parent(number: int) -> None:
 
 def find_process(identity: Mapping[str, Any]) -> psutil.Process | None:
     """The process with this identity; None where it has ended, or where it is not of this machine."""
-    try:
-        found = describe_process(identity["process_id"])
-        process = psutil.Process(found["process_id"])
-        ours = all(identity.get(key) == found[key] for key in IDENTITY)
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(identity["process_id"])
+        ours = describe_process(process.pid).items() <= identity.items()
         return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
+    return None
 
 
 def process_runs(identity: Mapping[str, Any]) -> bool:
@@ -219,10 +217,8 @@ class MemoryLimit:
         return self.total_bytes - self.others_bytes - self.context_bytes
 
     def __str__(self) -> str:
-        usable, total, others, context = (
-            value / GIB
-            for value in (self.usable_bytes, self.total_bytes, self.others_bytes, self.context_bytes)
-        )
+        sizes = (self.usable_bytes, self.total_bytes, self.others_bytes, self.context_bytes)
+        usable, total, others, context = (size / GIB for size in sizes)
         parts = f"{total:.1f} GiB, less {others:.1f} in use by others, less {context:.1f} for the context"
         return f"{self.device}: {usable:.1f} GiB for training ({parts})"
 
@@ -252,7 +248,10 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
         total = total_memory_bytes()
         others = max(0, total - available_memory_bytes() - process_rss_bytes())
     elif torch.cuda.is_available():
-        total, others = _cuda(device)
+        free, total = torch.cuda.mem_get_info(device)
+        # this process's own context is told from others by its stated size only
+        own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES["cuda"]
+        others = max(0, total - free - own)
     elif given is None:
         raise OptionError(f"no {device} device here; give the memory to plan for (memory_gb, --memory-gb)")
     else:
@@ -265,26 +264,8 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
         device=str(device), total_bytes=total, others_bytes=others, context_bytes=CONTEXT_BYTES[device.type]
     )
     if limit.usable_bytes <= 0:
-        total_gb, others_gb, context_gb = (value / GIB for value in (total, others, limit.context_bytes))
-        raise OptionError(
-            f"{device}: nothing is left for training of {total_gb:.3g} GiB: others use {others_gb:.1f}, and the context "
-            f"takes {context_gb:.1f}; give more memory, or free the device"
-        )
+        raise OptionError(f"too little memory: {limit}; give more memory, or free the device")
     return limit
-
-
-def device_limit(device: torch.device | str, *, memory_gb: float | None = None) -> int:
-    """Bytes that a step's live tensors may take, see `memory_limit`."""
-    return memory_limit(device, memory_gb=memory_gb).usable_bytes
-
-
-def _cuda(device: torch.device) -> tuple[int, int]:
-    """Total, and what others use; this process's own context is told from others by its stated size only."""
-    import torch
-
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    own_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES["cuda"]
-    return total_bytes, max(0, total_bytes - free_bytes - own_bytes)
 
 
 @contextmanager
@@ -319,32 +300,21 @@ def signals_held(*numbers: int) -> Iterator[list[int]]:
         signal.raise_signal(received[0])
 
 
-def require_device(name: str) -> None:
-    """Refuse what tensors cannot be put on.
-
-    Raises:
-        OptionError: not a device of this machine.
-    """
-    import torch
-
-    try:
-        torch.empty(1, device=name).cpu()  # `meta` is made, and cannot be read
-    except (RuntimeError, AssertionError) as error:
-        reason = first_line(error)
-        raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
-
-
 def resolve_device(name: str) -> str:
     """`auto` is the GPU where there is one, else the CPU.
 
     Raises:
         OptionError: not a device of this machine.
     """
-    if name == "auto":
-        import torch
+    import torch
 
+    if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    require_device(name)
+    try:
+        torch.empty(1, device=name).cpu()  # `meta` is made, and cannot be read
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error)
+        raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
     return name
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    Sides = tuple[NDArray[np.int32], NDArray[np.int32]]  # (N,) height and width
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -52,6 +54,8 @@ class CostModel(Protocol):
 
     @property
     def unit(self) -> str: ...  # "padded tokens", "seconds", "bytes"
+
+    def as_polynomial(self) -> Any: ...  # the same as an `mmlab.schedule.cost.MaxPolynomial`
 
     def __call__(self, shape: BatchShape) -> float: ...
 
@@ -92,10 +96,7 @@ class HostColumns:
     def part(self, rows: slice) -> HostColumns:
         """The same of some rows."""
         columns = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-        part: dict[str, Any] = {
-            name: None if column is None else column[rows] for name, column in columns.items()
-        }
-        return HostColumns(**part)
+        return replace(self, **{name: column[rows] for name, column in columns.items() if column is not None})
 
 
 @dataclass(slots=True)
@@ -246,15 +247,11 @@ class Region(NamedTuple):
 class ImagePolicy(Protocol):
     """Maps stored sizes to the sizes that the model sees. Pure, picklable and hashable."""
 
-    def target_sizes(
-        self, height: NDArray[np.int32], width: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def target_sizes(self, height: NDArray[np.int32], width: NDArray[np.int32]) -> Sides:
         """Height and width (N,) after the policy, in pixels; zero stays zero (no image)."""
-        ...
 
     def kept(self, height: int, width: int) -> Region:
         """The part of an image of this size that is resized to the target size."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +270,7 @@ class Square:
     def __str__(self) -> str:
         return f"square:{self.side}"
 
-    def target_sizes(
-        self, height: NDArray[np.int32], width: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def target_sizes(self, height: NDArray[np.int32], width: NDArray[np.int32]) -> Sides:
         """`side` x `side` wherever there is an image."""
         side = np.where(np.asarray(height) > 0, np.int32(self.side), np.int32(0))
         return side, side.copy()
@@ -309,9 +304,7 @@ class Aspect:
     def __str__(self) -> str:
         return f"aspect:{round(self.max_area**0.5)}:{self.multiple}"
 
-    def target_sizes(
-        self, height: NDArray[np.int32], width: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def target_sizes(self, height: NDArray[np.int32], width: NDArray[np.int32]) -> Sides:
         """Scaled to the area, each side rounded to a multiple (at least one), the long side cut to fit the area."""
         stored_h, stored_w = np.asarray(height, dtype=np.float64), np.asarray(width, dtype=np.float64)
         scale = np.minimum(1.0, np.sqrt(self.max_area / np.maximum(stored_h * stored_w, 1.0)))
@@ -381,7 +374,6 @@ class HasSizes(Protocol):
 
     def sizes(self) -> SampleSizes:
         """The planner's columns, as stored."""
-        ...
 
 
 Samples = HasSizes | SampleSizes | Sequence[Record]  # what schedulers plan

@@ -51,8 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects() -> None:
     """What was imported stays: each collection of garbage, of which a comparison asks for many, need not look at it."""
+    gc.collect()
     gc.freeze()
 
 

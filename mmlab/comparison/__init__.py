@@ -7,7 +7,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "background": ["BackgroundRun", "start_compare", "start_train"],
+        "background": ["BackgroundRun", "start_compare"],
         "experiment": ["compare"],
         "result": ["Comparison", "load_comparison"],
         "train": ["train", "train_on"],

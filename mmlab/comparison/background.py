@@ -1,6 +1,6 @@
-"""A comparison or a training run in a process of its own, so that the notebook's kernel stays free while it runs.
+"""A comparison in a process of its own, so that the notebook's kernel stays free while it runs.
 
-`start_compare` and `start_train` return at once. The child writes the run's events to files and nothing else is shared:
+`start_compare` returns at once. The child writes the run's events to files and nothing else is shared:
 the parent follows those files, a crash of one does not touch the other, and the measured times are not disturbed by the
 notebook's own Python (docs/decisions/0004-training-runs-in-its-own-process.md has the figures). Starting costs the
 import of torch in the child, a few seconds.
@@ -23,22 +23,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from mmlab.comparison.options import COMPARED
-from mmlab.comparison.result import load_comparison
+from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import PHASE, Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, fresh_folder, held
-
-if TYPE_CHECKING:
-    from mmlab.comparison.config import RunConfig
 
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
@@ -48,14 +44,13 @@ _latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
 
 
 class BackgroundRun:
-    """A handle on a comparison or a training run in another process. Safe to use from any thread.
+    """A handle on a comparison in another process. Safe to use from any thread.
 
-    Made by `start_compare`, `start_train` and `find_run`.
+    Made by `start_compare` and `find_run`.
 
     Attributes:
         folder: where the run writes; views may follow it.
-        job: what was asked for, as far as JSON can say it: of a comparison `data`, `schedulers` and `options`, of a
-            training run `config`.
+        job: what was asked for, as far as JSON can say it: `data`, `schedulers` and `options`.
         asked_to_stop: whether this handle was told to stop the run.
     """
 
@@ -73,11 +68,6 @@ class BackgroundRun:
     def error(self) -> str | None:
         """The traceback of what ended a failed run, or the end of its log where it could not say."""
         return None if self._is_alive() else self._outcome().get("traceback")
-
-    @property
-    def log(self) -> str:
-        """What the process wrote to its terminal so far: progress, and the traceback of a failure."""
-        return (self.folder / LOG).read_text(errors="replace")
 
     def sleep(self, seconds: float) -> None:
         """Wait so long, or less if the run ends."""
@@ -106,11 +96,11 @@ class BackgroundRun:
             self.sleep(10)
         self._let_go()
 
-    def wait(self) -> Any:
+    def wait(self) -> Comparison:
         """Wait for the end. An interrupt of the waiting cell stops the run cleanly.
 
         Returns:
-            A `Comparison`; of a training run a `TrainingResult`.
+            What was found.
 
         Raises:
             DataError, OptionError: what the user gave cannot be used.
@@ -126,12 +116,6 @@ class BackgroundRun:
             if kind := _USER_ERRORS.get(outcome.get("error", "")):
                 raise kind(outcome["message"])
             raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
-        if "config" in self.job:
-            if not outcome.get("result"):
-                raise RunError("the run was stopped; started again with resume='auto' it goes on")
-            from mmlab.comparison.train import TrainingResult
-
-            return TrainingResult(**outcome["result"])
         if not (self.folder / "comparison.json").exists():
             raise RunError(
                 "the run was stopped before every scheduler had finished an epoch; nothing to compare"
@@ -167,7 +151,7 @@ class BackgroundRun:
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
         message = trace = f"its process ended{code} without saying why"
         with contextlib.suppress(FileNotFoundError):
-            trace = f"{message}; its log ends:\n{self.log[-4000:]}"
+            trace = f"{message}; its log ends:\n{(self.folder / LOG).read_text(errors='replace')[-4000:]}"
         return {"status": "failed", "message": message, "traceback": trace}
 
 
@@ -184,44 +168,9 @@ def start_compare(
     Raises:
         OptionError: something that cannot be sent to another process, or a run of another process in the folder.
     """
-    call = ("compare", (data, schedulers), {**options, "out": str(out)})
-    return _start(Path(out), call, job_of(data, schedulers, options), COMPARISON_FILES, detached)
-
-
-def start_train(
-    config: RunConfig | str | Path,
-    *,
-    runs: str | Path = "runs",
-    resume: str = "never",
-    detached: bool = False,
-) -> BackgroundRun:
-    """Start `mmlab.train(config, runs=runs, resume=resume)` in a fresh interpreter and return at once.
-
-    A run that this process started in the same folder, and that still goes on, is stopped first.
-
-    Args:
-        config: a configuration, or the path of its file.
-        detached: the run goes on when this process ends.
-    """
-    from mmlab.comparison.config import RunConfig, load_config
-
-    config = config if isinstance(config, RunConfig) else load_config(config)
-    folder = Path(runs) / config.name
-    call = ("train", (config,), {"runs": str(runs), "resume": resume})
-    return _start(folder, call, {"config": asdict(config)}, (), detached)
-
-
-def _start(
-    folder: Path, call: tuple[str, Any, Any], job: dict[str, Any], written: Sequence[str], detached: bool
-) -> BackgroundRun:
-    """Start a process that makes the call, and write down in the folder which process that is.
-
-    Args:
-        call: `compare` or `train`, and its arguments.
-        written: what an earlier run wrote and is moved aside now, so that nobody who follows the new run sees the old.
-    """
+    folder = Path(out)
     try:
-        sent = pickle.dumps((call, str(folder), time.time(), detached))
+        sent = pickle.dumps((data, schedulers, {**options, "out": str(out)}, time.time(), detached))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise OptionError(
             f"cannot send these arguments to another process ({error}); give paths and names"
@@ -230,8 +179,9 @@ def _start(
         _latest[folder.resolve()].stop(timeout_s=10)
     ours = (LOG, PROCESS, OUTCOME, PHASE)
     with held(folder):  # not of a run that another process has started
-        if any((folder / name).exists() for name in written):
-            fresh_folder(folder, (*written, *ours))
+        # what an earlier run wrote is moved aside now, so that nobody who follows the new run sees the old
+        if any((folder / name).exists() for name in COMPARISON_FILES):
+            fresh_folder(folder, (*COMPARISON_FILES, *ours))
         for name in ours:
             (folder / name).unlink(missing_ok=True)
     with (folder / LOG).open("wb") as log:
@@ -240,8 +190,8 @@ def _start(
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
-    about = {"process": describe_process(child.pid), "job": job}
-    replace_file(folder / PROCESS, json.dumps(about, indent=2))
+    about = {"process": describe_process(child.pid), "job": job_of(data, schedulers, options)}
+    replace_file(folder / PROCESS, json.dumps(about, indent=2, default=str))
     _latest[folder.resolve()] = run = BackgroundRun(folder, about, child)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has died already: its log says why
@@ -255,11 +205,7 @@ def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, 
     place = str(data) if isinstance(data, str | Path) else None
     if place is not None and "://" not in place:
         place = os.path.abspath(os.path.expanduser(place))
-    return {
-        "data": place,
-        "schedulers": list(schedulers),
-        "options": {key: value for key, value in options.items() if _is_plain(value)},
-    }
+    return {"data": place, "schedulers": list(schedulers), "options": dict(options)}
 
 
 def find_run(folder: str | Path) -> BackgroundRun | None:
@@ -276,33 +222,22 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
         ) from error
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float)
-
-
 def _child() -> None:
     """Make the call that stands on the standard input, and write down how it ended."""
     # a notebook's kernel ignores interrupts between cells, and so would a child of it that a button has started
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores()
     # before torch: the parent may wait for it to be read
-    (name, arguments, options), folder, since_s, detached = pickle.load(sys.stdin.buffer)
+    data, schedulers, options, since_s, detached = pickle.load(sys.stdin.buffer)
     outcome: dict[str, Any] = {"status": "done"}
     try:
         if not detached:
             threading.Thread(target=end_with_parent, args=(signal.SIGINT,), daemon=True).start()
-        control = Control(folder, since_s=since_s)
+        control = Control(options["out"], since_s=since_s)
         control.say("importing torch")
         import mmlab
 
-        found = getattr(mmlab, name)(*arguments, **options, control=control)
-        if name == "train":
-            outcome |= {"status": found.status, "result": asdict(found)}
-        elif found.interrupted:
+        if mmlab.compare(data, schedulers, **options, control=control).interrupted:
             outcome["status"] = "stopped"
     except KeyboardInterrupt:
         outcome["status"] = "stopped"
@@ -310,7 +245,7 @@ def _child() -> None:
         traceback.print_exc()
         outcome |= {"status": "failed", "error": type(error).__name__, "message": str(error)}
         outcome["traceback"] = traceback.format_exc()
-    replace_file(Path(folder) / OUTCOME, json.dumps(outcome, indent=2))
+    replace_file(Path(options["out"]) / OUTCOME, json.dumps(outcome, indent=2))
 
 
 if __name__ == "__main__":

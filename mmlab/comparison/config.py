@@ -17,7 +17,6 @@ defaults. `examples/train.toml` shows them at work.
     [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, for which one may
                   keep the others waiting
     [checkpoint]  the options of `Checkpoints`
-    [events]      device_interval_s
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from typing import Any, Literal
 
 from pydantic import create_model
 
-from mmlab.comparison.options import SamplingOptions, names_of, read_options
+from mmlab.comparison.options import SamplingOptions, read_options
 from mmlab.comparison.preparation import augmentation
 from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, check_name
-from mmlab.machine import regular, replace_file
+from mmlab.machine import regular
 from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.reduce import ParallelOptions
@@ -90,13 +89,6 @@ class RanksOptions(ParallelOptions):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EventOptions:
-    """How often the device is read."""
-
-    device_interval_s: float = 0.5
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A checked configuration. Sections whose keys depend on a name hold the keys that were given."""
 
@@ -109,40 +101,24 @@ class RunConfig:
     trainer: TrainerOptions
     parallel: RanksOptions
     checkpoint: CheckpointOptions
-    events: EventOptions
 
     @property
     def processor(self) -> str | None:
         """Name of the processor that makes batches of conversations; None where the data are pairs."""
         return self.data.processor or self.model.get("name")
 
-    def save(self, path: str | Path) -> None:
-        """Write what differs from the defaults, as TOML."""
+    def toml(self) -> str:
+        """What differs from the defaults."""
         lines = [f"name = {_toml(self.name)}"]
         for section in dataclasses.fields(self):
             values = _chosen(getattr(self, section.name))
             if values and section.name != "name":
                 lines += ["", f"[{section.name}]"]
                 lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
-        replace_file(Path(path), "\n".join(lines) + "\n")
-
-    def changes(self, other: RunConfig) -> list[str]:
-        """What differs in another configuration and bears on the result, as `section.key: old -> new`."""
-        old, new = _flat(self), _flat(other)
-        return [
-            f"{key}: {old.get(key, 'default')} -> {new.get(key, 'default')}"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and key not in _HARMLESS and key.split(".")[0] not in _HARMLESS
-        ]
+        return "\n".join(lines) + "\n"
 
 
 _OF_PAIRS = ("image", "tokenizer", "max_tokens", "cache_limit_gib")
-_HARMLESS = (  # to change in a resume
-    "checkpoint",
-    "events",
-    *(f"parallel.{name}" for name in names_of(RanksOptions) if name != "strategy"),
-    *(f"data.{name}" for name in (*names_of(LoaderOptions), "cache", "cache_limit_gib")),
-)
 
 
 def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
@@ -190,7 +166,6 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
         trainer=read("trainer", TrainerOptions),
         parallel=read("parallel", RanksOptions),
         checkpoint=read("checkpoint", CheckpointOptions),
-        events=read("events", EventOptions),
     )
     if config.processor is not None:
         _check_conversations(config, sections, path)
@@ -287,15 +262,6 @@ def _chosen(section: Any) -> Section:
         option.name: getattr(section, option.name)
         for option in dataclasses.fields(section)
         if getattr(section, option.name) != option.default
-    }
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": value
-        for section, values in dataclasses.asdict(config).items()
-        if isinstance(values, dict)
-        for key, value in values.items()
     }
 
 

@@ -15,10 +15,11 @@ Notebooks, dashboard and command line all go through `compare`. What makes a com
 from __future__ import annotations
 
 import dataclasses
+import gc
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def compare(
     num_workers = default_num_workers() if chosen.num_workers is None else chosen.num_workers
     chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device), num_workers=num_workers)
     control = control or Control(out)
-    with nullcontext() if out is None else held(Path(out)):  # no other run writes to the folder
+    with ExitStack() as stack:
+        if out is not None:
+            stack.enter_context(held(Path(out)))  # no other run writes to the folder
         names = scheduler_names(schedulers)
         control.say("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)
@@ -117,6 +120,9 @@ def compare(
         )
         if folder is not None and time is not None:
             time.save(folder / TIME_MODEL)
+        gc.collect()
+        gc.freeze()  # each collection between turns would go through all that was imported
+        stack.callback(gc.unfreeze)
         runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
         control.say("reading every image once")
         _warm_page_cache(train_set, progress)

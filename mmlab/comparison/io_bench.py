@@ -27,7 +27,7 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
-from mmlab.loading.copying import Copier
+from mmlab.loading.backends import Copier
 from mmlab.loading.speeds import MIB, ReadRates, read_rates, work_rate
 from mmlab.loading.stages import as_html, as_text
 from mmlab.machine import num_usable_cores, resolve_device

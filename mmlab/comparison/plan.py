@@ -16,7 +16,7 @@ from mmlab.comparison.config import RunConfig
 from mmlab.comparison.preparation import sampled
 from mmlab.comparison.run import Run
 from mmlab.data.conversation_dataset import ConversationDataset
-from mmlab.machine import device_limit
+from mmlab.machine import memory_limit
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import fit_memory
@@ -66,7 +66,7 @@ def plan_run(
     if name not in ("memory", "fastest"):
         scheduler = make_scheduler(name, **options)
     else:
-        limit_bytes = device_limit(device, memory_gb=options.pop("memory_gb", None))
+        limit_bytes = memory_limit(device, memory_gb=options.pop("memory_gb", None)).usable_bytes
         if isinstance(dataset, ConversationDataset):
             network: Any = model.to(device)
             cost, seconds = once(

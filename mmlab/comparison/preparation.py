@@ -39,10 +39,9 @@ from mmlab.pricing.step_prices import packing
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.live import LivePlan
-from mmlab.schedule.mixing import Mixed
+from mmlab.schedule.mixing import Mixed, Weighted
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.schedule.weighted import Weighted
 from mmlab.types import parse_image_policy
 
 Rows = TypeVar("Rows", Records, Conversations)
@@ -54,7 +53,6 @@ AUGMENTATIONS: dict[str, Augment | None] = {
     "colour": Augment(brightness=0.4, contrast=0.4, saturation=0.4),
     "randaugment": Augment(num_operations=2),
 }
-_UNIFORM_SHARE = 0.1  # of a sample's weight, whatever its difficulty
 
 
 def augmentation(name: str) -> Augment | None:
@@ -187,8 +185,7 @@ def sampled(
     weights = np.ones(0)
     if options.adaptive != "off":
         records = dataset.records
-        found = difficulty(image_complexity(records, progress=progress), records.num_tokens)
-        weights = _UNIFORM_SHARE + (1 - _UNIFORM_SHARE) * found
+        weights = difficulty(image_complexity(records, progress=progress), records.num_tokens)
     if options.adaptive == "sampling":
         return Weighted(weights=weights, **shared), 1 / weights if options.correct else None
     if options.ratios is not None:

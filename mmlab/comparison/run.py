@@ -32,18 +32,10 @@ class Run:
         folder: of the run; made if need be. None writes nothing.
         rank: of this process; the file of each rank is its own.
         control: where pause and stop are read; unless given, from the folder.
-        interval_s: seconds between two readings of the device.
     """
 
-    def __init__(
-        self,
-        folder: str | Path | None,
-        *,
-        rank: int = 0,
-        control: Control | None = None,
-        interval_s: float = 0.5,
-    ) -> None:
-        self.rank, self.interval_s = rank, interval_s
+    def __init__(self, folder: str | Path | None, *, rank: int = 0, control: Control | None = None) -> None:
+        self.rank = rank
         self.control = control or Control(folder if rank == 0 else None)
         self.step = 0  # of the last event that had one
         self._log = None if folder is None else RunLog(folder, rank)
@@ -76,7 +68,7 @@ class Run:
             options: of `FusionTrainer.fit`.
         """
         device: torch.device = trainer.device
-        with DeviceMonitor(self.emit, device=device, interval_s=self.interval_s, rank=self.rank):
+        with DeviceMonitor(self.emit, device=device, rank=self.rank):
             trainer.fit(loader, control=self.control, **options)
 
     def __enter__(self) -> Run:

@@ -19,7 +19,7 @@ from torch import nn
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import COST, augmentation, model_of, sampled
 from mmlab.errors import OptionError
-from mmlab.machine import GIB, device_limit
+from mmlab.machine import GIB, memory_limit
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
@@ -104,7 +104,7 @@ class _Sizing:
         time = self._fit_time(model_of(options, dataset), COST, budget) if "fastest" in names else None
         for name in names:
             if name == "memory":
-                limit_bytes = device_limit(options.device, memory_gb=options.memory_gb)
+                limit_bytes = memory_limit(options.device, memory_gb=options.memory_gb).usable_bytes
                 memory, _ = self._fit_memory(model_of(options, dataset))
                 planners[name] = self._scheduler(name, cost=memory, budget=limit_bytes)
             else:
@@ -121,7 +121,7 @@ class _Sizing:
             baseline = self._make("random", options.batch_size)
             limit_bytes = max(map(self._peak_bytes, self._plans(baseline)))
         else:
-            limit_bytes = device_limit(options.device, memory_gb=options.memory_gb)
+            limit_bytes = memory_limit(options.device, memory_gb=options.memory_gb).usable_bytes
             require_room(
                 memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
             )

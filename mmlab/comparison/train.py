@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from difflib import ndiff
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,15 @@ from mmlab.comparison.preparation import (
     suit,
 )
 from mmlab.comparison.run import Run
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
-from mmlab.machine import resolve_device
+from mmlab.machine import replace_file, resolve_device
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import make_strategy
-from mmlab.runs.control import Control
 from mmlab.runs.events import EVENT_FILES, RunEvent
 from mmlab.runs.folders import fresh_folder, held
 from mmlab.training.checkpoint.files import MANIFEST, check
@@ -85,12 +85,7 @@ class TrainingResult:
 
 
 def train(
-    config: RunConfig | str | Path,
-    *,
-    runs: str | Path = "runs",
-    resume: str = "never",
-    progress: bool = True,
-    control: Control | None = None,
+    config: RunConfig | str | Path, *, runs: str | Path = "runs", resume: str = "never", progress: bool = True
 ) -> TrainingResult:
     """Train as configured, in the folder `runs`/NAME.
 
@@ -102,7 +97,6 @@ def train(
         config: a configuration, or the path of its file.
         resume: `auto` goes on from the newest whole checkpoint in the folder, if there is one; `never` starts anew and
             moves what an earlier run left to `previous-N`; else a checkpoint, or a folder of them, to go on from.
-        control: where rank 0 reads pause and stop; unless given, in the run's folder.
 
     Raises:
         DataError: data or checkpoint cannot be used.
@@ -118,9 +112,7 @@ def train(
             _prepare_folder(folder, resume, restarted=restarted)
         if world_size > 1:
             distributed.barrier()
-        control = control if rank == 0 else None
-        interval_s = config.events.device_interval_s
-        run = stack.enter_context(Run(folder, rank=rank, control=control, interval_s=interval_s))
+        run = stack.enter_context(Run(folder, rank=rank))
         if world_size > 1:
             stack.enter_context(RankWatch(run.write, timeout_s=config.parallel.timeout_s))
         hidden = None if progress and rank == 0 else True
@@ -282,11 +274,14 @@ class _Training:
         trainer, config, path = self.trainer, self.config, self.folder / _CONFIG
         self._run.step = trainer.step
         if self._run.rank == 0:
-            message = _changes(path, config) if trainer.step and path.exists() else ""
-            if message:
-                self._run.write("warning", message=message, source="training")
-                self._say(message)
-            config.save(path)
+            text = config.toml()
+            if trainer.step and path.exists():
+                lines = ndiff(path.read_text("utf-8").splitlines(), text.splitlines())
+                if changes := "; ".join(line for line in lines if line[0] in "+-"):
+                    message = f"resumed with other options than before: {changes}"
+                    self._run.write("warning", message=message, source="training")
+                    self._say(message)
+            replace_file(path, text)
         machine = describe_machine(str(trainer.device))
         values = {
             "run_name": config.name,
@@ -336,15 +331,6 @@ class _Training:
         """Print what should stay on the terminal."""
         if not self._bar.disable:
             self._bar.write(message, file=sys.stderr)
-
-
-def _changes(path: Path, config: RunConfig) -> str:
-    """What a resumed run does otherwise than before, for a warning."""
-    try:
-        changes = load_config(path).changes(config)
-    except (DataError, OptionError) as error:
-        return f"resumed; with which options before is not known: {error}"
-    return f"resumed with other options than before: {'; '.join(changes)}" if changes else ""
 
 
 @contextmanager

@@ -42,15 +42,14 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, pixels: Pixels 
         Batch of B samples, `pixel_values` (B, 3, H, W) uint8, `input_ids` (B, T) int64.
     """
     images = [None if sample["image"] is None else sample["image"].numpy() for sample in samples]
-    height = max((image.shape[1] for image in images if image is not None), default=PATCH)
-    width = max((image.shape[2] for image in images if image is not None), default=PATCH)
+    sides = np.array([(0, 0) if image is None else image.shape[1:] for image in images])
+    height, width = (int(side) or PATCH for side in sides.max(0))
     if pixels is None or pixels.shape != (len(samples), 3, height, width):
         pixels = np.empty((len(samples), 3, height, width), np.uint8)
     pixel_mask = np.ones((len(samples), height, width), bool)
     for image, place, mask in zip(images, pixels, pixel_mask, strict=True):
         _place(image, place, mask)
     input_ids, attention_mask = _padded([sample["input_ids"].numpy() for sample in samples], pad_token_id)
-    sides = np.array([(0, 0) if image is None else image.shape[1:] for image in images])
     labels = [sample["label"] for sample in samples]
     batch = Batch(
         pixel_values=torch.from_numpy(pixels),

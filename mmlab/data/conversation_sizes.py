@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from mmlab.data.conversations import Conversations, Message
-from mmlab.data.readers.headers import Size
+from mmlab.data.readers.sidecar import Size
 from mmlab.errors import OptionError
 from mmlab.types import PATCH, SampleSizes
 

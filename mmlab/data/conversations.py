@@ -19,12 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.data.decode import to_rgb
-from mmlab.data.readers.headers import Size, image_sizes
 from mmlab.data.readers.hub import as_stored, is_dataset
 from mmlab.data.readers.manifest import decode_text, is_parquet, numbered, parquet_file, read_json
-from mmlab.data.readers.paths import FileResolver, image_folder
-from mmlab.data.readers.rows import open_file, report_bad_rows, why_not_unicode
-from mmlab.data.readers.sidecar import Stamp
+from mmlab.data.readers.rows import FileResolver, image_folder, open_file, report_bad_rows, why_not_unicode
+from mmlab.data.readers.sidecar import Size, Stamp, image_sizes
 from mmlab.data.records import BadRow, FileStore, Grouped, connected_groups
 from mmlab.errors import DataError, check_name
 

@@ -95,20 +95,10 @@ def _end(server: subprocess.Popen) -> None:
         process = psutil.Process(server.pid)
         family = [process, *process.children(recursive=True)]  # kernels have process groups of their own
         process.terminate()  # it ends its kernels
-        end_s = time.monotonic() + STOP_S
-        while any(map(_is_alive, family)) and time.monotonic() < end_s:
-            time.sleep(0.05)
-        for process in filter(_is_alive, family):
+        for process in psutil.wait_procs(family, timeout=STOP_S)[1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     server.communicate()  # waits, and closes the pipe
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def find_notebook(notebook: str | Path | None) -> Path:

@@ -315,7 +315,7 @@ class Lab:
     def differences(self, job: Mapping[str, Any]) -> str:
         """In which options a run's job (`BackgroundRun.job`) is not as this configuration; empty where in none."""
         own = job_of(self.data, self.options["schedulers"], {**self.options, "schedulers": None})
-        own = json.loads(json.dumps(own))  # as the other one was written
+        own = json.loads(json.dumps(own, default=str))  # as the other one was written
         asked, ours = ({**each.get("options", {}), **each, "options": None} for each in (job, own))
         keys = [key for key in asked | ours if asked.get(key) != ours.get(key)]
         return ", ".join(f"{key}={asked.get(key)!r}" for key in keys)

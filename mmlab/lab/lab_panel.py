@@ -80,8 +80,12 @@ class LabPanel(Panel):
         boxes = []
         aside = [path for path in self.lab.folder.glob(f"*/{PROCESS}") if is_aside(path.parent.name)]
         for path in sorted(aside, key=os.path.getmtime):
-            name, job = path.parent.name, json.loads(path.read_text())["job"]
-            said = ": ".join(filter(None, (name, self.lab.differences(job))))
+            name = path.parent.name
+            try:
+                told = self.lab.differences(json.loads(path.read_text())["job"])
+            except (ValueError, TypeError, LookupError):
+                told = f"{path.name} is damaged, so how it differed is not known"
+            said = ": ".join(filter(None, (name, told)))
             boxes.append(widgets.Checkbox(description=said, tooltip=name, indent=False))
             boxes[-1].observe(self.showing(self._follow), "value")
         self.earlier.children = [widgets.Label("compare with"), *boxes] if boxes else []

@@ -4,7 +4,7 @@ One small widget. A daemon thread follows the runs' event files and sends new ro
 every row, draws, smooths, zooms and exports. The page answers each message once it is drawn; without an answer the
 thread sends once a second, so neither a slow page nor a closed one holds anything up.
 
-Costs: under 1 ms of the thread's CPU time an update, `hz` updates a second in the long run; nothing while no page shows
+Costs: under 1 ms of the thread's CPU time an update, ten updates a second in the long run; nothing while no page shows
 the panel. docs/internals/live_panel.md has the measured figures. Opening a run needs no torch.
 Does not: train, nor write anything to disk. Exports are made by the browser.
 """
@@ -12,7 +12,6 @@ Does not: train, nor write anything to disk. Exports are made by the browser.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import anywidget
 import traitlets
 from IPython.core.displaypub import CapturingDisplayPublisher
 
-from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, saved_view
 from mmlab.lab.pump import Pump
 from mmlab.lab.saved import SavedView
@@ -39,14 +37,8 @@ class LivePanel(anywidget.AnyWidget):
 
     Args:
         source: what to follow: a run's folder, a folder of runs (a comparison, or its `runs`), or several of those.
-            None follows the controller's folder.
-        controller: what the buttons call, a `Lab` or what has its `start`, `pause`, `resume`, `stop`, `state`, `progress`,
-            `error` and `folder`: any thread may ask, and every answer comes at once. Without one the panel only watches.
-        hz: updates a second at most; more than the screen shows is no use.
-        title: heading; the folder's name by default.
-
-    Raises:
-        OptionError: neither a source nor a controller, or `hz` not above 0.
+        controller: what the buttons call, a `Lab` or what has its `start`, `pause`, `resume`, `stop`, `state`, `progress`
+            and `error`: any thread may ask, and every answer comes at once. Without one the panel only watches.
     """
 
     _esm = STATIC / "live_panel.js"
@@ -57,25 +49,19 @@ class LivePanel(anywidget.AnyWidget):
     steers = traitlets.Bool().tag(sync=True)
     tracks = traitlets.Dict().tag(sync=True)  # columns of each track, in the order in which they are sent
 
-    def __init__(
-        self, source: Source = None, controller: Any = None, *, hz: float = 10.0, title: str | None = None
-    ) -> None:
-        if source is None and controller is None:
-            raise OptionError("nothing to follow: give a source (folders of runs), a controller, or both")
-        if not hz > 0:
-            raise OptionError(f"hz: expected updates a second above 0, found {hz}")
+    def __init__(self, source: Source, controller: Any = None) -> None:
         self.controller = controller
         self._source = source
         super().__init__(
             uid=uuid.uuid4().hex,
-            title=_name(source, controller) if title is None else title,
+            title=str(source) if isinstance(source, str | Path) else ", ".join(map(str, source)),
             steers=controller is not None,
             tracks={track: list(keys) for track, keys in TRACKS.items()},
         )
         self._saved = SavedView()
         self._save([])
-        self._pump = Pump(source, controller, self.send, self._save, interval_s=1 / hz)
-        self.on_msg(self._receive)
+        self._pump = Pump(source, controller, self.send, self._save)
+        self.on_msg(lambda _widget, content, _buffers: self._pump.receive(content))
         # ipykernel would hand the page's messages to the thread that last sent one: the main one, behind the cells.
         # The page asks for a subshell of the kernel where there are any.
         if hasattr(self.comm, "_reply_subshell_for"):
@@ -92,8 +78,7 @@ class LivePanel(anywidget.AnyWidget):
 
     def summary(self) -> str:
         """One line on the state of the runs, for places where no page can show the panel."""
-        source = self._source if self._source is not None else getattr(self.controller, "folder", None)
-        runs = [f"{folder.resolve().name} {summary_line(folder)}" for folder in run_files(source)]
+        runs = [f"{folder.resolve().name} {summary_line(folder)}" for folder in run_files(self._source)]
         if not runs:
             return f"LivePanel: waiting for the first event of {self.title}"
         state = "" if self.controller is None else f"{self.controller.state}; "
@@ -118,13 +103,3 @@ class LivePanel(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **arguments: Any) -> Any:
         self.begin()
         return super()._repr_mimebundle_(**arguments)
-
-    def _receive(self, _widget: object, content: Mapping[str, Any], _buffers: object) -> None:
-        """What the page sends; called on the kernel's main thread or on another one."""
-        self._pump.receive(content)
-
-
-def _name(source: Any, controller: Any) -> str:
-    if source is None:
-        return str(getattr(controller, "folder", "run"))
-    return str(source) if isinstance(source, str | Path) else ", ".join(str(item) for item in source)

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 import numpy as np
-from matplotlib.figure import Figure
 
 from mmlab.errors import OptionError
 from mmlab.lab.panels import SLIDES, WIDE, Panel
-from mmlab.lab.plan_figure import GREY, page_png
+from mmlab.lab.plan_figure import page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
 from mmlab.pricing.memory_report import PlannedMemory, plan_memory
-from mmlab.runs.figures import PALETTE
 
 if TYPE_CHECKING:
     from mmlab.pricing.memory import MemoryModel
@@ -86,25 +84,9 @@ class MemoryPanel(Panel):
                 f"<br>{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}"
                 f"<br>a fixed batch size would have to be {figures['fixed_batch_size']}"
             )
-        self.picture.value = page_png(memory_figure, planned)
+        self.picture.value = page_png(planned.figure)
 
     @property
     def text(self) -> str:
         """The answer in words."""
         return re.sub("<.*?>", lambda tag: "; " * (tag[0] == "<br>"), self.summary.value)
-
-
-def memory_figure(planned: PlannedMemory) -> Figure:
-    """Every planned batch: its samples, and its predicted bytes below the limit."""
-    figure = Figure(figsize=(11, 2.8), layout="constrained")
-    counts, needed = figure.subplots(1, 2)
-    limit_gib = planned.limit_bytes / GIB
-    if planned.plan is not None:
-        columns = planned.plan.shape_columns
-        dots = counts.scatter(columns[:, 2] * columns[:, 3] / 1e3, columns[:, 0], c=columns[:, 1], s=8)
-        figure.colorbar(dots, label="tokens")
-        needed.plot(planned.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
-    needed.axhline(limit_gib, color=GREY, lw=1, ls="--")
-    counts.set(title="batches by image size", xlabel="thousand pixels", ylabel="samples", ylim=(0, None))
-    needed.set(title="predicted peak (-- limit)", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib))
-    return figure

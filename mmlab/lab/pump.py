@@ -1,6 +1,6 @@
 """The thread between runs' files and a live panel's page: reads, paces, sends.
 
-Each message has the rows that the page does not have yet, at most `hz` messages a second. The page answers once it has
+Each message has the rows that the page does not have yet, at most ten messages a second. The page answers once it has
 drawn; without an answer the thread sends once a second, so neither a slow page nor a closed one holds anything up. Until
 a page is heard at all, each message begins anew: the first ones may come before the page listens, and what it says may
 stand behind queued cells.
@@ -28,6 +28,7 @@ from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import ENDED, Runs, RunState, Source, overall_status, shown_error
 from mmlab.runs.summaries import progress_of
 
+INTERVAL_S = 0.1  # between two messages, in the long run; more than the screen shows is no use
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
 WINDOW = 50  # messages that may wait for the page's answer; it answers every 25th, and one that says `more`
 SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
@@ -53,12 +54,9 @@ class Pump:
         controller: Any,
         send: Callable[[dict[str, Any], list[bytes]], object],
         save: Callable[[list[RunState]], object],
-        *,
-        interval_s: float,
     ) -> None:
         self._runs = Runs(source, scan_s=SCAN_S)
-        self._follows_controller = source is None
-        self._controller, self._send, self._save, self._interval_s = controller, send, save, interval_s
+        self._controller, self._send, self._save = controller, send, save
         self._wake = threading.Condition()  # may be taken again by whoever has it
         self._thread: threading.Thread | None = None
         # under the lock
@@ -166,8 +164,6 @@ class Pump:
         for have in rewind:
             self._said = {}
             self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}
-        if self._follows_controller and (folder := self._asked("folder")) != self._runs.source:
-            self._runs.follow(folder)
         if self._runs.poll():
             self._news_s, self._fresh = now_s, True
             steps = [run.event("step", rank) for run in self._runs.states.values() for rank in run.ranks()]
@@ -207,8 +203,8 @@ class Pump:
         if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
             return
         # One message an interval in the long run; one may come early, so that the messages fall in step with the run.
-        self._paid_s = min(max(self._paid_s, now_s) + self._interval_s, now_s + 2 * self._interval_s)
-        self._due_s = max(self._paid_s - self._interval_s, now_s + 0.5 * self._interval_s)
+        self._paid_s = min(max(self._paid_s, now_s) + INTERVAL_S, now_s + 2 * INTERVAL_S)
+        self._due_s = max(self._paid_s - INTERVAL_S, now_s + 0.5 * INTERVAL_S)
         self._sent_s = now_s
         self._seq += 1
         message |= {
@@ -232,7 +228,7 @@ class Pump:
 
     def _phase(self) -> str:
         source = self._runs.source  # the first of several is what runs now
-        return read_phase(str(source if isinstance(source, str | Path) else next(iter(source or ()), "")))
+        return read_phase(str(source if isinstance(source, str | Path) else next(iter(source), "")))
 
     def _new_rows(self) -> dict[str, NDArray[np.float32]]:
         """Rows that were not sent yet, (C, N) for each series "<run id>.<rank>.<track>"; as many as a message holds."""

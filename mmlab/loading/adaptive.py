@@ -22,9 +22,11 @@ from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import Random
-from mmlab.schedule.weighted import Weighted
+from mmlab.schedule.mixing import Weighted
 
 MODES = ("sampling", "loss")
+_IMAGE_PART, _TEXT_PART = 0.3, 0.7  # of the difficulty
+_UNIFORM_SHARE = 0.1  # of a sample's weight, whatever its difficulty: no correction exceeds 10
 
 
 class AdaptiveDataLoader(PlannedLoader):
@@ -41,9 +43,6 @@ class AdaptiveDataLoader(PlannedLoader):
         batch_size: samples a batch, in random batches, 32 if neither this nor a scheduler is given.
         shuffle: as in the article's call; False needs a scheduler, which then sets the order.
         mode: "sampling" or "loss".
-        image_coefficient, text_coefficient: parts of image complexity and text length in the difficulty. A sample
-            without image (or text) gets the mean in its place.
-        uniform_share: part of the weight that all samples have alike; at 0.1 no correction exceeds 10.
         correct: with sampling, weigh so that the expected loss is that of the data.
         num_samples: drawn an epoch, as many as there are unless given; sampling only.
         scheduler: forms the batches, instead of `batch_size`.
@@ -52,7 +51,7 @@ class AdaptiveDataLoader(PlannedLoader):
         options: of `PlannedLoader`.
 
     Raises:
-        OptionError: an unknown mode, a coefficient out of range, or options that exclude each other.
+        OptionError: an unknown mode, or options that exclude each other.
         DataError: an image cannot be decoded.
 
     Source: article C, where the weights, (0.3 x complexity + 0.7 x length) / 100, were computed and never used.
@@ -65,9 +64,6 @@ class AdaptiveDataLoader(PlannedLoader):
         shuffle: bool = True,
         *,
         mode: str = "sampling",
-        image_coefficient: float = 0.3,
-        text_coefficient: float = 0.7,
-        uniform_share: float = 0.1,
         correct: bool = False,
         num_samples: int | None = None,
         scheduler: Scheduler | None = None,
@@ -87,13 +83,8 @@ class AdaptiveDataLoader(PlannedLoader):
             raise OptionError(
                 "correct and num_samples belong to mode='sampling'; mode='loss' has each sample once"
             )
-        if not 0 < uniform_share <= 1:
-            raise OptionError(f"uniform_share must be above 0 and at most 1, found {uniform_share}")
-        self.mode = mode
-        self.image_complexity = image_complexity(dataset.records, progress=progress)  # (N,) bits
-        self.difficulty = uniform_share + (1 - uniform_share) * difficulty(
-            self.image_complexity, dataset.records.num_tokens, image_coefficient, text_coefficient
-        )  # (N,) mean 1
+        complexity = image_complexity(dataset.records, progress=progress)
+        self.difficulty = difficulty(complexity, dataset.records.num_tokens)  # (N,) mean 1
         inner = scheduler or Random(batch_size=batch_size or 32, seed=seed)
         if mode == "loss":
             self.weights = self.difficulty
@@ -115,57 +106,40 @@ class AdaptiveDataLoader(PlannedLoader):
         Returns:
             `num_drawn`; `coverage`, the share of the samples that are drawn; `max_times_drawn`; `effective_ratio`, 1
             where all samples count alike (Kish: (sum of counts)^2 / sum of squared counts / samples);
-            `min_difficulty` and `max_difficulty`; `mean_complexity` (bits) and `mean_num_tokens` over the data, and the
-            same as the epoch counts them, `counted_complexity` and `counted_num_tokens`.
+            `mean_num_tokens` of the texts, and the same as the epoch counts them, `counted_num_tokens`.
         """
         times = self.plan.times_drawn
         counted = times * (1.0 if self.weights is None else self.weights)
-        num_tokens = self.dataset.records.num_tokens.astype(np.float64)
+        num_tokens = self.dataset.records.num_tokens
         found = {
             "num_drawn": times.sum(),
             "coverage": (times > 0).mean(),
             "max_times_drawn": times.max(),
             "effective_ratio": counted.sum() ** 2 / (counted**2).sum() / len(times),
-            "min_difficulty": self.difficulty.min(),
-            "max_difficulty": self.difficulty.max(),
         }
-        for name, values, present in (
-            ("complexity", self.image_complexity, ~np.isnan(self.image_complexity)),
-            ("num_tokens", num_tokens, num_tokens > 0),
-        ):
-            if counted[present].any():
-                found[f"mean_{name}"] = values[present].mean()
-                found[f"counted_{name}"] = np.average(values[present], weights=counted[present])
+        present = num_tokens > 0
+        if counted[present].any():
+            found["mean_num_tokens"] = num_tokens[present].mean()
+            found["counted_num_tokens"] = np.average(num_tokens[present], weights=counted[present])
         return {name: float(value) for name, value in found.items()}
 
 
-def difficulty(
-    complexity: NDArray[np.float64],
-    num_tokens: NDArray[np.integer],
-    image_coefficient: float = 0.3,
-    text_coefficient: float = 0.7,
-) -> NDArray[np.float64]:
-    """Difficulty of each sample in units of the mean.
+def difficulty(complexity: NDArray[np.float64], num_tokens: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Difficulty of each sample in units of the mean; a tenth of it is the same for all.
 
-    >>> difficulty(np.array([2.0, 4.0, np.nan]), np.array([10, 30, 20])).round(2).tolist()
-    [0.55, 1.45, 1.0]
+    >>> difficulty(np.array([2.0, 4.0, np.nan]), np.array([10, 30, 20])).round(3).tolist()
+    [0.595, 1.405, 1.0]
 
     Args:
         complexity: (N,) bits, NaN without an image.
-        num_tokens: (N,) zero without a text.
-        image_coefficient, text_coefficient: their parts; only the proportion matters.
+        num_tokens: (N,) zero without a text. A sample without image (or text) gets the mean in its place.
 
     Returns:
         (N,) with a mean of one.
     """
-    if min(image_coefficient, text_coefficient) < 0 or not 0 < image_coefficient + text_coefficient < np.inf:
-        raise OptionError(
-            "image_coefficient and text_coefficient must not be negative or both zero, "
-            f"found {image_coefficient} and {text_coefficient}"
-        )
     image = _relative(complexity, ~np.isnan(complexity))
     text = _relative(num_tokens, np.asarray(num_tokens) > 0)
-    return (image_coefficient * image + text_coefficient * text) / (image_coefficient + text_coefficient)
+    return _UNIFORM_SHARE + (1 - _UNIFORM_SHARE) * (_IMAGE_PART * image + _TEXT_PART * text)
 
 
 def _relative(values: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -22,9 +22,8 @@ from mmlab.data.collate import Pixels, Sample, put
 from mmlab.errors import DataError
 from mmlab.types import PATCH, Batch, Region, SampleSizes
 
-_SLOW_READ_S = (
-    2.5e-4  # copying a large image from memory takes less, unless other threads or programs are in the way
-)
+# copying a large image from memory takes less, unless other threads or programs are in the way
+_SLOW_READ_S = 2.5e-4
 _REMOTE_READ_S = 0.01  # so long takes a network file system whose reads Linux does not count
 _NUM_ANNOUNCED = 32  # images that the disk is told of at once
 

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.errors import DataError, RunError, check_name, check_numbers
-from mmlab.loading.backends import Backend, Setting, ThreadBackend
+from mmlab.loading.backends import Backend, Copier, Setting, ThreadBackend
 from mmlab.loading.batches import Augmentation, BadSample, BatchRequest, LoadedBatch, SampleLoader
-from mmlab.loading.copying import Copier
 from mmlab.loading.stages import StageReport
 from mmlab.loading.tuning import Tuner, Tuning
 from mmlab.loading.workers import ProcessBackend
@@ -225,9 +224,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def _identity(self) -> dict[str, int]:
         """Check sums of what token ids mean, and of the rows: their ids and sizes."""
         dataset, sizes = self._loader.dataset, self._loader.sizes
-        words = (
-            sorted(dataset.tokenizer.get_vocab().items()) if hasattr(dataset.tokenizer, "get_vocab") else []
-        )
+        words = sorted(getattr(dataset.tokenizer, "get_vocab", dict)().items())
         rows = crc32(json.dumps(list(dataset.records.ids)).encode())
         for column in (sizes.num_tokens, sizes.height, sizes.width):
             rows = crc32(np.ascontiguousarray(column), rows)

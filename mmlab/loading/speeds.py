@@ -9,6 +9,7 @@ import os
 import random
 import tempfile
 import time
+import timeit
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ _READ_BYTES = 256 * MIB
 _SCRATCH_BYTES = 64 * MIB
 _PIECE_BYTES = 2**17  # about a photograph
 _READ_S = 2.0
-_WORK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,7 @@ def read_rates(where: Path | Sequence[Path] | None) -> ReadRates:
 def work_rate(work: Callable[[], object], num_items: int) -> float:
     """Items a second that one core's worth of processor time gets through, when a call of `work` does `num_items`."""
     work()
-    num_calls, started = 0, time.process_time()
-    while (elapsed_s := time.process_time() - started) < _WORK_S:
-        work()
-        num_calls += 1
+    num_calls, elapsed_s = timeit.Timer(work, timer=time.process_time).autorange()
     return num_items * num_calls / elapsed_s
 
 

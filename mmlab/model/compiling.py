@@ -1,10 +1,10 @@
-"""`Compiled`: a model's forward pass through `torch.compile`, with a bounded number of variants.
+"""A model's forward pass through `torch.compile`.
 
 Batches of a plan differ in B, T, H and W, so these are compiled as unknowns: one variant serves all shapes. Another
 variant is compiled only where torch specialises on a size (a single sample or token), or where something else changes
-that the code depends on. After `max_variants` nothing more is compiled, and batches that no variant serves run
-uncompiled. The first steps wait for the compiler, up to minutes on a CPU. Losses equal those of the uncompiled model to
-1e-4, relative, in fp32, except that dropout draws other masks.
+that the code depends on. After `torch._dynamo.config.recompile_limit` variants, eight, torch says so and compiles nothing
+more: batches that no variant serves run uncompiled. The first steps wait for the compiler, up to minutes on a CPU. Losses
+equal those of the uncompiled model to 1e-4, relative, in fp32, except that dropout draws other masks.
 
 Works with bf16 and with checkpointing, which saves as much memory compiled or not: for 8 images of 96 x 96 pixels, 3.9
 MiB of activations were kept without checkpointing and 2.1 MiB with it (inductor, on a CPU).
@@ -23,65 +23,27 @@ from torch import nn
 
 from mmlab.errors import OptionError, check_name
 from mmlab.model.checkpointing import counts_batches
-from mmlab.types import Batch
-
-MAX_VARIANTS = 8
 
 
-class Compiled:
-    """Calls a model, compiled; its weights and their names stay as they are.
+def compiled(model: nn.Module, device: torch.device, backend: str) -> Callable[..., Any]:
+    """A call of the model, compiled; its weights and their names stay as they are.
 
     Args:
         model: its forward takes a batch.
         backend: a name in `torch.compiler.list_backends`.
-        on_limit: called once, with a message for the user, when no further variant will be compiled.
 
     Raises:
         OptionError: an unknown backend, no compiler for it on this machine, or a model that cannot be compiled.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        *,
-        backend: str = "inductor",
-        max_variants: int = MAX_VARIANTS,
-        on_limit: Callable[[str], object],
-    ) -> None:
-        check_name("backend of torch.compile", backend, torch.compiler.list_backends(exclude_tags=None))
-        if backend == "inductor":
-            _check_compiler(device)
-        if backend.startswith("eager") and counts_batches(model):
-            raise OptionError(
-                f"the backend {backend!r} of torch.compile would change the statistics of checkpointed blocks twice; "
-                "use 'aot_eager' or 'inductor', or checkpointing=False"
-            )
-        self.num_variants, self.max_variants, self._on_limit = 0, max_variants, on_limit
-        self._model, self._num_graphs = model, 0
-        # torch documents this for backends that wrap others, and has no public name for it
-        self._backend = torch._dynamo.lookup_backend(backend)
-        self._compiled = torch.compile(model, backend=self._compile, dynamic=True)
-
-    def __call__(self, batch: Batch) -> Any:
-        """The model's output."""
-        if self.num_variants >= self.max_variants:
-            with torch.compiler.set_stance("eager_on_recompile"):
-                return self._compiled(batch)
-        before = self._num_graphs
-        output = self._compiled(batch)
-        if self._num_graphs > before:
-            self.num_variants += 1
-            if self.num_variants == self.max_variants:
-                self._on_limit(
-                    f"compiled {self.num_variants} variants of {type(self._model).__name__}, the last for a batch of "
-                    f"{tuple(batch.shape)} (samples, tokens, height, width); others run without compilation from here"
-                )
-        return output
-
-    def _compile(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        self._num_graphs += 1
-        return self._backend(graph, inputs, **options)
+    check_name("backend of torch.compile", backend, torch.compiler.list_backends(exclude_tags=None))
+    if backend == "inductor":
+        _check_compiler(device)
+    if backend.startswith("eager") and counts_batches(model):
+        raise OptionError(
+            f"the backend {backend!r} of torch.compile would change the statistics of checkpointed blocks twice; "
+            "use 'aot_eager' or 'inductor', or checkpointing=False"
+        )
+    return torch.compile(model, backend=backend, dynamic=True)
 
 
 def _check_compiler(device: torch.device) -> None:

@@ -130,6 +130,32 @@ class CrossAttention(nn.Module):
         return queries + self.mlp(self.mlp_norm(queries))
 
 
+class TokenHead(nn.Module):
+    """Hidden tokens attend to the fused positions, then to the vocabulary: predicts hidden tokens from a text with gaps and
+    from its fusion with the image.
+
+    Costs one attention of K hidden tokens over L fused positions, and K x V logits. The embedding of the text encoder
+    serves as the last layer (Press and Wolf 2017, arXiv:1608.05859), so that a vocabulary costs one bias a token here.
+
+    Args:
+        text_dim: width C of the text's features.
+        hidden_dim, num_heads: of the fusion.
+        embedding: (V, E) weights of the text encoder, for their shape.
+    """
+
+    def __init__(self, text_dim: int, hidden_dim: int, num_heads: int, embedding: Tensor) -> None:
+        super().__init__()
+        self.query = nn.Linear(text_dim, hidden_dim)
+        self.attention = CrossAttention(hidden_dim, num_heads)
+        self.out = nn.Sequential(nn.LayerNorm(hidden_dim), nn.Linear(hidden_dim, embedding.shape[1]))
+        self.bias = nn.Parameter(torch.zeros(len(embedding)))
+
+    def forward(self, text: Tensor, fused: Tensor, fused_mask: Tensor, embedding: Tensor) -> Tensor:
+        """(N, K, C), (N, L, D), (N, L) and (V, E) to logits (N, K, V)."""
+        attended = self.attention(self.query(text), fused, fused_mask[:, None, None, :])
+        return F.linear(self.out(attended), embedding, self.bias)
+
+
 def masked_mean(features: Tensor, mask: Tensor) -> Tensor:
     """Mean over the positions where mask (B, P) is True; zero where there is none. (B, P, D) -> (B, D)."""
     weights = mask.to(features.dtype)

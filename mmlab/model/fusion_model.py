@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mmlab.errors import OptionError, check_name
 from mmlab.model.encoders import ViT
-from mmlab.model.fusion import Pair, masked_mean
+from mmlab.model.fusion import Pair, TokenHead, masked_mean
 from mmlab.model.fusions import FUSIONS
-from mmlab.model.token_head import TokenHead
 from mmlab.types import Batch
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -104,11 +103,9 @@ class FusionModel(nn.Module):
         fusion: a name in `mmlab.model.FUSIONS`.
         hidden_dim, num_heads, num_layers: of the fusion.
         num_levels: depths of each encoder that "multiscale" reads; the encoders need `levels` and `level_dims`.
-        modality_dropout: in training, the share of the pairs of which the fusion sees only the text or only the image
-            (half each). Embeddings, and texts whose hidden tokens are predicted, stay whole.
 
     Raises:
-        OptionError: an unknown fusion, sizes that do not divide, or a rate outside [0, 1).
+        OptionError: an unknown fusion, or sizes that do not divide.
     """
 
     pixel_mean: Tensor
@@ -125,16 +122,12 @@ class FusionModel(nn.Module):
         num_heads: int = 8,
         num_layers: int = 1,
         num_levels: int = 3,
-        modality_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         check_name("fusion", fusion, FUSIONS)
         if fusion == "multiscale" and num_levels < 2:
             raise OptionError(f"multiscale fusion needs num_levels of at least 2, found {num_levels}")
-        if not 0 <= modality_dropout < 1:
-            raise OptionError(f"modality_dropout must lie in [0, 1), found {modality_dropout}")
-        self.modality_dropout = modality_dropout
         self.num_levels = num_levels if fusion == "multiscale" else 1
         encoders = (image_encoder, text_encoder)
         dims = [item.level_dims(num_levels) if fusion == "multiscale" else item.dim for item in encoders]
@@ -219,7 +212,7 @@ class FusionModel(nn.Module):
             image_embedding=image.embedding,
             text_embedding=text.embedding,
             logit_scale=self.log_logit_scale.exp().clamp(max=MAX_LOGIT_SCALE),
-            features=self._drop(image.features, image.mask, text.features, text.mask),
+            features=(image.features, image.mask, text.features, text.mask),
             matcher=self._match,
             predictor=self._token_losses if self.token_head else None,
         )
@@ -231,15 +224,6 @@ class FusionModel(nn.Module):
             return features, features
         levels = self.text_encoder.levels(input_ids, attention_mask, num_levels=self.num_levels)
         return levels[-1], self.fusion.mix_texts(levels)
-
-    def _drop(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Features:
-        """In training, hide the image or the text of some pairs behind its mask."""
-        if self.training and self.modality_dropout:
-            drawn = torch.rand(len(image), 1, device=image.device)
-            whole = image_mask.any(1, keepdim=True) & text_mask.any(1, keepdim=True)
-            image_mask = image_mask & ~(whole & (drawn < self.modality_dropout / 2))
-            text_mask = text_mask & ~(whole & (drawn > 1 - self.modality_dropout / 2))
-        return image, image_mask, text, text_mask
 
     def _match(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
         return self.match_head(masked_mean(*self.fusion.fuse(image, image_mask, text, text_mask))).squeeze(1)

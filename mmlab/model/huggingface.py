@@ -64,12 +64,7 @@ class LossModel(nn.Module):
     pixel_std: Tensor
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        labels: str | None = None,
-        processor: Any = None,
-        mask_ratio: float = 0.15,
+        self, module: nn.Module, *, labels: str | None = None, processor: Any = None, mask_ratio: float = 0.15
     ) -> None:
         super().__init__()
         self.module, self.mask_ratio = module, mask_ratio

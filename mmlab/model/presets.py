@@ -30,7 +30,6 @@ class ModelConfig:
     fusion_heads: int = 8
     fusion_layers: int = 1
     fusion_levels: int = 3  # depths of each encoder that "multiscale" reads
-    modality_dropout: float = 0.0  # share of the pairs that the fusion sees one half of
     max_tokens: int = 512
     dropout: float = 0.0  # in the text encoder
 
@@ -93,7 +92,6 @@ def build_model(
         num_heads=config.fusion_heads,
         num_layers=config.fusion_layers,
         num_levels=config.fusion_levels,
-        modality_dropout=config.modality_dropout,
     )
 
 

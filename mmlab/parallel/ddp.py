@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmlab.errors import OptionError
-from mmlab.machine import device_limit
+from mmlab.machine import memory_limit
 from mmlab.parallel.reduce import ParallelOptions, ReduceStrategy
 from mmlab.parallel.torch_internals import finish_reduction
 from mmlab.training.strategy import CollectiveFailed
@@ -63,7 +63,7 @@ class DDPStrategy(ReduceStrategy):
 
     @cached_property
     def _limit_bytes(self) -> int:
-        return device_limit(self.device)
+        return memory_limit(self.device).usable_bytes
 
     def should_overlap(self, predicted_bytes: float | None) -> bool:
         self._used.clear()

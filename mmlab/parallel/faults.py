@@ -176,10 +176,8 @@ class RankWatch:
                 time.sleep(self._beat_s / 10)
                 self._beat()  # another rank may be looking for who is silent, too
         except RuntimeError as lost:
-            return (
-                (),
-                f"{what}, and the process that connects the ranks does not answer ({first_line(lost)}); {_REMEDY}",
-            )
+            what = f"{what}, and the process that connects the ranks does not answer ({first_line(lost)})"
+            return (), f"{what}; {_REMEDY}"
         if silent:
             return tuple(silent), (
                 f"{', '.join(_name(rank, sign) for rank, sign in silent.items())} gives no sign of life since step "
@@ -196,10 +194,8 @@ class RankWatch:
                 f"{what}: {where}; it lives and keeps the others waiting; see where it hangs (py-spy dump), or raise "
                 f"[parallel] timeout_s if it works so long, and {_REMEDY}"
             )
-        return (
-            (),
-            f"{what} though every rank lives ({where}): look at the network between them, and {_REMEDY}",
-        )
+        what = f"{what} though every rank lives ({where})"
+        return (), f"{what}: look at the network between them, and {_REMEDY}"
 
     def _signs(self) -> dict[int, _Sign]:
         """The last sign of every other rank."""

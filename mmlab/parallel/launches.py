@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 import uuid
 from datetime import timedelta
@@ -22,8 +21,8 @@ from pathlib import Path
 from torch import distributed
 
 from mmlab.errors import RunError
+from mmlab.machine import describe_process, replace_file
 from mmlab.parallel.torch_internals import default_store
-from mmlab.runs.control import replace_file
 
 LAUNCH = "launch.json"
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.5
@@ -120,14 +119,6 @@ def note_launch(path: Path) -> None:
 
 def _this_launch() -> dict[str, object] | None:
     """Id of the launch, and the agent that started this process; None without `torchrun`."""
-    import psutil
-
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    agent = psutil.Process(os.getppid())
-    return {
-        "run_id": os.environ["TORCHELASTIC_RUN_ID"],
-        "host_name": platform.node(),
-        "agent_id": agent.pid,
-        "agent_since_s": round(agent.create_time()),
-    }
+    return {"run_id": os.environ["TORCHELASTIC_RUN_ID"], **describe_process(os.getppid())}

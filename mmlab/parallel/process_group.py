@@ -100,20 +100,17 @@ class ProcessGroup:
         """
         if self.world_size == 1:
             return [work()]
-        found, problem = None, None
+        found, problem, words = None, None, ""
         try:
             found = work()
         except Exception as error:
-            problem = error
-        words = None if problem is None else f"{type(problem).__name__}: {problem}"
+            problem, words = error, f"{type(error).__name__}: {error}"
         answers: list[Any] = [None] * self.world_size
         with _exchange():
             distributed.all_gather_object(answers, (found, words))
-        failures = [
-            f"rank {rank} could not {doing}: {words}" for rank, (_, words) in enumerate(answers) if words
-        ]
-        if failures:
-            raise RunError("; ".join(failures)) from problem
+        told = [f"rank {rank} could not {doing}: {words}" for rank, (_, words) in enumerate(answers) if words]
+        if told:
+            raise RunError("; ".join(told)) from problem
         return [found for found, _ in answers]
 
     def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:

@@ -40,15 +40,13 @@ class Wire:
     def send(self, tensors: Sequence[Tensor | None]) -> None:
         """Start to send tensors; None stays None."""
         self._sent = [(work, held) for work, held in self._sent if not work.is_completed()]
-        described: list[Any] = []
+        described: list[Any] = [None] * len(tensors)
         messages: list[Tensor] = []
-        for tensor in tensors:
-            if tensor is None:
-                described.append(None)
-                continue
-            order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-            messages.append(_in_memory_order(tensor, order))
-            described.append((tuple(messages[-1].shape), tensor.dtype, order, tensor.requires_grad))
+        for place, tensor in enumerate(tensors):
+            if tensor is not None:
+                order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+                messages.append(tensor.detach().permute(order).contiguous())  # the longest stride first
+                described[place] = (tuple(messages[-1].shape), tensor.dtype, order, tensor.requires_grad)
         # every message is made before one is sent: the description announces bytes that must come
         self._start(described, *messages)
 
@@ -93,8 +91,3 @@ class Wire:
     ) -> Tensor:
         stored = self._take(torch.empty(shape, dtype=dtype, device=self.device))
         return stored.permute([order.index(dim) for dim in range(len(order))]).requires_grad_(wants_gradient)
-
-
-def _in_memory_order(tensor: Tensor, order: list[int]) -> Tensor:
-    """A contiguous tensor whose dimensions stand in the order given: from the longest stride to the shortest."""
-    return tensor.detach().permute(order).contiguous()

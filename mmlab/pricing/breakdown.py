@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from torch import nn
@@ -38,39 +37,21 @@ class MemoryBreakdown:
     conditions: Mapping[str, Any]  # what the price was asked for
     assumptions: tuple[str, ...]  # numbers that the model reads from tensors, and what was put in their place
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, ready for JSON."""
-        return {
-            (f"{name}_bytes" if name in PARTS else name): list(value) if isinstance(value, tuple) else value
-            for name, value in ((name, getattr(self, name)) for name in self.__slots__)
-        }
-
     def __str__(self) -> str:
-        lines = [f"  {name:20} {size}" for name, size in self._rows()]
-        return "\n".join([self._title(), *lines, *(f"  {note}" for note in self._notes())])
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{name}</td><td style='text-align:right'>{size}</td></tr>" for name, size in self._rows()
-        )
-        notes = "".join(f"<div>{escape(note)}</div>" for note in self._notes())
-        return f"<div>{escape(self._title())}</div><table>{rows}</table>{notes}"
-
-    def _title(self) -> str:
         size, num_tokens, height, width = self.shape
         conditions = ", ".join(f"{name} {value}" for name, value in self.conditions.items())
-        return (
-            f"{size} samples of {num_tokens} tokens and {height} x {width} pixels ({conditions}); "
-            f"peak in {self.peak_operation}"
-        )
-
-    def _rows(self) -> list[tuple[str, str]]:
         rows = [(part.replace("_", " "), getattr(self, part)) for part in PARTS]
         rows += [("peak", self.peak_bytes), ("CUDA context, beside", self.context_bytes)]
-        return [(name, f"{num_bytes / _MIB:10,.1f} MiB") for name, num_bytes in rows]
+        return "\n".join(
+            [
+                f"{size} samples of {num_tokens} tokens and {height} x {width} pixels ({conditions}); "
+                f"peak in {self.peak_operation}",
+                *(f"  {name:20} {num_bytes / _MIB:10,.1f} MiB" for name, num_bytes in rows),
+                *(f"  assumed: {assumption}" for assumption in self.assumptions),
+            ]
+        )
 
-    def _notes(self) -> list[str]:
-        return [f"assumed: {assumption}" for assumption in self.assumptions]
+    __repr__ = __str__
 
 
 def price(

@@ -19,9 +19,8 @@ from mmlab.errors import OptionError, unknown_name
 from mmlab.pricing.trace import StepTrace
 
 _LAUNCH_S = 5e-6  # an assumption, no specification: eager torch starts some 200,000 kernels a second
-_STIFFNESS = np.array(
-    [1e-3, 1e-3, 0.0]
-)  # how much calibration holds to specified rates; the last one is assumed
+# how much calibration holds to specified rates; the last one is assumed
+_STIFFNESS = np.array([1e-3, 1e-3, 0.0])
 _TERA, _GB = 1e12, 1e9
 
 

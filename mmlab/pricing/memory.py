@@ -1,22 +1,124 @@
-"""How many bytes one training step needs for a batch of a given padded shape: a closed form, fitted beforehand.
-
-A `MemoryModel` is the fitted rows (`mmlab.pricing.closed_form`) with what they hold for: a model's fingerprint, the
-conditions of the step, the versions of the libraries. A prediction takes some ten microseconds; planners evaluate the
-rows in compiled code. The allocator's fragmentation and scratch memory inside kernels are not contained; one measured
-step adds them (`calibrated`).
-"""
+"""What a fitted closed form holds for, and its file: the base of `MemoryModel` and `TimeModel`."""
 
 from __future__ import annotations
 
+import json
 import warnings
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from mmlab.pricing.fitted import FittedModel
-from mmlab.schedule.cost import max_batch_size
+from mmlab.errors import DataError, OptionError
+from mmlab.machine import replace_file, versions
+from mmlab.schedule.cost import MaxPolynomial, max_batch_size
 from mmlab.types import BatchShape
 
 _NOTABLE_RATIO = 0.03  # between prediction and measurement: more is not fragmentation but another step
+_LIBRARIES = ("torch", "transformers")
+
+
+def _versions() -> dict[str, str | None]:
+    found = versions(_LIBRARIES)
+    return {name: found[name] for name in (*_LIBRARIES, "mmlab")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedModel:
+    """What a training step costs, by padded shape; a cost model for planners.
+
+    Args:
+        rows: the closed form, in `unit`.
+        fingerprint: of the model, see `mmlab.pricing.fingerprint`.
+        conditions: what the step was.
+        held_out: errors on shapes that were not fitted, see `mmlab.pricing.closed_form.held_out_errors`.
+        versions: of the libraries that decide which operations a step has.
+    """
+
+    unit: ClassVar[str]
+    kind: ClassVar[str]  # in messages
+
+    rows: MaxPolynomial
+    fingerprint: str
+    conditions: Mapping[str, Any]
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = field(default_factory=_versions)
+
+    @property
+    def patch(self) -> int:
+        """Side of a patch in pixels."""
+        return self.rows.patch
+
+    def __call__(self, shape: BatchShape) -> float:
+        return self.rows(shape)
+
+    def as_polynomial(self) -> MaxPolynomial:
+        """The rows, for planners that evaluate them in compiled code."""
+        return self.rows
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        document = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "rows"}
+        rows = {"exponents": self.rows.exponents.tolist(), "coefficients": self.rows.coefficients.tolist()}
+        document["rows"] = {**rows, "patch": self.rows.patch}
+        replace_file(Path(path), json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, fingerprint: str | None = None, conditions: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Read what `save` wrote.
+
+        Args:
+            fingerprint: of the model that will be trained.
+            conditions: of the training; those not named are not compared.
+
+        Raises:
+            DataError: the file is no such model.
+            OptionError: it was fitted for another model, under other conditions or with other versions.
+        """
+        try:
+            document = json.loads(Path(path).read_text())
+            rows = MaxPolynomial(**document.pop("rows"), unit=cls.unit)
+            model = cls(rows=rows, **document)
+            found = {**model.versions, **model.conditions}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path} is not a {cls.kind} that mmlab saved: {error}") from error
+        asked = {**_versions(), **(conditions or {})}
+        if fingerprint is not None:
+            asked["model"], found["model"] = fingerprint, model.fingerprint
+        differ = [name for name, value in asked.items() if found.get(name) != value]
+        if differ:
+            pairs = "; ".join(
+                f"{name}: fitted for {found.get(name)}, asked for {asked[name]}" for name in differ
+            )
+            raise OptionError(f"{path} does not describe this training ({pairs}); fit the {cls.kind} again")
+        return model
+
+    @classmethod
+    def load_or_fit(
+        cls,
+        path: Path,
+        fit: Callable[[], Self],
+        *,
+        fingerprint: str,
+        conditions: Callable[[], Mapping[str, Any]],
+    ) -> Self:
+        """What `path` holds, so that a run that goes on has the same plans; else what `fit` makes, which is kept there.
+
+        A file that is damaged, or of another model or other conditions, is fitted anew, and a warning says why.
+
+        Args:
+            conditions: asked for only where there is a file: those of a time model take a copy of the model.
+        """
+        if path.exists():
+            try:
+                return cls.load(path, fingerprint=fingerprint, conditions=conditions())
+            except (OptionError, DataError) as error:
+                warnings.warn(f"{error}: done now, and plans may differ from earlier ones", stacklevel=4)
+        found = fit()
+        found.save(path)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

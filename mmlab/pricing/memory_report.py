@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _SHOWN = 8  # rows of a table of shapes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlannedMemory:
     """An epoch under a memory model and a limit."""
 
@@ -77,19 +77,32 @@ class PlannedMemory:
             "num_too_large": int((alone > self.target_bytes).sum()),
         }
 
+    def figure(self) -> Figure:
+        """Every planned batch: its samples, and its predicted bytes below the limit."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 2.8), layout="constrained")
+        counts, needed = figure.subplots(1, 2)
+        limit_gib = self.limit_bytes / GIB
+        if self.plan is not None:
+            columns = self.plan.shape_columns
+            dots = counts.scatter(columns[:, 2] * columns[:, 3] / 1e3, columns[:, 0], c=columns[:, 1], s=8)
+            figure.colorbar(dots, label="tokens")
+            needed.plot(self.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
+        needed.axhline(limit_gib, color="#808080", lw=1, ls="--")
+        counts.set(title="batches by image size", xlabel="thousand pixels", ylabel="samples", ylim=(0, None))
+        needed.set(
+            title="predicted peak (-- limit)", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib)
+        )
+        return figure
+
 
 def plan_memory(memory: MemoryModel, sizes: SampleSizes, limit_bytes: int, *, seed: int = 0) -> PlannedMemory:
     """Plan an epoch by the scheduler `memory`."""
     scheduler = make_scheduler("memory", cost=memory, budget=limit_bytes, seed=seed)
     target_bytes = scheduler.target_ratio * limit_bytes  # type: ignore[attr-defined]
     fits = batch_costs(memory, sizes.alone).max() <= target_bytes
-    return PlannedMemory(
-        memory=memory,
-        sizes=sizes,
-        limit_bytes=limit_bytes,
-        target_bytes=target_bytes,
-        plan=scheduler.plan(sizes) if fits else None,
-    )
+    return PlannedMemory(memory, sizes, limit_bytes, target_bytes, scheduler.plan(sizes) if fits else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,23 +182,8 @@ class MemoryReport:
         }
 
     def figure(self) -> Figure:
-        """Three panels: bytes of single samples, of planned batches, and samples a batch each way to train."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(12, 3.2), layout="constrained")
-        samples, batches, ways = figure.subplots(1, 3)
-        limit_gib = self.planned.limit_bytes / GIB
-        for axes, found, colour, what in (
-            (samples, self.planned.sample_bytes, PALETTE[0], "a step on one sample"),
-            (batches, self.planned.batch_bytes, PALETTE[2], "a planned batch"),
-        ):
-            axes.hist(found / GIB, bins=np.linspace(0, limit_gib, 41), color=colour)
-            axes.axvline(limit_gib, color="black", lw=1, ls="--")
-            axes.set(title=f"{what} (-- limit)", xlabel="GiB", ylabel="count", xlim=(0, 1.05 * limit_gib))
-        table = self.table.iloc[::-1]
-        ways.barh(table.index, table["mean_batch_size"].astype(float).fillna(0), color=PALETTE[0])
-        ways.set(title="samples a batch", xlabel="mean")
-        return figure
+        """The batches of the training asked for."""
+        return self.planned.figure()
 
     def __str__(self) -> str:
         held_out = self.memory.held_out
@@ -198,7 +196,7 @@ class MemoryReport:
         if self.planned.plan is None:
             head.append(f"{self.planned.figures()['num_too_large']} samples do not fit alone: no plan")
         tables = {
-            "an epoch that fills the memory, and what would change it": _shown(self.table).to_string(),
+            "an epoch within this memory, and what would change it": _shown(self.table).to_string(),
             "largest samples": _shown(self.largest_shapes).to_string(index=False),
             "commonest image sizes, each with its longest text": _shown(self.common_shapes).to_string(
                 index=False
@@ -225,7 +223,7 @@ def memory_report(
     progress: bool = True,
     **setting: Any,
 ) -> MemoryReport:
-    """Price a data set's batches for a model, and plan an epoch that fills the memory.
+    """Price a data set's batches for a model, and plan an epoch within the memory.
 
     Args:
         model: a preset's name (`mmlab.model.PRESETS`), or the path or name of a transformers model, of which only the

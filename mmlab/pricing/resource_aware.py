@@ -9,7 +9,7 @@ trainer does, and reports it in its step's values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +41,8 @@ class ResourceAwareScheduler:
     >>> ResourceAwareScheduler(max_memory_gb=2**20).adjust_batch_size(8)  # far below 30 % of a pebibyte
     16
 
-    A `PlannedLoader` takes it in place of a scheduler. For a plain torch `DataLoader`, call `plan(sizes)` and give the
-    object itself as `batch_sampler`; then `set_epoch` before each epoch, and `observe` after each step.
+    A `PlannedLoader` takes it in place of a scheduler. A plain torch `DataLoader` takes each epoch's `plan(sizes, epoch=epoch)`
+    as its `batch_sampler`; then call `observe` after each step.
 
     Args:
         max_memory_gb: GiB that training may use; None takes the planner's budget, or 16 as in the article.
@@ -133,11 +133,8 @@ class ResourceAwareScheduler:
         if self._live is None or epoch != self._epoch:
             self._epoch = epoch
             self._live = self._make_live([(0, self.value)])
-        return self._mine()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Plan another epoch of the same samples."""
-        self.plan(self._bound(), epoch=epoch)
+        assert self.planner is not None
+        return self._live.shard(self.rank, self.planner.world_size)
 
     def observe(self, values: Mapping[str, Any]) -> None:
         """Take the values of a `step` event; the rest of the epoch may be planned anew.
@@ -180,12 +177,6 @@ class ResourceAwareScheduler:
         self._policy.load_state_dict({name.removeprefix("policy_"): number for name, number in state.items()})
         self._live = self._make_live([(first, value) for first, value in state["history"]])
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._mine())
-
-    def __len__(self) -> int:
-        return len(self._mine())
-
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is saved and when it is loaded."""
         return {
@@ -193,12 +184,6 @@ class ResourceAwareScheduler:
             "num_samples": len(self._bound()),
             "planner": repr(self._planner_of(1)),
         }
-
-    def _mine(self) -> LivePlan:
-        self._bound()
-        assert self._live is not None
-        assert self.planner is not None
-        return self._live.shard(self.rank, self.planner.world_size)
 
     def _bound(self) -> SampleSizes:
         if self._sizes is None:

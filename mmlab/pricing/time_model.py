@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.pricing.closed_form import step_terms
-from mmlab.pricing.fitted import FittedModel
+from mmlab.pricing.memory import FittedModel
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import PATCH

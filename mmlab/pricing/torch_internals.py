@@ -171,12 +171,9 @@ def backward_replaced(backward: Callable[..., None], task: Callable[[], int]) ->
 @contextmanager
 def cuda_attention_replaced(attend: Callable[..., Tensor]) -> Iterator[None]:
     """Within it `scaled_dot_product_attention` of CUDA tensors calls `attend`, whoever imported it by whatever name."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")  # below autocast
         yield
-    finally:
-        library._destroy()
 
 
 @contextmanager

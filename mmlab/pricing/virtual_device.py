@@ -1,7 +1,7 @@
 """A device with little memory, for tests and benchmarks on a CPU: real tensors, counted, with a limit.
 
 `VirtualDevice` runs a step for real and raises torch's own `OutOfMemoryError` at the operation that would cross the
-limit, as a GPU's allocator does, or at any operation chosen beforehand. So every path through out-of-memory can be
+limit, as a GPU's allocator does, or at one chosen beforehand. So every path through out-of-memory can be
 tested without a GPU. It does not imitate fragmentation or scratch memory inside an operation.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mmlab.pricing.torch_internals import schema_of
 from mmlab.runs.meters import LiveBytes
 
 _LIKE_CUDA = "CUDA out of memory. (virtual device)"  # other libraries look for the first words
@@ -27,7 +28,8 @@ class VirtualDevice(LiveBytes):
 
     Args:
         limit_bytes: memory of the device; None sets no limit.
-        fail_at: number of the operation, counted from 0 over the device's life, that fails once instead of running.
+        fail_at: number of the operation, counted from 0 over the device's life, that fails once instead of running; if
+            that one asks for no memory, the next that does.
 
     Attributes:
         num_operations: operations seen so far.
@@ -41,8 +43,8 @@ class VirtualDevice(LiveBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number, self.num_operations = self.num_operations, self.num_operations + 1
-        if number == self.fail_at:
-            self.num_failures += 1
+        if self.fail_at is not None and number >= self.fail_at and _asks_for_memory(func):
+            self.fail_at, self.num_failures = None, self.num_failures + 1
             raise torch.OutOfMemoryError(f"{_LIKE_CUDA} {func} was chosen to fail")
         before_bytes, peak_bytes = self.current_bytes, self.peak_bytes
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -55,3 +57,10 @@ class VirtualDevice(LiveBytes):
                 f"{_LIKE_CUDA} {func} needs {added_bytes} bytes, {before_bytes} of {self.limit_bytes} are used"
             )
         return out
+
+
+def _asks_for_memory(func: Any) -> bool:
+    """Whether an operation makes tensors: not where it reads, gives a view, or works on memory that is there already."""
+    schema = schema_of(func)
+    in_place = schema.name.endswith("_") or schema.overload_name == "out"
+    return not (in_place or func.is_view or schema.name.startswith(("aten::_local_scalar", "profiler::")))

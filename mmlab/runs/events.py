@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import threading
 import time
@@ -272,10 +271,7 @@ def _restore(values: dict[str, Any]) -> None:
 
 def _cut_torn_line(path: Path) -> int:
     """Cut off what stands behind the last newline; returns how many bytes that was."""
-    if not path.exists() or not (size := path.stat().st_size):
-        return 0
-    with open(path, "r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        file.truncate(end)
-    return size - end
+    written = path.read_bytes() if path.exists() else b""
+    if num_torn_bytes := len(written) - written.rfind(b"\n") - 1:
+        os.truncate(path, len(written) - num_torn_bytes)
+    return num_torn_bytes

@@ -36,7 +36,7 @@ MAX_NOTES = 30  # kept of each run
 HEAD_BYTES = 128  # of an event file, by which a new file in its place is recognised
 UNREAD = (0, b"", 0)
 
-Source = str | Path | Sequence[str | Path] | None  # folders of runs, or folders above them
+Source = str | Path | Sequence[str | Path]  # folders of runs, or folders above them
 
 
 class RunState:
@@ -243,10 +243,6 @@ class Runs:
         self._states: dict[Path, RunState] = {}
         self._scan_s = scan_s
         self._num_runs = 0
-        self.follow(source)
-
-    def follow(self, source: Source) -> None:
-        """Follow something else from now on; what is no longer followed is dropped at the next poll."""
         self.source, self._next_scan_s = source, -inf
 
     @property
@@ -333,7 +329,7 @@ def shown_error(where: str, error: Exception) -> dict[str, str]:
 
 def run_files(source: Source) -> dict[Path, list[str]]:
     """The folders of the runs that a source stands for, and the event files of each."""
-    roots = [] if source is None else [source] if isinstance(source, str | Path) else source
+    roots = [source] if isinstance(source, str | Path) else source
     start, end = EVENT_FILES.split("*")
     found: dict[Path, list[str]] = {}
     for root in roots:

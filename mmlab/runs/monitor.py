@@ -84,7 +84,6 @@ class DeviceMonitor:
 
     def _sample_until_stopped(self) -> None:
         told: set[str] = set()  # each note is told once, however often it comes and goes
-        failing = False
         with self._make_meter() as meter:
             while True:
                 started = time.perf_counter()
@@ -93,9 +92,6 @@ class DeviceMonitor:
                 if news := [note for note in notes if note not in told]:
                     told |= set(news)
                     self._warn("; ".join(news))
-                elif failing and not notes:
-                    self._warn("every source of device readings answers again")
-                failing = bool(notes)
                 values |= {
                     **details,
                     "rss_bytes": process_rss_bytes(),

@@ -14,11 +14,10 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "base": ["Scheduler"],
         "classic": ["BatchScheduler"],
         "cost": ["MaxPolynomial", "PaddedTokens"],
-        "mixing": ["Mixed"],
+        "mixing": ["Mixed", "Weighted"],
         "plan": ["BatchPlan"],
         "preview": ["Preview", "preview", "read_lengths"],
         "report": ["PlanReport"],
         "schedulers": ["SCHEDULERS", "make_scheduler"],
-        "weighted": ["Weighted"],
     },
 )

@@ -31,20 +31,13 @@ class Images(NamedTuple):
 
 def images_of(sizes: SampleSizes, rows: Ints) -> Images:
     """Group samples by image; one whose group is negative has an image of its own."""
-    places = np.arange(len(rows))
-    group = sizes.group[rows]
-    group = np.where(group < 0, -1 - places, group)
-    by_group = stable_order(group)
-    firsts = np.flatnonzero(np.diff(group[by_group], prepend=group[by_group[:1]] - 1))
-    counts = np.diff(firsts, append=len(rows))
-    appearance = stable_order(by_group[firsts])
-    rank, number, occurrence = np.empty_like(appearance), np.empty_like(by_group), np.empty_like(by_group)
-    rank[appearance] = np.arange(len(appearance))
-    number[by_group] = np.repeat(rank, counts)
-    occurrence[by_group] = places - np.repeat(firsts, counts)
-    starts = np.append(0, np.cumsum(counts[appearance]))
-    members = np.empty(len(rows), np.int64)
-    members[starts[number] + occurrence] = places
+    import pandas as pd
+
+    places, group = np.arange(len(rows)), sizes.group[rows]
+    number = pd.factorize(np.where(group < 0, -1 - places, group))[0]
+    members, starts = stable_order(number), np.append(0, np.cumsum(np.bincount(number)))
+    occurrence = np.empty_like(members)
+    occurrence[members] = places - starts[number[members]]
     return Images(number, occurrence, members, starts)
 
 
@@ -57,7 +50,6 @@ def resolve_collisions(
     limit: MaxPolynomial = FREE,
     budget: float = np.inf,
     max_size: int = 0,
-    reach: int = REACH,
 ) -> Block:
     """Separate samples of one image.
 
@@ -83,7 +75,7 @@ def resolve_collisions(
     size = np.stack(sides(sizes, objective.patch, order), axis=1)
     separate_samples(
         size, images.number, images.members, images.starts, batch_of, len(batches.ends),
-        limit.columns, objective.columns, budget, max_size, reach,
+        limit.columns, objective.columns, budget, max_size, REACH,
     )  # fmt: skip
     by_batch = stable_order(batch_of)
     num_out = int((batch_of < 0).sum())

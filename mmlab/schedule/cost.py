@@ -1,8 +1,8 @@
 """What a batch of a given padded shape costs: padded tokens, or any maximum of polynomials in its shape.
 
 A cost model (`mmlab.types.CostModel`) is a pure function of a `BatchShape` that never falls when a dimension grows.
-Planners take any such callable. One that also has `as_polynomial()` is evaluated in compiled code, any other once a
-shape. Nothing here measures: bytes and seconds are fitted elsewhere and come as the coefficients of a `MaxPolynomial`.
+Its `as_polynomial()` gives it as a `MaxPolynomial`, which planners evaluate in compiled code. Nothing here measures: bytes
+and seconds are fitted elsewhere and come as coefficients.
 """
 
 from __future__ import annotations
@@ -113,12 +113,6 @@ class PaddedTokens:
 FREE = MaxPolynomial(np.zeros((1, 1)), np.zeros((1, 3), dtype=np.int64))  # where nothing is limited
 
 
-def polynomial_of(cost: CostModel | None) -> MaxPolynomial | None:
-    """The polynomial of a cost model that has one (see `as_polynomial`)."""
-    made = getattr(cost, "as_polynomial", None)
-    return None if made is None else made()
-
-
 def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.float64]:
     """The cost of many batches at once.
 
@@ -129,9 +123,7 @@ def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.floa
     Returns:
         (n,) costs.
     """
-    polynomial = polynomial_of(cost)
-    if polynomial is None:
-        return np.array([cost(BatchShape(*map(int, shape))) for shape in shapes], dtype=np.float64)
+    polynomial = cost.as_polynomial()
     count, text, height, width = shapes.T
     return polynomial.at(count, text, -(-height // polynomial.patch) * -(-width // polynomial.patch))
 

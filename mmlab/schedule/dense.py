@@ -4,13 +4,11 @@ Samples are ordered by (aspect class, patch rows, patch columns, tokens) inside 
 so that an objective is least in sum, under the budget of every batch. The objective is predicted seconds where a time
 model is given, else padded tokens and an overhead for each batch. With a time model a second order, by tokens before
 patches, is tried, and the cheaper cut is taken. Batches are then matched for the ranks and shuffled. About a
-microsecond a sample. Any cost model that never falls will do; those that are polynomials are cut in compiled code.
+microsecond a sample, in compiled code.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,20 +18,12 @@ from numpy.typing import NDArray
 from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.classic import aspect_class
-from mmlab.schedule.collisions import REACH, images_of, resolve_collisions
+from mmlab.schedule.collisions import images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits, stable_order
-from mmlab.schedule.cost import (
-    FREE,
-    MaxPolynomial,
-    PaddedTokens,
-    costliest_sample,
-    max_batch_size,
-    polynomial_of,
-    require_room,
-)
+from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, costliest_sample, max_batch_size, require_room
 from mmlab.schedule.metrics import lengths, sides, work
 from mmlab.schedule.ranks import balance
-from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
+from mmlab.types import PATCH, CostModel, SampleSizes
 
 DEFAULT_MEAN_SAMPLES = 32  # the budget where none is given
 _SURVEYED = 2**18  # samples from which means are taken
@@ -70,11 +60,14 @@ class Budget(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not hasattr(self.cost, "as_polynomial"):
+            raise OptionError(
+                f"cost must have as_polynomial(), found {type(self.cost).__name__}; write it as a MaxPolynomial"
+            )
         if (time := self.time) is not None:
-            if time.unit != "seconds" or polynomial_of(time) is None or polynomial_of(self.cost) is None:
+            if time.unit != "seconds":
                 raise OptionError(
-                    f"time must be a cost model in seconds, and like cost have as_polynomial(); found time="
-                    f"{type(time).__name__} in {time.unit} and cost={type(self.cost).__name__}"
+                    f"time must be a cost model in seconds, found {type(time).__name__} in {time.unit}"
                 )
             if (patch := getattr(time, "patch", PATCH)) != self._patch:
                 raise OptionError(
@@ -84,7 +77,8 @@ class Budget(Scheduler):
     def limits(self, sizes: SampleSizes) -> Limits:
         budget = self.budget
         if budget is None:
-            budget = DEFAULT_MEAN_SAMPLES * self._cost_of_one(*mean_lengths(sizes, self._patch)[:2])
+            text, image, _ = mean_lengths(sizes, self._patch)
+            budget = DEFAULT_MEAN_SAMPLES * float(self.cost.as_polynomial().at(1, text, image))
             budget = max(budget, costliest_sample(self.cost, sizes, enough=budget)[1])
         else:
             require_room(self.cost, sizes, budget)
@@ -105,15 +99,15 @@ class Budget(Scheduler):
             return cut(rows, np.arange(len(rows)) * num_windows // len(rows))
         batches = cut(rows, _deal_images(sizes, rows, num_windows, rng))
         return resolve_collisions(
-            sizes, batches, objective or FREE, cut, limit=polynomial_of(self.cost) or FREE, budget=limits.budget,
-            max_size=self.max_batch_size, reach=0 if objective is None else REACH,
+            sizes, batches, objective, cut, limit=self.cost.as_polynomial(), budget=limits.budget,
+            max_size=self.max_batch_size,
         )  # fmt: skip
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         text, high, wide = sides(sizes, self._patch, batches.order)
         longest, tallest, widest = (batches.largest(side) for side in (text, high, wide))
-        if (seconds := polynomial_of(self.time)) is not None:
-            batch_work = seconds.at(batches.counts, longest, tallest * widest)
+        if self.time is not None:
+            batch_work = self.time.as_polynomial().at(batches.counts, longest, tallest * widest)
         else:
             batch_work = batches.counts * (work(longest) + work(tallest * widest))
         sample_work = batches.totals(work(text) + work(high * wide))
@@ -123,22 +117,13 @@ class Budget(Scheduler):
     def _patch(self) -> int:
         return getattr(self.cost, "patch", PATCH)
 
-    def _cost_of_one(self, text: float, image: float) -> float:
-        """Cost of an average sample, its image taken as a square where the model must see one."""
-        if polynomial := polynomial_of(self.cost):
-            return float(polynomial.at(1, text, image))
-        side = round(image**0.5) * self._patch
-        return self.cost(BatchShape(1, round(text), side, side))
-
-    def _objective(self, sizes: SampleSizes, rows: Ints, budget: float) -> MaxPolynomial | None:
-        """What the batches of these rows are to cost least of in sum; None where the cost is no polynomial.
+    def _objective(self, sizes: SampleSizes, rows: Ints, budget: float) -> MaxPolynomial:
+        """What the batches of these rows are to cost least of in sum.
 
         Without a time model: padded tokens, and a share of a full batch of average samples for each batch.
         """
-        if polynomial_of(self.cost) is None:
-            return None
         if self.time is not None:
-            return polynomial_of(self.time)
+            return self.time.as_polynomial()
         text, area = (float(length.mean()) for length in lengths(sizes, self._patch, rows))
         side = round(area**0.5) * self._patch
         full = max_batch_size(self.cost, round(text), side, side, budget) * (text + area)
@@ -147,15 +132,12 @@ class Budget(Scheduler):
         return MaxPolynomial(np.array([[1.0, 1.0, overhead]]), exponents, patch=self._patch)
 
     def _cut_windows(
-        self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: MaxPolynomial | None
+        self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: MaxPolynomial
     ) -> Block:
         """Batches of `rows` that stay inside a window, in the order of the windows and of size in each."""
         text, high, wide = keys = sides(sizes, self._patch, rows)
         order = _order_by(window, aspect_class(high, wide, 8), high, wide, text)
-        limit = polynomial_of(self.cost)
-        if limit is None or objective is None:
-            return Block(rows[order], self._cut_greedily(sizes, rows[order], window[order], budget))
-        orders = [order]
+        limit, orders = self.cost.as_polynomial(), [order]
         if self.time is not None:  # batches may mix image sizes, where that costs less than mixing texts
             octave = np.log2(np.maximum(text, 1)).astype(np.int64)
             orders.append(_order_by(window, octave, aspect_class(high, wide, 4), high, wide, text))
@@ -168,25 +150,6 @@ class Budget(Scheduler):
             ends, total = cut_optimally(*columns, limit.columns, objective.columns, *bounds)
             cuts.append((total, Block(rows[order], ends)))
         return min(cuts, key=lambda cut: cut[0])[1]
-
-    def _cut_greedily(self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float) -> Ints:
-        """Ends of batches that are each as long as the budget allows, for cost models that cannot be compiled.
-
-        The padded shape of the first k samples, and so its cost, never falls when k grows: the largest k is found by
-        bisection.
-        """
-        columns = [column[rows] for column in (sizes.num_tokens, sizes.height, sizes.width)]
-        ends, start = [], 0
-        while start < len(rows):
-            stop = min(start + self.max_batch_size, int(np.searchsorted(window, window[start], side="right")))
-            most = [np.maximum.accumulate(column[start:stop]) for column in columns]
-
-            def cost(size: int, most: Sequence[Ints] = most) -> float:
-                return self.cost(BatchShape(size, *(int(column[size - 1]) for column in most)))
-
-            start += max(1, bisect_right(range(1, stop - start + 1), budget, key=cost))
-            ends.append(start)
-        return np.array(ends, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

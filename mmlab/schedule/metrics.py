@@ -76,15 +76,9 @@ def padded_streams(text: Ints, image: Ints, room: tuple[int, int], num_ranks: in
 def collision_ratio(batches: Block, group: Ints) -> float:
     """Share of samples that have another sample of their image in their batch (a negative group has no image)."""
     image, batch = group[batches.order], batches.batch_of_place
-    batch, image = batch[image >= 0], image[image >= 0]
-    if not len(image):
-        return 0.0
-    if (int(image.max()) + 1) * len(batches.ends) >= 2**63:
-        image = np.unique(image, return_inverse=True)[1]
-    pairs = np.sort(batch * (image.max() + 1) + image)
-    same = np.diff(pairs) == 0
-    num_colliding = int((np.append(same, False) | np.append(False, same)).sum())
-    return num_colliding / len(batches.order)
+    batch, image = batch[image >= 0], np.unique(image[image >= 0], return_inverse=True)[1]
+    _, together = np.unique(batch * len(image) + image, return_counts=True)
+    return float(together[together > 1].sum() / max(1, len(batches.order)))
 
 
 def randomness(first: Block, second: Block, sample_work: Ints, num_ranks: int) -> float:

@@ -1,4 +1,8 @@
-"""Mixing sources in a wanted ratio, in batches of one modality each.
+"""Schedulers that draw: they choose how often each sample comes in an epoch, another scheduler forms the batches.
+
+`Weighted` draws samples in proportion to weights, `Mixed` sources in a wanted ratio. The plan says which samples were left
+out (`dropped`) and which come more than once (`repeated`), and its report counts both by source (`sources`). Costs one
+gather of the sizes an epoch, which the first batch waits for.
 
 A source is all samples of one modality (image and text, text only, image only), or whatever the caller names. A batch
 has one modality: a text-only sample in a batch of pairs would be padded with a whole image. The batches of one step,
@@ -12,17 +16,96 @@ they do not follow the losses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError, check_name
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.columns import Block, Ints, Limits
-from mmlab.schedule.drawing import Drawing, modality_of
+from mmlab.schedule.dense import Budget
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.packed import Packed
 from mmlab.schedule.ranks import split_evenly
+from mmlab.schedule.report import SourceShare
 from mmlab.types import SampleSizes
+
+MODALITIES = ("image-text", "text-only", "image-only")
+
+
+def modality_of(sizes: SampleSizes) -> Ints:
+    """(N,) index into `MODALITIES` of each sample; one with neither text nor image counts as text-only."""
+    return np.where(sizes.height == 0, 1, np.where(sizes.num_tokens == 0, 2, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing(Scheduler):
+    """The base of schedulers that draw. Override `draw`; the same epoch must give the same draw.
+
+    Args:
+        inner: forms batches of what was drawn, under this scheduler's `seed` and `world_size`.
+    """
+
+    inner: Scheduler = field(default_factory=Budget)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.inner, Drawing) and self.inner.draws:
+            raise OptionError(
+                f"{type(self).__name__} cannot wrap {type(self.inner).__name__}: the inner draw would be lost"
+            )
+
+    @property
+    def draws(self) -> bool:
+        """Whether an epoch may be anything else than each sample once."""
+        return True
+
+    def sources_of(self, sizes: SampleSizes) -> tuple[Sequence[str], Ints]:
+        """Names of the sources, and (N,) the number of each sample's source; its modality unless overridden."""
+        return MODALITIES, modality_of(sizes)
+
+    def ratios_at(self, epoch: int) -> dict[str, float]:
+        """Wanted share of each source in an epoch; empty where none is asked for."""
+        return {}
+
+    def limits(self, sizes: SampleSizes) -> Limits:
+        """Those of `inner`."""
+        return self._inner.limits(sizes)
+
+    def block_size(self, num_samples: int) -> int:
+        """That of `inner`."""
+        return self.inner.block_size(num_samples)
+
+    def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
+        """Batches as `inner` makes them."""
+        return self._inner.make_batches(sizes, rows, rng, limits)
+
+    def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
+        """The order that `inner` gives them."""
+        return self._inner.order_batches(sizes, batches, rng)
+
+    def source_shares(self, sizes: SampleSizes, times_drawn: Ints, epoch: int) -> dict[str, SourceShare]:
+        """What became of each source that the data have."""
+        names, codes = self.sources_of(sizes)
+        wanted, shares = self.ratios_at(epoch), {}
+        for code, name in enumerate(names):
+            times = times_drawn[codes == code]
+            if len(times):
+                shares[name] = SourceShare(
+                    num_samples=len(times),
+                    num_drawn=int(times.sum()),
+                    num_repeats=int(np.maximum(times - 1, 0).sum()),
+                    num_left_out=int((times == 0).sum()),
+                    realised_ratio=float(times.sum() / max(1, times_drawn.sum())),
+                    wanted_ratio=wanted.get(name),
+                )
+        return shares
+
+    @property
+    def _inner(self) -> Scheduler:
+        return replace(self.inner, seed=self.seed, world_size=self.world_size)
+
 
 Ratios = Mapping[str, float]
 LENGTHS = ("keep", "undersample", "oversample")
@@ -171,3 +254,67 @@ class Mixed(Drawing):
         elif self.length == "oversample":
             quotas = np.where(shares > 0, np.maximum(quotas, counts), 0)
         return dict(zip(available, quotas.tolist(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Drawing):
+    """Draws `num_samples` samples, each in proportion to its weight.
+
+    A sample that is expected 1.3 times comes once or twice. The expected numbers are laid end to end along a line, in
+    an order that is shuffled each epoch, and the line is read at unit steps from a random start. So each expectation
+    is met exactly, as in independent draws with replacement; but at equal weights every sample comes once, where
+    independent draws reach only 63 % of them. A sample that is expected at most once never repeats.
+
+    Args:
+        weights: (N,) above zero, in any unit.
+        num_samples: of an epoch; None draws as many as there are.
+
+    Raises:
+        OptionError: weights that are not positive and finite.
+
+    Source: systematic sampling with unequal probabilities, Madow 1949 (Annals of Mathematical Statistics 20).
+    """
+
+    weights: Sequence[float] | NDArray[np.float64] = field(repr=False, compare=False)
+    num_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weights = np.asarray(self.weights, dtype=np.float64)
+        wrong = np.flatnonzero(~((weights > 0) & np.isfinite(weights)))
+        if len(wrong):
+            raise OptionError(
+                f"weights must be above zero and finite, found {weights[wrong[0]]} in row {wrong[0]}"
+            )
+        object.__setattr__(self, "weights", weights)
+
+    def expected_times(self) -> NDArray[np.float64]:
+        """(N,) how often each sample comes on average."""
+        weights = np.asarray(self.weights)
+        return weights * ((self.num_samples or len(weights)) / weights.sum())
+
+    def draw(self, sizes: SampleSizes, epoch: int) -> Ints:
+        """Rows of an epoch's samples."""
+        num_samples = len(self.weights)
+        if num_samples != len(sizes):
+            raise OptionError(f"{num_samples} weights for {len(sizes)} samples; give one weight a sample")
+        key = derive_key(self.seed, epoch)
+        order = permute(np.arange(num_samples), num_samples, derive_key(key))
+        start = np.random.default_rng(key).random()
+        return np.repeat(order, systematic_counts(self.expected_times()[order], start))
+
+
+def systematic_counts(expected: NDArray[np.float64], start: float) -> Ints:
+    """How many unit steps from `start` in [0, 1) fall on each of the intervals `expected`, laid end to end.
+
+    >>> systematic_counts(np.array([0.5, 1.25, 0.25]), 0.5).tolist()
+    [1, 1, 0]
+
+    Returns:
+        (N,) each the number expected, rounded down or up; over a uniform `start` their mean is `expected`. They add up
+        to the sum of `expected`, a whole number.
+    """
+    ends = np.floor(np.cumsum(expected) + start)
+    if len(ends):
+        ends[-1] = round(float(expected.sum()))
+    return np.diff(ends, prepend=0).astype(np.int64)

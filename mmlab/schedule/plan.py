@@ -22,8 +22,6 @@ from mmlab.schedule.metrics import lengths
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from mmlab.schedule.report import PlanReport
 
 _START = Position(0, 0)
@@ -169,12 +167,6 @@ class BatchPlan:
         if num_ranks is None:
             num_ranks = source.world_size if source.world_size > 1 else 8
         return report_plan(self, budget=budget, num_ranks=num_ranks, following=following)
-
-    def plot(self) -> Figure:
-        """Batch sizes, costs and shapes of the plan, as a matplotlib figure."""
-        from mmlab.schedule.figures import plot_plan
-
-        return plot_plan(self)
 
     def __repr__(self) -> str:
         return f"BatchPlan({len(self)} batches of {len(self.columns.order)} samples)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tarfile
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,7 +71,7 @@ class Preview:
         import pandas as pd
 
         names = dict.fromkeys(name for figures in self.figures.values() for name in figures)
-        columns = [*names] or [*_OVER_EPOCHS, "plan_cpu_s"]
+        columns = [*names] or [*_OVER_EPOCHS]
         return pd.DataFrame.from_dict(self.figures, orient="index", columns=columns)
 
     @property
@@ -140,14 +139,7 @@ def preview(
 def _measure(
     scheduler: Scheduler, sizes: SampleSizes, budget: float, epochs: int, prices: Prices | None
 ) -> dict[str, float | None]:
-    few = sizes.take(np.arange(min(len(sizes), 64)))
-    rng = np.random.default_rng(0)
-    scheduler.make_batches(few, np.arange(len(few)), rng, scheduler.limits(sizes))  # compiles, off the clock
-    start_s = time.process_time()
     plans = [scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)]
-    for plan in plans:
-        len(plan)
-    plan_cpu_s = (time.process_time() - start_s) / epochs
     reports = [
         report_plan(plan, budget=budget, num_ranks=scheduler.world_size, following=following)
         for plan, following in zip_longest(plans, plans[1:])
@@ -160,7 +152,7 @@ def _measure(
     for name in found[0]:
         values = [row[name] for row in found if row[name] is not None]
         figures[name] = {**_OVER_EPOCHS, **_PRICES}[name](values) if values else None
-    return figures | {"plan_cpu_s": plan_cpu_s}
+    return figures
 
 
 def read_lengths(path: str | Path) -> SampleSizes:

@@ -11,13 +11,10 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "alignment": ["describe_alignment"],
-        "checkpoint": ["Checkpoints"],
+        "checkpoint.keeping": ["Checkpoints"],
         "loop": ["FusionTrainer"],
-        "losses": ["MaskedLanguage"],
-        "options": ["TrainOptions"],
+        "losses.masked_language": ["MaskedLanguage"],
         "precision": ["Precision"],
-        "strategy": ["CollectiveFailed", "Strategy"],
         "weighting": ["WEIGHTINGS", "make_weighting"],
     },
 )

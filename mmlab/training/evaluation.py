@@ -16,11 +16,10 @@ from mmlab.errors import RunError
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.huggingface import LossModel
 from mmlab.model.masking import can_hide, num_hidden
-from mmlab.training.alignment import describe_alignment
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
-from mmlab.training.retrieval import Embeddings, candidate_losses, joined, of_pairs, recalls
+from mmlab.training.retrieval import Embeddings, figures_of, of_pairs
 from mmlab.training.split import Leaves
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
@@ -59,11 +58,7 @@ def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bo
 
     def figures() -> dict[str, Any]:
         parts = [part.pairs for part in found if part.pairs is not None]
-        if not parts:
-            return {}
-        embeddings = joined(parts)
-        losses = candidate_losses(embeddings, found[0].logit_scale)
-        return {**recalls(embeddings), **losses, **describe_alignment(embeddings)}
+        return figures_of(parts, found[0].logit_scale) if parts else {}
 
     measured: dict[str, Any] = {"num_samples": sum(part.num_samples for part in found)}
     measured |= strategy.run_on_main(figures, "evaluate")
@@ -145,11 +140,8 @@ def _in_parts(measure: Callable[[Batch], _Found], batch: Batch, trainer: Trainer
             f"the held-out batch of {size} from {batch.record_ids[0]!r} does not fit into memory ({failure}), and "
             f"{why}: it cannot be cut; evaluate smaller batches or samples, or use 16-bit precision"
         )
-    return [
-        part
-        for rows in (slice(0, size // 2), slice(size // 2, size))
-        for part in _in_parts(measure, batch.part(rows), trainer)
-    ]
+    halves = (batch.part(rows) for rows in (slice(0, size // 2), slice(size // 2, size)))
+    return [part for half in halves for part in _in_parts(measure, half, trainer)]
 
 
 def _masked_losses(

@@ -9,10 +9,6 @@ from typing import Any
 from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.model.parameters import PARTS
 
-NONFINITE_POLICIES = ("raise", "skip")
-OUT_OF_MEMORY_POLICIES = ("auto", "split", "raise")
-WEIGHTING_ON = ("training", "held_out")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
@@ -78,9 +74,9 @@ class TrainOptions:
         object.__setattr__(self, "objectives", tuple(self.objectives))
         object.__setattr__(self, "freeze", tuple(self.freeze))
         object.__setattr__(self, "device", None if self.device is None else str(self.device))
-        check_name("policy for out-of-memory", self.on_out_of_memory, OUT_OF_MEMORY_POLICIES)
-        check_name("policy for losses that are not finite", self.on_nonfinite, NONFINITE_POLICIES)
-        check_name("losses for the weighting", self.weighting_on, WEIGHTING_ON)
+        check_name("policy for out-of-memory", self.on_out_of_memory, ("auto", "split", "raise"))
+        check_name("policy for losses that are not finite", self.on_nonfinite, ("raise", "skip"))
+        check_name("losses for the weighting", self.weighting_on, ("training", "held_out"))
         check_numbers(self)
         limits = self.max_grad_norm
         by_part = limits if isinstance(limits, Mapping) else dict.fromkeys(PARTS, limits)

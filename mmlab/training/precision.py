@@ -32,12 +32,7 @@ from torch import Tensor, nn
 
 from mmlab.errors import OptionError, check_name
 
-PRECISIONS: dict[str, torch.dtype | None] = {
-    "fp32": None,
-    "tf32": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepResult(NamedTuple):

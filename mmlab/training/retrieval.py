@@ -1,8 +1,11 @@
-"""How well embeddings of held-out pairs find each other: recall at k both ways, and a loss over candidate sets of a
-fixed size.
+"""How well embeddings of held-out pairs find each other: recall at k both ways, a loss over candidate sets of a
+fixed size, and how the two modalities lie on the sphere of embeddings.
+
+Recall says whether pairs find each other; alignment, uniformity and gap say why not: pairs far apart, everything in one
+spot (uniformity near zero), or images on one side and texts on the other.
 
 None of these figures depends on how the samples were batched, so runs under different schedulers compare. Costs one
-similarity of every image with every text, in blocks of rows.
+similarity of every image with every text, image with image and text with text, in blocks of rows.
 
 Legend: N pairs, G distinct images, D embedding width.
 """
@@ -15,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmlab.errors import DataError
 from mmlab.training.losses.base import pairs
@@ -39,6 +43,16 @@ def of_pairs(batch: Batch, image_embedding: Tensor, text_embedding: Tensor) -> E
     groups = torch.full_like(whole, -1, dtype=torch.int64) if batch.groups is None else batch.groups
     record_ids = [record_id for record_id, keep in zip(batch.record_ids, whole.tolist(), strict=True) if keep]
     return Embeddings(image_embedding[whole], text_embedding[whole], groups[whole], record_ids)
+
+
+def figures_of(parts: Sequence[Embeddings], logit_scale: Tensor) -> dict[str, float]:
+    """All figures here of all batches' embeddings.
+
+    Raises:
+        DataError: there is not one pair.
+    """
+    whole = joined(parts)
+    return {**recalls(whole), **candidate_losses(whole, logit_scale), **describe_alignment(whole)}
 
 
 def joined(parts: Sequence[Embeddings]) -> Embeddings:
@@ -117,6 +131,45 @@ def candidate_losses(
         count += int(counted.sum())
     to_text, to_image = (total / count).tolist() if count else (math.nan, math.nan)
     return {"loss": (to_text + to_image) / 2, "image_to_text_loss": to_text, "text_to_image_loss": to_image}
+
+
+def describe_alignment(embeddings: Embeddings) -> dict[str, float]:
+    """Four figures of embeddings of length one.
+
+    Returns:
+        `alignment`, the mean squared distance of a pair, 0 to 4, 2 by chance; `image_uniformity` over the G images and
+        `text_uniformity` over the N texts, about -4 when spread evenly over many dimensions and 0 when all are one;
+        `modality_gap`, the distance of the images' mean from the texts' mean, 0 to 2.
+
+    Source: Wang and Isola 2020 (arXiv:2005.10242); Liang et al. 2022 (arXiv:2203.02053).
+    """
+    image, text = (F.normalize(side.double(), dim=1) for side in (embeddings.image, embeddings.text))
+    first, _ = distinct_images(embeddings.groups)
+    return {
+        "alignment": float((image - text).square().sum(1).mean()),
+        "image_uniformity": uniformity(image[first]),
+        "text_uniformity": uniformity(text),
+        "modality_gap": float((image[first].mean(0) - text.mean(0)).norm()),
+    }
+
+
+def uniformity(vectors: Tensor) -> float:
+    """Logarithm of the mean of exp(-2 d^2) over all pairs of different rows, d their distance; NaN with fewer than two.
+
+    >>> round(uniformity(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])), 6)  # d = 2
+    -8.0
+
+    Args:
+        vectors: (N, D) of length one.
+    """
+    total = 0.0
+    for start in range(0, len(vectors), ROWS_PER_BLOCK):
+        similarity = vectors[start : start + ROWS_PER_BLOCK] @ vectors.T
+        near = (4 * similarity - 4).exp()  # d^2 = 2 - 2 x similarity
+        near[torch.arange(len(near)), torch.arange(start, start + len(near))] = 0.0
+        total += float(near.sum(dtype=torch.float64))
+    num_pairs = len(vectors) * (len(vectors) - 1)
+    return math.log(total / num_pairs) if num_pairs and total > 0 else math.nan
 
 
 def _ranks(

@@ -14,23 +14,22 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError, RunError
-from mmlab.machine import require_device, signals_held
+from mmlab.machine import resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
-from mmlab.model.compiling import Compiled
+from mmlab.model.compiling import compiled
 from mmlab.model.huggingface import taking_batches
 from mmlab.model.parameters import freeze, learning, parameter_groups, parts_of
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.evaluation import evaluate, offending
-from mmlab.training.losses.all_ranks import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.base import Objective
+from mmlab.training.losses.contrastive import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.names import parse_objectives
 from mmlab.training.options import TrainOptions, change_options
 from mmlab.training.out_of_memory import Result, retried
 from mmlab.training.precision import Precision, StepResult
 from mmlab.training.randomness import RandomStream
-from mmlab.training.schedule import warmup_cosine
 from mmlab.training.split import Window, running_statistics
 from mmlab.training.step_meter import StepMeter, StepValues, clock, key_of
 from mmlab.training.strategy import SAVES, Strategy, alone
@@ -96,9 +95,7 @@ class TrainerSetup:
 
     def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
         options = self.options
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        require_device(device)
-        self.device = torch.device(device)
+        self.device = torch.device(resolve_device(options.device or "auto"))
         self.precision = Precision(options.precision, self.device)
         model = taking_batches(model)
         freeze(model, options.freeze)
@@ -121,7 +118,8 @@ class TrainerSetup:
         self.strategy.check(scales=self.precision.scales, splits=self.splits, compiles=bool(options.compile))
         self.model = self.strategy.prepare(model, self)
         self.statistics = running_statistics(self.model)
-        self._call = self._compiled() if options.compile else self.model
+        backend = "inductor" if options.compile is True else str(options.compile)
+        self._call = compiled(self.model, self.device, backend) if options.compile else self.model
 
     def _make_weighting(self, asked: str | Weighting | None) -> Weighting:
         if isinstance(asked, Weighting):
@@ -145,13 +143,6 @@ class TrainerSetup:
         self.optimizer = torch.optim.AdamW(
             self.strategy.optimizer_groups(groups), lr=options.lr, fused=self.device.type in ("cpu", "cuda")
         )
-
-    def _compiled(self) -> Compiled:
-        def warn(message: str) -> None:
-            self._emit_event("warning", {"message": message, "source": "compile"})
-
-        name = "inductor" if self.options.compile is True else str(self.options.compile)
-        return Compiled(self.model, self.device, backend=name, on_limit=warn)
 
     def _not_finite(self, window: Window, means: Mapping[str, float], result: StepResult) -> None:
         """Name the samples at fault, and raise or go on, as asked."""
@@ -337,3 +328,18 @@ class TrainerSetup:
 
 
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
+
+
+def warmup_cosine(step: float, total_steps: int | None, warmup_ratio: float) -> float:
+    """Factor on the learning rate at a step: linear warm-up, then a cosine to zero at `total_steps`; 1 without one.
+
+    >>> [round(warmup_cosine(step, 10, 0.2), 2) for step in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if total_steps is None:
+        return 1.0
+    num_warmup = math.ceil(warmup_ratio * total_steps)
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    progress = min(1.0, (step - num_warmup) / max(1, total_steps - num_warmup))
+    return 0.5 * (1 + math.cos(math.pi * progress))

@@ -192,12 +192,7 @@ class GradNorm(Weighting):
         }
 
 
-WEIGHTINGS: dict[str, type[Weighting]] = {
-    "fixed": Weighting,
-    "uncertainty": Uncertainty,
-    "trend": Trend,
-    "gradnorm": GradNorm,
-}
+WEIGHTINGS = {"fixed": Weighting, "uncertainty": Uncertainty, "trend": Trend, "gradnorm": GradNorm}
 
 
 def make_weighting(name: str, start: Sequence[str] | Numbers, **options: Any) -> Weighting:

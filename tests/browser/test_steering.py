@@ -26,7 +26,7 @@ def make(notebook: Notebook, data: Path, name: str, **options: object) -> Panel:
     words |= {"equal": "batch_size", "num_workers": 0, "out": name, **options}
     arguments = ", ".join(f"{key}={value!r}" for key, value in words.items())
     notebook.run(f"{name} = Lab({str(data)!r}, {arguments})")
-    return notebook.panel(notebook.run(f"LivePanel(controller={name})"))
+    return notebook.panel(notebook.run(f"LivePanel({name}.folder, {name})"))
 
 
 def kinds_of(folder: Path) -> list[str]:
@@ -137,7 +137,7 @@ def test_options_are_changed_and_checked_above_the_panel(notebook: Notebook, dat
 
 def test_an_error_in_a_callback_is_shown_in_the_panel(notebook: Notebook, data: Path) -> None:
     notebook.run(f"refused = Lab({str(data)!r}, out='refused', epochs=1)\nrefused.data = lambda: None")
-    panel = notebook.panel(notebook.run("LivePanel(controller=refused)"))
+    panel = notebook.panel(notebook.run("LivePanel(refused.folder, refused)"))
     panel.wait_state("idle")
     panel.button("start").click()
     error = panel.root.locator(".mmlp-error[data-where=callback]")
@@ -182,7 +182,7 @@ def test_a_run_outlives_its_page_and_its_kernel_and_the_panel_of_the_dead_kernel
     expect(panel.button("stop")).to_have_attribute("aria-disabled", "true")
     notebook.ready()
     code = "from mmlab.lab.lab import Lab\nfrom mmlab.lab.live_panel import LivePanel\n"
-    code += "found = Lab.open('outlived')\nLivePanel(controller=found)"
+    code += "found = Lab.open('outlived')\nLivePanel(found.folder, found)"
     panel = notebook.panel(notebook.run(code))
     panel.wait_state("running")
     before = panel.wait_points(4)

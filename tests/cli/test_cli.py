@@ -110,7 +110,7 @@ def test_plan_maps_each_scheduler_to_its_figures(scenes: Path, capsys: pytest.Ca
     document = json.loads(capsys.readouterr().out)
     assert list(document) == ["random", "budget"]
     expected = "num_batches text_waste image_waste combined_waste peak_over_budget straggler randomness"
-    expected += " collision_ratio coverage num_duplicates plan_cpu_s"
+    expected += " collision_ratio coverage num_duplicates"
     assert set(expected.split()) == set(document["budget"])
     assert document["budget"]["coverage"] == 1
     assert document["budget"]["peak_over_budget"] <= 1

@@ -74,52 +74,37 @@ def test_the_plan_was_right_and_the_budget_held(comparison: Comparison) -> None:
     assert by_name["budget"].peak_bytes < by_name["random"].peak_bytes
 
 
-class Bytes:
-    """A cost model in bytes."""
-
-    unit = "bytes"
-
-    def __call__(self, shape: BatchShape) -> float:
-        return 1000.0 * shape.batch_size * (shape.num_tokens + shape.height * shape.width / 256)
-
-
 def test_predicted_bytes_and_their_limit_stand_beside_every_arms_steps(
     records: Records, tmp_path: Path
 ) -> None:
+    cost = MaxPolynomial([[1000.0, 1000.0]], [(1, 1, 0), (1, 0, 1)], unit="bytes")
     planners = {
         "random": make_scheduler("random", batch_size=8),
-        "memory": make_scheduler("memory", cost=Bytes(), budget=200_000),
+        "memory": make_scheduler("memory", cost=cost, budget=200_000),
     }
     steps = compare(records, planners, out=tmp_path, **{**SMALL, "epochs": 1}).steps
     assert (steps["limit_bytes"] == 200_000).all()
     shapes = steps[["num_samples", "num_tokens", "height", "width"]].astype(int)
-    assert steps["predicted_bytes"].tolist() == [int(Bytes()(BatchShape(*row))) for row in shapes.values]
+    assert steps["predicted_bytes"].tolist() == [int(cost(BatchShape(*row))) for row in shapes.values]
     within = steps["predicted_bytes"] <= steps["limit_bytes"]
     assert within[steps["run"] == "memory"].all()
-
-
-class BytesOfHeights(Bytes):
-    """Of which the lowest images need the most."""
-
-    def __call__(self, shape: BatchShape) -> float:
-        return 1000.0 * shape.batch_size * (100 - shape.height)
 
 
 def test_peak_memory_is_measured_on_the_batch_that_needs_the_most_bytes(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = {}
+    of_texts, measured = MaxPolynomial([[1000.0]], [(1, 2, 0)], unit="bytes"), {}
 
     def peak_of_one_step(setup: Any, plan: Any, rows: list[int]) -> tuple[int, str]:
         place = [sorted(batch) for batch in plan].index(sorted(rows))
-        costs = plan.costs(BytesOfHeights())
+        costs = plan.costs(of_texts)
         measured[type(plan.source.scheduler).__name__] = costs[place] / costs.max()
         return 1, "nothing"
 
     monkeypatch.setattr("mmlab.comparison.turns.ComparisonSetup.peak_of_one_step", peak_of_one_step)
     planners = {
         "random": make_scheduler("random", batch_size=8),
-        "memory": make_scheduler("memory", cost=BytesOfHeights(), budget=2_000_000),
+        "memory": make_scheduler("memory", cost=of_texts, budget=2_000_000),
     }
     compare(records, planners, **{**SMALL, "epochs": 1})
     assert list(measured.values()) == [1, 1]
@@ -455,7 +440,7 @@ def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:
     assert run.state == "failed"
     assert run.error is not None
     assert "Traceback" in run.error
-    assert "nowhere" in run.log
+    assert "nowhere" in (run.folder / "log.txt").read_text()
 
 
 def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:

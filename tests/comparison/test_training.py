@@ -210,7 +210,7 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: P
         if event.kind == "warning"
     ]
     assert warnings == [
-        "resumed with other options than before: trainer.lr: 0.001 -> 0.0001; trainer.num_epochs: 1 -> 2"
+        "resumed with other options than before: - lr = 0.001; - num_epochs = 1; + num_epochs = 2"
     ]
     anew = train(load_config(config, [*small[1:], "trainer.num_epochs=1"]), runs=tmp_path, progress=False)
     assert anew.loss == first.loss
@@ -277,7 +277,7 @@ def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: 
     assert (tmp_path / "small/tokenizer/tokenizer.json").read_text() == kept
     events, _ = read_events(tmp_path / "small/events-rank0.jsonl")
     said = [event.values["message"] for event in events if event.kind == "warning"]
-    assert any("with which options before is not known" in message for message in said), said
+    assert any(message.startswith("resumed with other options than before: + name") for message in said), said
 
 
 @pytest.mark.parametrize(
@@ -329,19 +329,19 @@ def test_a_saved_configuration_is_the_same_configuration(config: Path, tmp_path:
     given = load_config(
         config, ['trainer.max_grad_norm={image = 1.0, "text" = 2}', 'data.path="a \\"b\\" é"']
     )
-    given.save(tmp_path / "again.toml")
+    (tmp_path / "again.toml").write_text(given.toml(), "utf-8")
     assert load_config(tmp_path / "again.toml") == given
     never = load_config(
         config, ["checkpoint.every_minutes=none", "augment.name=crop", "augment.crop_scale=none"]
     )
-    never.save(tmp_path / "again.toml")
+    (tmp_path / "again.toml").write_text(never.toml(), "utf-8")
     assert (never.checkpoint.every_minutes, never.augment.crop_scale) == (None, None)
     assert load_config(tmp_path / "again.toml") == never
 
 
 def test_an_odd_character_and_a_byte_order_mark_are_no_obstacle(config: Path, tmp_path: Path) -> None:
     given = load_config(config, ["data.path=a\x7fb"])
-    given.save(tmp_path / "again.toml")
+    (tmp_path / "again.toml").write_text(given.toml(), "utf-8")
     assert load_config(tmp_path / "again.toml") == given
     config.write_text(config.read_text(), "utf-8-sig")
     assert load_config(config, ["data.path=a\x7fb"]) == given

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mmlab.data.readers import headers, read_records
-from mmlab.data.readers.headers import image_sizes
+from mmlab.data.readers import read_records, sidecar
+from mmlab.data.readers.sidecar import image_sizes
 from tests.data.sample_files import encoded, turned
 
 
@@ -27,13 +27,13 @@ def pair(folder):
 def opened(monkeypatch) -> list[str]:
     """The images whose headers were read, in order."""
     keys: list[str] = []
-    measure = headers._measure
+    measure = sidecar._size
 
     def noting(key, open_image):
         keys.append(Path(key).name)
         return measure(key, open_image)
 
-    monkeypatch.setattr(headers, "_measure", noting)
+    monkeypatch.setattr(sidecar, "_size", noting)
     return keys
 
 

@@ -362,4 +362,6 @@ def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_ke
     until(lambda: again.state != "stopping")
     assert (again.state, lab.state) == ("stopped", "stopped")
     assert Lab(scenes, **options).panel().earlier.children[1].description == "previous-1: epochs=1"
+    (tmp_path / "previous-1" / "process.json").write_text("{")
+    assert "process.json is damaged" in Lab(scenes, **options).panel().earlier.children[1].description
     panel.close()

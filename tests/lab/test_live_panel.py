@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
 
-from mmlab.errors import OptionError
+from mmlab.lab import pump
 from mmlab.lab.live_panel import STATIC, LivePanel
 from mmlab.lab.messages import TRACKS
 from mmlab.lab.pump import WINDOW
@@ -38,7 +38,7 @@ class Page:
         self.facts: dict[str, Any] = {}
 
     def say(self, kind: str, **content: Any) -> None:
-        self.panel._receive(None, {"kind": kind, **content}, [])
+        self.panel._pump.receive({"kind": kind, **content})
 
     def take(self) -> dict[str, Any]:
         """The next message, taken as a page takes it."""
@@ -142,9 +142,10 @@ def test_a_page_that_missed_a_message_gets_it_again(tmp_path: Path, panels: list
 
 
 def test_without_answers_messages_come_seldom_and_still_lose_nothing(
-    tmp_path: Path, panels: list[LivePanel]
+    tmp_path: Path, panels: list[LivePanel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    panels.append(LivePanel(tmp_path, hz=1000))
+    monkeypatch.setattr(pump, "INTERVAL_S", 0.001)
+    panels.append(LivePanel(tmp_path))
     page = Page(panels[0], answers=False)
     page.say("ready", have={})
     times = []
@@ -178,7 +179,7 @@ def test_buttons_call_the_controller_and_its_state_comes_back(
     tmp_path: Path, panels: list[LivePanel]
 ) -> None:
     controller = Steered(tmp_path)
-    panels.append(LivePanel(controller=controller))
+    panels.append(LivePanel(controller.folder, controller))
     page = Page(panels[0])
     page.say("ready", have={})
     page.until(lambda: page.facts.get("state") == "idle")
@@ -191,7 +192,7 @@ def test_buttons_call_the_controller_and_its_state_comes_back(
 def test_an_error_in_a_callback_is_sent_and_does_not_reach_the_kernel(
     tmp_path: Path, panels: list[LivePanel]
 ) -> None:
-    panels.append(LivePanel(controller=Steered(tmp_path)))
+    panels.append(LivePanel(tmp_path, Steered(tmp_path)))
     page = Page(panels[0])
     page.say("ready", have={})
     page.say("action", name="resume")
@@ -208,7 +209,7 @@ def test_an_error_of_training_and_one_of_the_panel_itself_are_sent(
     tmp_path: Path, panels: list[LivePanel]
 ) -> None:
     controller = Steered(tmp_path)
-    panels.append(LivePanel(controller=controller))
+    panels.append(LivePanel(controller.folder, controller))
     page = Page(panels[0])
     page.say("ready", have={})
     said = "ValueError: 2 rows cannot be used:\n  item 0: no image\nMend them"
@@ -286,19 +287,6 @@ def test_a_run_that_is_cleared_stays_away_until_it_is_written_anew(
     page.until(lambda: len(page.facts["runs"]) == 2)
 
 
-def test_the_controllers_folder_is_followed_where_it_goes(tmp_path: Path, panels: list[LivePanel]) -> None:
-    controller = Steered(tmp_path / "first")
-    write(tmp_path / "first", 1, 2)
-    write(tmp_path / "second", 1, 3)
-    panels.append(LivePanel(controller=controller))
-    page = Page(panels[0])
-    page.say("ready", have={})
-    page.until(lambda: len(page.losses()) == 2)
-    controller.folder = tmp_path / "second"
-    page.until(lambda: len(page.losses("r2.0.step")) == 3)
-    assert [run["name"] for run in page.facts["runs"]] == ["second"]
-
-
 def test_without_a_page_there_is_text_and_nothing_fails(tmp_path: Path, panels: list[LivePanel]) -> None:
     write(tmp_path, 1, 12)
     panels += [LivePanel(tmp_path), LivePanel(tmp_path / "nothing")]
@@ -328,10 +316,3 @@ def test_closing_ends_the_thread(tmp_path: Path) -> None:
     page.take()
     panel.close()
     assert not [thread for thread in threading.enumerate() if thread is panel._pump._thread]
-
-
-def test_options_that_cannot_work_are_refused() -> None:
-    with pytest.raises(OptionError, match="nothing to follow"):
-        LivePanel()
-    with pytest.raises(OptionError, match="hz: expected updates a second above 0, found 0"):
-        LivePanel("somewhere", hz=0)

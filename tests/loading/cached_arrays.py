@@ -32,7 +32,7 @@ class Prepared:
         return self.records.sizes(self.image_policy)
 
 
-def make_key(files: Path, num_rows: int, *, side: int = SIDE, verify_content: bool = False) -> CacheKey:
+def make_key(files: Path, num_rows: int, *, side: int = SIDE) -> CacheKey:
     """A key over small files, one a row, made where they are not yet."""
     files.mkdir(exist_ok=True)
     paths: list[str | None] = []
@@ -53,7 +53,7 @@ def make_key(files: Path, num_rows: int, *, side: int = SIDE, verify_content: bo
         num_tokens=zeros,
         group=groups,
     )
-    return cache_key(Prepared(records, Square(side)), verify_content=verify_content)
+    return cache_key(Prepared(records, Square(side)))
 
 
 def pixels_of(row: int, side: int = SIDE) -> NDArray[np.uint8]:

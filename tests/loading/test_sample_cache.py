@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,16 +94,6 @@ def test_pixels_of_another_size_than_planned_are_left_out(tmp_path: Path, key: C
     cache.put(0, pixels_of(0, side=2 * SIDE))
     assert cache.get(0) is None
     assert cache.stats().num_left_out == 1
-
-
-def test_verified_content_is_recognised_wherever_it_lies(tmp_path: Path) -> None:
-    key = make_key(tmp_path / "files", 10, verify_content=True)
-    fill(tmp_path / "cache", key)
-    shutil.copytree(tmp_path / "files", tmp_path / "moved")
-    moved = SampleCache(tmp_path / "cache", key=make_key(tmp_path / "moved", 10, verify_content=True))
-    assert all(is_right(row, moved.get(row)) for row in range(10))
-    (tmp_path / "moved" / "00000.bin").write_bytes(b"other")
-    assert moved.get(0) is None
 
 
 def test_a_row_without_its_file_is_a_miss(tmp_path: Path, key: CacheKey) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -149,49 +147,11 @@ def test_late_fusion_multiplies_what_each_modality_became():
     )
 
 
-def test_modality_dropout_hides_one_half_of_that_share_of_the_pairs_in_training_only():
-    model = make_model("cross", modality_dropout=0.5)
-    batch = make_batch([(2, 16, 16)] * 200 + [(2, 0, 0), (0, 16, 16)] * 5)
-    torch.manual_seed(0)
-    output = model(batch)
-    image, text = output.features[1].any(1), output.features[3].any(1)
-    assert torch.equal(image[200:], batch.pixel_mask.flatten(1).any(1)[200:])
-    assert torch.equal(text[200:], batch.attention_mask.any(1)[200:])
-    assert (image | text).all()
-    no_image, no_text = (~image[:200]).double().mean(), (~text[:200]).double().mean()
-    assert no_image == pytest.approx(0.25, abs=0.1)
-    assert no_text == pytest.approx(0.25, abs=0.1)
-    torch.manual_seed(0)
-    again = model(batch)
-    assert torch.equal(again.features[1], output.features[1])  # drawn from torch's generator
-    plain = model.eval()(batch)
-    assert plain.features[1].any(1)[:200].all()
-    assert plain.features[3].any(1)[:200].all()
-    torch.testing.assert_close(plain.image_embedding, output.image_embedding)
-
-
-def test_a_dropped_image_has_no_effect_on_the_match():
-    model, batch = make_model("cross", modality_dropout=0.9), make_batch([(3, 32, 32)] * 8)
-    other = dataclasses.replace(batch, pixel_values=batch.pixel_values.flip(0))
-    rows = torch.arange(8)
-    matches = []
-    for one in (batch, other):
-        torch.manual_seed(0)
-        output = model(one)
-        matches.append(output.match(rows, rows))
-    hidden = ~output.features[1].any(1)
-    assert 0 < hidden.sum() < 8
-    torch.testing.assert_close(matches[0][hidden], matches[1][hidden], rtol=0, atol=1e-12)
-    assert ((matches[0] - matches[1])[~hidden & output.features[3].any(1)].abs() > 1e-9).all()
-
-
 def test_what_cannot_be_fused_says_why():
     from transformers import ResNetConfig, ResNetModel
 
     with pytest.raises(OptionError, match="unknown fusion 'gate'; did you mean 'gated'"):
         make_model("gate")
-    with pytest.raises(OptionError, match=r"modality_dropout must lie in \[0, 1\), found 1"):
-        make_model("cross", modality_dropout=1.0)
     with pytest.raises(OptionError, match="multiscale fusion needs num_levels of at least 2, found 1"):
         make_model("multiscale", fusion_levels=1)
     convolutional = ResNetModel(

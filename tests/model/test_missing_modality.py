@@ -16,8 +16,7 @@ from mmlab.loading.adaptive import AdaptiveDataLoader
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.presets import build_model
-from mmlab.schedule.drawing import MODALITIES, modality_of
-from mmlab.schedule.mixing import Mixed
+from mmlab.schedule.mixing import MODALITIES, Mixed, modality_of
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching

@@ -13,13 +13,14 @@ from mmlab.errors import OptionError, RunError
 from mmlab.model.presets import build_model
 from mmlab.parallel.strategies import make_strategy
 from mmlab.pricing.breakdown import price
+from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch
 from tests.batches import make_batch, merge
-from tests.training.test_out_of_memory import TINY, Allocating, gradient, make_trainer, relative, weights
+from tests.training.test_out_of_memory import TINY, gradient, make_trainer, relative, weights
 from tests.training.test_trainer import PairDistance  # a loss of each sample by itself
 
 SIZES = [
@@ -201,7 +202,7 @@ def goes_on_whichever_operation_fails(rank: int) -> None:
     mine = window(rank)
 
     def updated(fail_at: int | None):
-        device = Allocating()
+        device = VirtualDevice()
         trainer = make_trainer(device, objectives=goals)
         trainer.train_step(mine)
         device.num_operations, device.fail_at = 0, fail_at if rank == 1 else None

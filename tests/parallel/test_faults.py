@@ -212,7 +212,7 @@ def test_a_launch_knows_its_own_run_again(tmp_path: Path, monkeypatch: pytest.Mo
     note_launch(path)
     assert begun_by_this_launch(path, restarted=False), "other agents' restarts are not counted by this one"
     written = json.loads(path.read_text())
-    path.write_text(json.dumps({**written, "agent_id": -1}))
+    path.write_text(json.dumps({**written, "process_id": -1}))
     assert begun_by_this_launch(path, restarted=True), "rank 0 has moved to another machine"
     assert not begun_by_this_launch(path, restarted=False), "a new launch with an old id"
     path.write_text(json.dumps({**written, "run_id": "other"}))

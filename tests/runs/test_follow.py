@@ -66,7 +66,6 @@ def test_a_source_is_a_run_a_comparison_its_runs_or_several(tmp_path: Path) -> N
         (tmp_path / "comparison", both),
         (tmp_path / "comparison" / "runs", both),
         ([tmp_path / "alone", str(tmp_path / "comparison")], [tmp_path / "alone", *both]),
-        (None, []),
         (tmp_path / "nothing", []),
     ):
         assert list(run_files(source)) == folders

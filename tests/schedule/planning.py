@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,16 +30,6 @@ PAIRS = MaxPolynomial(
 TIME = MaxPolynomial(  # a small model on two cores
     [[0.034, 0.0009, 21e-6, 21e-6]], [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)], unit="seconds"
 )
-
-
-@dataclass(frozen=True)
-class SlowTokens:
-    """A cost model that the planner cannot compile."""
-
-    unit: str = "tokens"
-
-    def __call__(self, shape: BatchShape) -> float:
-        return shape.batch_size * (shape.num_tokens + shape.height * shape.width / 256)
 
 
 def make_sizes(num_samples: int, *, seed: int = 0, captions: int = 5, most_patches: int = 24) -> SampleSizes:

@@ -179,9 +179,6 @@ def test_a_plan_shows_itself():
     assert "combined waste" in plan._repr_html_()
     assert "randomness" in str(plan.report())
     assert json.loads(json.dumps(plan.report().as_dict()))["num_batches"] == len(plan)
-    for name in ("budget", "packed", "random"):
-        figure = any_scheduler(name, SIZES).plan(SIZES).plot()
-        assert [axes.get_title() for axes in figure.axes][1:] == ["Cost of each batch", "Padded shapes"]
 
 
 def test_sizes_that_are_negative_are_refused_with_their_row():

@@ -12,10 +12,9 @@ from mmlab.schedule.cost import (
     batch_costs,
     costliest_sample,
     max_batch_size,
-    polynomial_of,
 )
 from mmlab.types import BatchShape
-from tests.schedule.planning import BYTES, PAIRS, SlowTokens, make_sizes
+from tests.schedule.planning import BYTES, PAIRS, make_sizes
 
 shapes = st.builds(BatchShape, *[st.integers(0, 600)] * 4)
 
@@ -31,7 +30,7 @@ def test_padded_tokens_are_their_polynomial(shape, patch):
 @given(st.lists(shapes, max_size=5))
 def test_many_costs_at_once_are_each_cost(many):
     columns = np.array(many, dtype=np.int64).reshape(-1, 4)
-    for cost in (PaddedTokens(), BYTES, PAIRS, SlowTokens()):
+    for cost in (PaddedTokens(), BYTES, PAIRS):
         assert batch_costs(cost, columns).tolist() == pytest.approx([cost(shape) for shape in many])
 
 
@@ -69,7 +68,7 @@ def test_a_patch_without_size_is_refused():
 
 def test_the_costliest_sample_is_found_only_where_it_matters():
     sizes = make_sizes(300)
-    for cost in (PaddedTokens(), BYTES, PAIRS, SlowTokens()):
+    for cost in (PaddedTokens(), BYTES, PAIRS):
         columns = np.stack([np.ones(300, int), sizes.num_tokens, sizes.height, sizes.width], axis=1)
         prices = batch_costs(cost, columns)
         row, price = costliest_sample(cost, sizes, enough=0)
@@ -83,8 +82,3 @@ def test_the_largest_batch_fits_and_one_more_does_not(text, side, budget):
         size = max_batch_size(cost, text, side, side, budget)
         assert size == 0 or cost(BatchShape(size, text, side, side)) <= budget
         assert cost(BatchShape(size + 1, text, side, side)) > budget
-
-
-def test_a_model_without_polynomial_has_none():
-    assert polynomial_of(SlowTokens()) is None
-    assert polynomial_of(BYTES) is BYTES

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlab.errors import OptionError
-from mmlab.schedule.drawing import MODALITIES, modality_of
-from mmlab.schedule.mixing import Mixed
+from mmlab.schedule.mixing import MODALITIES, Mixed, Weighted, modality_of, systematic_counts
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
-from mmlab.schedule.weighted import Weighted, systematic_counts
 from mmlab.types import SampleSizes
 
 

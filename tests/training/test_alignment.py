@@ -10,12 +10,11 @@ from torch.nn import functional as F
 
 from mmlab.model.presets import build_model
 from mmlab.runs.event_keys import EVENT_KEYS
-from mmlab.training.alignment import describe_alignment, uniformity
 from mmlab.training.evaluation import evaluate
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.masked_language import MaskedLanguage
-from mmlab.training.retrieval import Embeddings
+from mmlab.training.retrieval import Embeddings, describe_alignment, uniformity
 from tests.batches import make_batch
 
 SMALL = {

@@ -214,12 +214,12 @@ def test_valid_json_that_is_no_manifest_and_folders_for_files_are_damage(tmp_pat
     assert checkpoints.best == checkpoints.paths[-1]
 
 
-def test_what_is_no_checkpoint_is_left_alone_and_a_file_in_its_place_is_cleared_away(tmp_path):
+def test_what_is_no_checkpoint_is_left_alone_and_an_unfinished_one_is_cleared_away(tmp_path):
     checkpoints, trainer = save_some(tmp_path, [1.0])
     foreign = [tmp_path / name for name in ("9notes-step-x", ".unfinished-x")]
     foreign[0].mkdir()
     foreign[1].touch()
-    (tmp_path / ".unfinished-000002-step-1").touch()
+    (tmp_path / ".unfinished-000002-step-1").mkdir()
     assert checkpoints.restore(trainer) == tmp_path / "000001-step-1"
     checkpoints.save(trainer.state_dict())
     assert sorted(tmp_path.iterdir()) == sorted([*foreign, *checkpoints.paths])

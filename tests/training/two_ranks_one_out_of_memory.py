@@ -12,7 +12,7 @@ from torch import distributed
 from mmlab.errors import RunError
 from mmlab.pricing.virtual_device import VirtualDevice
 from tests.batches import make_batch
-from tests.training.test_out_of_memory import STRIDE, Allocating, make_trainer, relative, weights
+from tests.training.test_out_of_memory import STRIDE, make_trainer, relative, weights
 from tests.training.test_trainer import PairDistance  # a loss of each sample by itself
 
 SIZES = [(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32), (5, 16, 64)]
@@ -23,8 +23,8 @@ def main() -> None:
     objectives = {"distance": PairDistance()}
     mine = make_batch(SIZES[:2] if rank == 0 else SIZES[2:])
 
-    def updated(fail_at: int | None) -> tuple[Allocating, object]:
-        device = Allocating()
+    def updated(fail_at: int | None) -> tuple[VirtualDevice, object]:
+        device = VirtualDevice()
         trainer = make_trainer(device, objectives=objectives, parallel="reduce")
         trainer.train_step([mine])
         device.num_operations, device.fail_at = 0, fail_at if rank == 1 else None

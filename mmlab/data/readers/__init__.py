@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from mmlab.data.readers.files import read_data_file, read_folder
 from mmlab.data.readers.hub import is_dataset, is_saved_dataset, read_dataset, read_saved_dataset
 from mmlab.data.readers.manifest import numbered, rows_of_entries
-from mmlab.data.readers.paths import image_folder
 from mmlab.data.readers.remote import download, is_url
-from mmlab.data.readers.rows import Row, Table, to_records
+from mmlab.data.readers.rows import Row, Table, image_folder, to_records
 from mmlab.data.readers.tar import is_tar, read_shards
 from mmlab.data.records import FileStore, Records
 from mmlab.data.text import load_tokenizer, measure_tokens

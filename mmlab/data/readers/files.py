@@ -8,7 +8,6 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 from mmlab.data.readers.coco import read_coco, why_not_coco
 from mmlab.data.readers.flickr import read_flickr, why_not_flickr
@@ -31,27 +30,22 @@ _IMAGE_FOLDERS = [
 ]
 
 
-class FileFormat(NamedTuple):
-    """One kind of data file; the flag of both functions is `allow_missing_modality`."""
-
-    why_not: Callable[[Path, bool], str]  # why a file is not of this kind, empty if it is
-    read: Callable[[Path, bool], list[Row]]
-
-
-FILE_FORMATS = {
-    "COCO captions": FileFormat(why_not_coco, read_coco),
-    "Flickr token file": FileFormat(why_not_flickr, read_flickr),
-    "manifest": FileFormat(why_not_manifest, read_manifest),
+Reader = Callable[[Path, bool], list[Row]]  # the flag is `allow_missing_modality`
+# why a file is not of a kind, empty if it is, and what reads it
+FILE_FORMATS: dict[str, tuple[Callable[[Path, bool], str], Reader]] = {
+    "COCO captions": (why_not_coco, read_coco),
+    "Flickr token file": (why_not_flickr, read_flickr),
+    "manifest": (why_not_manifest, read_manifest),
 }
 
 
-def recognise(path: Path, allow_missing_modality: bool) -> tuple[FileFormat | None, str]:
-    """The format of a data file or, in words, why each one does not fit."""
+def recognise(path: Path, allow_missing_modality: bool) -> tuple[Reader | None, str]:
+    """What reads a data file or, in words, why each format does not fit."""
     reasons = []
-    for name, file_format in FILE_FORMATS.items():
-        reason = "it has no rows" if _is_empty(path) else file_format.why_not(path, allow_missing_modality)
+    for name, (why_not, read) in FILE_FORMATS.items():
+        reason = "it has no rows" if _is_empty(path) else why_not(path, allow_missing_modality)
         if not reason:
-            return file_format, ""
+            return read, ""
         reasons.append(f"\n  {path.name}, as {name}: {reason}")
     return None, "".join(reasons)
 
@@ -64,14 +58,14 @@ def _is_empty(path: Path) -> bool:
 
 def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool) -> Table:
     """The rows of one data file, and the folder of its images."""
-    file_format, tried = recognise(path, allow_missing_modality)
-    if file_format is None:
+    read, tried = recognise(path, allow_missing_modality)
+    if read is None:
         if _is_empty(path):
             raise DataError(f"{path}: no rows found")
         raise DataError(
             f"{path}: not a format that mmlab reads (docs/internals/data_formats.md lists them). Tried:{tried}"
         )
-    rows = file_format.read(path, allow_missing_modality)
+    rows = read(path, allow_missing_modality)
     return Table(rows=rows, root=images or find_images(path, rows))
 
 
@@ -124,9 +118,9 @@ def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | N
         for path in sorted(place.glob("*")):
             is_data = path.suffix.lower() in _DATA_SUFFIXES and not path.name.startswith(".")
             if is_data and path.is_file():
-                file_format, reasons = recognise(path, allow_missing_modality)
+                read, reasons = recognise(path, allow_missing_modality)
                 tried += reasons
-                if file_format is not None:
+                if read is not None:
                     found[path] = split_in(path.stem)
     if not found:
         raise DataError(

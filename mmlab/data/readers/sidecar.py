@@ -1,8 +1,11 @@
-"""Measurements of images, made in parallel and remembered in a sidecar file.
+"""Measurements of images, such as their sizes, made in parallel and remembered in a sidecar file.
 
 An image is measured again when its size in bytes or its modification time changes. The sidecar lies beside the images
 if they are in one folder that can be written, else in the user's cache folder. One that cannot be understood is
 rebuilt, with a warning. What could not be measured is not remembered.
+
+Sizes come from headers: about 0.1 ms of CPU an image the first time. No pixel is decoded, so a file that is cut off
+after its header still has a size.
 """
 
 from __future__ import annotations
@@ -13,16 +16,47 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
 from tqdm.auto import tqdm
 
+from mmlab.data.decode import displayed_size
 from mmlab.machine import replace_file
 
+Size = tuple[int, int]  # height, width in pixels, as displayed
+OpenImage = Callable[[str], AbstractContextManager[BinaryIO]]  # a file object at the start of an image
 Stamp = tuple[int, int]  # bytes, mtime in ns: when either changes, the image is measured again
 Numbers = tuple[float, ...]
 _VERSION = 1  # a sidecar of another one is measured anew
 _NUM_THREADS = 8  # waiting for the disk overlaps, and Pillow decodes without the interpreter's lock
+
+
+def image_sizes(
+    stamps: Mapping[str, Stamp | None], open_image: OpenImage, *, root: Path | None = None, progress: bool
+) -> dict[str, Size | str]:
+    """Displayed height and width of each image or, as a string, why its header cannot be read.
+
+    Args:
+        open_image: gives a file object at the start of an image; called from several threads.
+        stamps, root, progress: as in `measure_once`.
+    """
+    return measure_once(  # type: ignore[return-value]  # two whole numbers
+        "sizes", (int, int), stamps, lambda key: _size(key, open_image), root=root, progress=progress
+    )
+
+
+def _size(key: str, open_image: OpenImage) -> Size | str:
+    from PIL import Image
+
+    try:
+        with open_image(key) as file, Image.open(file) as image:
+            return displayed_size(image)
+    except Image.UnidentifiedImageError:
+        return "not an image that Pillow can read"
+    except Exception as error:  # decoders raise nearly anything on damaged files; the row is reported with it
+        return f"image header cannot be read: {error}"
 
 
 def measure_once(

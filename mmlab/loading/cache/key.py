@@ -1,9 +1,8 @@
 """What a cached image depends on: the image itself, and the settings of everything that prepares it.
 
 The settings and the list of images name the cache's file, so that an image is found only where it would be made again
-exactly. A changed image is recognised by its file's size and times of change (2 µs); `verify_content` reads and hashes
-it at every access instead, as is always done where a store has no `part_of(image_path)`, which names the file that
-holds an image.
+exactly. A changed image is recognised by its file's size and times of change (2 µs); where a store has no
+`part_of(image_path)`, which names the file that holds an image, it is read and hashed at every access instead.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class CacheKey:
     images: str  # digest of the list of images and their sizes
     shapes: NDArray[np.int64]  # (S, 2) height and width of the image in each slot, after the image policy
     slots: NDArray[np.int64]  # (N,) the slot of each row's image; -1 without an image
-    verify_content: bool = False  # hash the image's bytes at every access
 
     @cached_property
     def settings_digest(self) -> str:
@@ -56,7 +54,7 @@ class CacheKey:
         """
         path = self.records.image_paths[row]
         assert path is not None
-        part_of = None if self.verify_content else getattr(self.records.store, "part_of", None)
+        part_of = getattr(self.records.store, "part_of", None)
         if part_of is None:
             return _digest(self.records.read_image(row))
         stat = os.stat(part_of(path)[0])
@@ -64,17 +62,13 @@ class CacheKey:
         return _digest(os.fsencode(stamp))
 
 
-def cache_key(
-    dataset: MultimodalDataset, *, among: Iterable[MultimodalDataset] = (), verify_content: bool = False
-) -> CacheKey:
+def cache_key(dataset: MultimodalDataset, *, among: Iterable[MultimodalDataset] = ()) -> CacheKey:
     """The key of a data set's images, as they are prepared now.
 
     Args:
         dataset: whose images are kept.
         among: data sets of the same image policy that share the cache's file, such as training and held-out pairs:
             the file then does not depend on how the images are divided.
-        verify_content: recognise images by a hash of their bytes, read at every access, instead of by path, size
-            and times of change; for file systems whose times cannot be trusted.
 
     Raises:
         OptionError: an image policy that does not show its settings.
@@ -92,8 +86,7 @@ def cache_key(
         shape_of |= {path: shape for path, shape in pairs if path is not None}
     paths = sorted(shape_of)
     slot_of = {path: slot for slot, path in enumerate(paths)}
-    names = map(os.path.basename, paths) if verify_content else paths  # content is known wherever it lies
-    images = [(name, *shape_of[path]) for name, path in zip(names, paths, strict=True)]
+    images = [(path, *shape_of[path]) for path in paths]
     root = Path(__file__).parents[2]
     code = b"".join((root / name).read_bytes() for name in _DECODING)  # no change of it can be forgotten
     return CacheKey(
@@ -107,7 +100,6 @@ def cache_key(
         images=_digest(json.dumps(images).encode()).hex()[:16],
         shapes=np.array([shape_of[path] for path in paths], np.int64).reshape(-1, 2),
         slots=np.array([slot_of.get(path or "", -1) for path in dataset.records.image_paths], np.int64),
-        verify_content=verify_content,
     )
 
 

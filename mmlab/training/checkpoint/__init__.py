@@ -7,8 +7,3 @@ number of ranks reads it under any strategy, and a single process does.
 Costs 12 bytes a weight on disk (fp32 with AdamW), written while training waits. Does not guard against two runs in one
 folder; `mmlab.train` does.
 """
-
-from mmlab.training.checkpoint.files import MANIFEST, check, read_checkpoint
-from mmlab.training.checkpoint.keeping import Checkpoints, restore
-
-__all__ = ["MANIFEST", "Checkpoints", "check", "read_checkpoint", "restore"]

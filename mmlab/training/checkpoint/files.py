@@ -75,8 +75,7 @@ def read_state(path: Path, like: Mapping[str, Tensor] | None = None) -> dict[str
         from mmlab.training.checkpoint.shards import load_shards
 
         tensors = load_shards(path / SHARDS, like)
-        model = _under(tensors, _MODEL)
-        moments = _under(tensors, _OPTIMIZER)
+        model, moments = _under(tensors, _MODEL), _under(tensors, _OPTIMIZER)
     else:
         model, moments = _read_tensors(path / _WEIGHTS), _read_tensors(path / _MOMENTS)
     places = {name: place for place, name in _weight_names(state["optimizer"]).items()}
@@ -148,17 +147,10 @@ def _write_shards(
         return {f"{SHARDS}/{file.name}": _size_and_digest(file) for file in own}
 
     ranks.gather_objects(must_be_there, SAVING)
-    failures = [
-        words for words in ranks.gather_objects(lambda: save_shards(folder, tensors), SAVING) if words
-    ]
-    if failures:
-        raise RunError(
-            f"{failures[0]}; earlier checkpoints are whole: make room there, and go on from the newest"
-        )
-    files: _Files = {}
-    for found in ranks.gather_objects(digests, SAVING):
-        files |= found
-    return files
+    failures = ranks.gather_objects(lambda: save_shards(folder, tensors), SAVING)
+    if words := next(filter(None, failures), ""):
+        raise RunError(f"{words}; earlier checkpoints are whole: make room there, and go on from the newest")
+    return {name: file for own in ranks.gather_objects(digests, SAVING) for name, file in own.items()}
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

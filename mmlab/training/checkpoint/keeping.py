@@ -208,12 +208,8 @@ class Checkpoints(CheckpointOptions):
     def _clear_away(self) -> None:
         """Remove what a killed process left half written or half removed."""
         for path in self._folder.glob(f"{_UNFINISHED}*"):
-            if not _NAME.fullmatch(path.name.removeprefix(_UNFINISHED)):
-                continue  # somebody else's
-            if path.is_dir() and not path.is_symlink():
+            if _NAME.fullmatch(path.name.removeprefix(_UNFINISHED)):  # else it is somebody else's
                 shutil.rmtree(path)
-            else:
-                path.unlink()
 
 
 def restore(trainer: Any, loader: Any, path: Path) -> None:

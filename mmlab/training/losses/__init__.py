@@ -6,8 +6,7 @@ gradient does not depend on how the samples were cut. Add an objective with one 
 the trainer an object.
 
 base             `Objective`, and `LossTerms`, which divides the sums of a step
-contrastive      pairs against the other pairs of the batch; what the batch size does to that
-all_ranks        pairs against the pairs of all ranks' batches
+contrastive      pairs against the other pairs of the batch, or of all ranks' batches; what the batch size does to that
 masked_language  hidden tokens
 names            `OBJECTIVES`, `parse_objectives`, and a model's own loss
 
@@ -15,17 +14,3 @@ Costs B x B similarities; matching runs the fusion on up to 3 B pairs; masked la
 more. Contrastive and matching need pairs; text-only samples are learnt from by masked language modelling alone, and
 image-only samples by none.
 """
-
-from __future__ import annotations
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "base": ["LossTerms", "Objective"],
-        "contrastive": ["Contrastive", "Matching"],
-        "masked_language": ["MaskedLanguage"],
-        "names": ["OBJECTIVES", "OwnLoss", "parse_objectives"],
-    },
-)

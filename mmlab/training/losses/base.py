@@ -17,11 +17,9 @@ class Objective(Protocol):
 
     def count(self, batch: Batch) -> int:
         """How many terms the sum over this batch has. Read `batch.host`: reading its tensors waits for the device."""
-        ...
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """The sum, a scalar that is differentiable even where the count is zero."""
-        ...
 
 
 class LossTerms:

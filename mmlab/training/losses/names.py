@@ -43,11 +43,7 @@ class OwnLoss:
 
 OWN = "own"  # the one objective of a model that computes its own loss
 ALL_RANKS = "contrastive_all_ranks"  # the objective "contrastive", with its negatives from all ranks
-OBJECTIVES: dict[str, type] = {
-    "contrastive": Contrastive,
-    "matching": Matching,
-    "masked_language": MaskedLanguage,
-}
+OBJECTIVES = {"contrastive": Contrastive, "matching": Matching, "masked_language": MaskedLanguage}
 
 
 def parse_objectives(
