@@ -108,7 +108,7 @@ class RunConfig:
         return self.data.processor or self.model.get("name")
 
     def toml(self) -> str:
-        """What differs from the defaults."""
+        """What differs from the defaults, as TOML."""
         lines = [f"name = {_toml(self.name)}"]
         for section in dataclasses.fields(self):
             values = _chosen(getattr(self, section.name))

@@ -19,7 +19,7 @@ import gc
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ def compare(
     chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device), num_workers=num_workers)
     control = control or Control(out)
     with ExitStack() as stack:
-        if out is not None:
-            stack.enter_context(held(Path(out)))  # no other run writes to the folder
+        stack.enter_context(nullcontext() if out is None else held(Path(out)))  # no other run writes there
         names = scheduler_names(schedulers)
         control.say("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)

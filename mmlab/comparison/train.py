@@ -277,7 +277,7 @@ class _Training:
             text = config.toml()
             if trainer.step and path.exists():
                 lines = ndiff(path.read_text("utf-8").splitlines(), text.splitlines())
-                if changes := "; ".join(line for line in lines if line[0] in "+-"):
+                if changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:]):
                     message = f"resumed with other options than before: {changes}"
                     self._run.write("warning", message=message, source="training")
                     self._say(message)

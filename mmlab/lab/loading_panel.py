@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.lab.panels import WIDE, Panel, slider
-from mmlab.lab.plan_figure import GREY, page_png
+from mmlab.lab.plan_figure import page_png
 from mmlab.loading.cache import SampleCache, build_cache, cache_key
 from mmlab.loading.loader import PlannedLoader
 from mmlab.loading.stages import StageReport
-from mmlab.runs.figures import PALETTE
+from mmlab.runs.figures import GREY, PALETTE
 from mmlab.schedule.schedulers import make_scheduler
 
 _STAGES = ("read", "decode", "collate")

@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from mmlab.machine import GIB
-from mmlab.runs.figures import colours_of, to_png
+from mmlab.runs.figures import GREY, colours_of, to_png
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.types import PATCH
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mmlab.schedule.plan import BatchPlan
     from mmlab.types import CostModel
 
-GREY = "#808080"
 _INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 _CLEAR: Any = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
 _ON_ANY_PAGE: Any = {**_CLEAR, **dict.fromkeys(_INK, GREY), "image.cmap": "cool"}

@@ -23,7 +23,7 @@ from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.named_model import conversation_model, named_model
 from mmlab.pricing.step_prices import named_dataset
 from mmlab.pricing.trace import StepSetting
-from mmlab.runs.figures import PALETTE
+from mmlab.runs.figures import GREY, PALETTE
 from mmlab.schedule.cost import batch_costs, max_batch_size
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
@@ -89,7 +89,7 @@ class PlannedMemory:
             dots = counts.scatter(columns[:, 2] * columns[:, 3] / 1e3, columns[:, 0], c=columns[:, 1], s=8)
             figure.colorbar(dots, label="tokens")
             needed.plot(self.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
-        needed.axhline(limit_gib, color="#808080", lw=1, ls="--")
+        needed.axhline(limit_gib, color=GREY, lw=1, ls="--")
         counts.set(title="batches by image size", xlabel="thousand pixels", ylabel="samples", ylim=(0, None))
         needed.set(
             title="predicted peak (-- limit)", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib)

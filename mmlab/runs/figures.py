@@ -35,6 +35,7 @@ _OTHERS = (
     ("#B5651D", "#F0B27A"),
 )
 PALETTE = tuple(light for light, _dark in _COLOURS.values())
+GREY = "#808080"  # is seen on light and on dark pages
 
 
 def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:

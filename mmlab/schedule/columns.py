@@ -64,6 +64,8 @@ class Block(NamedTuple):
     @staticmethod
     def join(blocks: Sequence[Block]) -> Block:
         """One block after the other."""
+        if len(blocks) == 1:
+            return blocks[0]
         shifts = np.cumsum([0, *(len(block.order) for block in blocks)])
         nothing = np.empty(0, np.int64)
         order = [nothing, *(block.order for block in blocks)]

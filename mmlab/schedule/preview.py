@@ -71,8 +71,7 @@ class Preview:
         import pandas as pd
 
         names = dict.fromkeys(name for figures in self.figures.values() for name in figures)
-        columns = [*names] or [*_OVER_EPOCHS]
-        return pd.DataFrame.from_dict(self.figures, orient="index", columns=columns)
+        return pd.DataFrame.from_dict(self.figures, orient="index", columns=[*names] or [*_OVER_EPOCHS])
 
     @property
     def _shown(self) -> pd.DataFrame:
