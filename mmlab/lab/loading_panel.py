@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.lab.panels import WIDE, Panel, slider
+from mmlab.lab.panels import WIDE, Panel, picture, slider
 from mmlab.lab.plan_figure import page_png
 from mmlab.loading.cache import SampleCache, build_cache, cache_key
 from mmlab.loading.loader import PlannedLoader
@@ -52,7 +52,7 @@ class LoadingPanel(Panel):
         self.button = widgets.Button(description="Measure", button_style="primary")
         self.progress = widgets.IntProgress(description="", max=2, layout={"width": "20rem"})
         self.table = widgets.HTML()
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self.picture = picture()
         knobs = (self.workers, self.backend, self.prefetch, self.cached, self.step_ms)
         controls = widgets.VBox([*knobs, widgets.HBox([self.button, self.progress])])
         super().__init__([controls], [self.table, self.picture])

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.lab.panels import SLIDES, WIDE, Panel
+from mmlab.lab.panels import SLIDES, WIDE, Panel, picture
 from mmlab.lab.plan_figure import page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
@@ -54,7 +54,7 @@ class MemoryPanel(Panel):
         self.precision = widgets.Dropdown(options=names, description="precision", style=WIDE)
         self.checkpointing = widgets.Checkbox(value=False, description="checkpointing", style=WIDE)
         self.summary = widgets.HTML()
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self.picture = picture()
         controls = (self.memory, self.precision, self.checkpointing)
         super().__init__([widgets.HBox([widgets.VBox(controls), self.summary])], [self.picture])
         for control in controls:

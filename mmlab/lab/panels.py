@@ -90,6 +90,11 @@ def slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
     return widgets.IntSlider(value, low, high, description=name, **SLIDES)
 
 
+def picture() -> widgets.Image:
+    """A place for a PNG file, as large as its pixels and no wider than the page."""
+    return widgets.Image(format="png", layout={"max_width": "100%", "align_self": "flex-start"})
+
+
 def _parts(widget: widgets.Widget) -> Iterator[str]:
     """The tables, texts and pictures in a widget, as HTML."""
     for child in getattr(widget, "children", ()):

@@ -38,7 +38,7 @@ EMPTY, PADDING, IMAGE, TEXT = range(len(_KINDS))
 def page_png(draw: Callable[..., Figure], *arguments: Any) -> bytes:
     """A figure as a PNG file that is readable on a light page and on a dark one."""
     with rc_context(_ON_ANY_PAGE):
-        return to_png(draw(*arguments), dpi=80)
+        return to_png(draw(*arguments))
 
 
 def plan_figure(

@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
-from mmlab.lab.panels import SLIDES, WIDE, Panel, slider
+from mmlab.lab.panels import SLIDES, WIDE, Panel, picture, slider
 from mmlab.lab.plan_figure import page_png, plan_figure
 from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
@@ -68,7 +68,7 @@ class PlanExplorer(Panel):
         self.classes = slider("bucket, aspects", 4, 1, 16)
         self.ranks = slider("ranks", 1, 1, 16)
         self.table = widgets.HTML()
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self.picture = picture()
         sliders = [self.samples, self.window, self.text_step, self.classes, self.ranks]
         super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)])], [self.table, self.picture])
         for control in (self.schedulers, *sliders):
