@@ -1,5 +1,6 @@
-"""What users have, turned into one decoded sample: readers of every input format, `Records` (metadata in columns),
-decoding, tokenizers, augmentation, generated scenes, `MultimodalDataset`, and conversations by a model's processor.
+"""From what users have to decoded samples: readers of every input format, `Records` (metadata in columns),
+decoding, tokenizers, augmentation, generated scenes, `MultimodalDataset`, and conversations prepared by a
+model's processor.
 
 Reading and planning touch image headers only; pixels are decoded when a sample is asked for.
 """

@@ -5,8 +5,8 @@ backend, the order of samples and resuming do not matter. Everything works on ui
 caches stay right.
 
 Images are changed one by one, also those of one batch: on padded batches colours would mix with the padding.
-Costs 0.03 ms an image to draw and, at 224 x 224 on one core, 0.5 to 1 ms to crop, 0.5 ms for brightness, contrast or
-saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
+Costs 0.03 ms per image to draw and, at 224 x 224 on one core, 0.5 to 1 ms to crop, 0.5 ms for brightness,
+contrast or saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NAMES = tuple(_OPERATIONS)
 class Drawn:
     """What was drawn for one sample."""
 
-    # share of the area and factor of the proportions, in order of trial
+    # of each attempt, in order: share of the area, and factor on the aspect ratio
     crops: tuple[tuple[float, float], ...]
     place: tuple[float, float]  # of the crop: 0 is top and left, 1 is bottom and right
     flip: bool
@@ -63,7 +63,7 @@ class Drawn:
     def region(self, height: int, width: int, target_height: int, target_width: int) -> Region | None:
         """The part of a displayed image of height x width pixels to resize to the target size; None without crops.
 
-        Its proportions are the target's but for the drawn factor, so that nothing is stretched by more than that.
+        Its aspect ratio is the target's times the drawn factor, so nothing is stretched by more than that.
         """
         if not self.crops:
             return None
@@ -82,17 +82,20 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augment:
-    """Random changes of a sample's image, by key. Picklable; thread-safe.
+    """Random changes of a sample's image, determined by (seed, epoch, record id). Picklable; thread-safe.
 
     Example: `PlannedLoader(dataset, scheduler, augment=Augment(brightness=0.4, contrast=0.4))`
 
     Args:
-        crop_scale: least and largest share of the image's area that a random-resized crop keeps; None crops nothing.
-        crop_ratio: least and largest factor by which a crop's proportions differ from the target's.
-        flip_probability: of mirroring left and right: captions that say "left" or "right", and writing, become false.
-        brightness, contrast, saturation: factors are drawn from 1 - value to 1 + value, in an order drawn as well.
+        crop_scale: least and largest share of the image's area that a random-resized crop keeps; None for no
+            crop.
+        crop_ratio: least and largest factor between a crop's aspect ratio and the target's.
+        flip_probability: of a horizontal flip, which makes captions with "left" or "right", and writing in
+            the image, wrong.
+        brightness, contrast, saturation: factors are drawn from 1 - value to 1 + value; the order of these
+            changes is random.
         hue: shift of the colour circle, drawn from -value to value, at most 0.5 (half the circle).
-        num_operations: RandAugment's operations on each image; some turn or shift it.
+        num_operations: number of RandAugment's operations on each image; some rotate, shear or translate it.
         magnitude: their strength, 0 to 30.
 
     Raises:
@@ -125,7 +128,7 @@ class Augment:
                 raise OptionError(f"{name} must be from 0 to {limit}, found {getattr(self, name)}")
 
     def draw(self, *, seed: int, epoch: int, record_id: str) -> Drawn:
-        """What happens to a sample in an epoch. Options that are off do not change what others draw."""
+        """Draw a sample's changes for an epoch. Options that are off do not change what others draw."""
         key = blake2b(f"{seed}/{epoch}/{record_id}".encode(), digest_size=16).digest()
         uniform = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
         crops = uniform.random((_NUM_ATTEMPTS, 2))
@@ -142,7 +145,7 @@ class Augment:
             strongest, is_signed, _ = _OPERATIONS[name]
             sign = -1.0 if uniform.random() < 0.5 and is_signed else 1.0
             changes.append((name, sign * strongest * self.magnitude / _LARGEST_MAGNITUDE))
-        if self.crop_scale is not None:  # uniform in the area, and in the logarithm of the proportions
+        if self.crop_scale is not None:  # uniform in the area and in the logarithm of the aspect ratio
             low, high = np.array([self.crop_scale, np.log(self.crop_ratio)]).T
             crops = low + crops * (high - low)
             crops[:, 1] = np.exp(crops[:, 1])
@@ -154,15 +157,15 @@ class Augment:
         )
 
     def __call__(self, image: torch.Tensor, *, seed: int, epoch: int, record_id: str) -> torch.Tensor:
-        """Draw and apply: (3, h, w) uint8 to the same."""
+        """Draw and apply; (3, h, w) uint8 in and out."""
         return self.apply(image, self.draw(seed=seed, epoch=epoch, record_id=record_id))
 
     def apply(self, image: torch.Tensor, drawn: Drawn, *, cropped: bool = False) -> torch.Tensor:
         """Change an image (3, h, w) uint8, or several alike (N, 3, h, w), as drawn.
 
         Args:
-            cropped: the image was decoded from `drawn.region` already (`decode_image(..., region=...)`): sharper than
-                cropping it afterwards, but not what a cached image can give.
+            cropped: the image was already decoded from `drawn.region` (`decode_image(..., region=...)`),
+                which is sharper than cropping it afterwards, but not possible with a cached image.
         """
         from torchvision.transforms.v2 import functional as F
 
@@ -178,7 +181,7 @@ class Augment:
 
 
 def change(image: torch.Tensor, name: str, amount: float) -> torch.Tensor:
-    """One change of the colours, or one of RandAugment's operations: uint8 in, the same size and type out."""
+    """Apply one colour change or one of RandAugment's operations: uint8 in, the same size and type out."""
     from torchvision.transforms.v2 import functional as F
 
     if name in _COLOURS:

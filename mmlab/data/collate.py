@@ -1,7 +1,8 @@
 """One sample, and collation: samples of different sizes become one padded batch.
 
-Copies at most once, with numpy, in the calling thread alone: torch would share out each copy over as many threads as
-there are cores, which are busy decoding. Images that were read or decoded into the batch's memory stay where they are.
+Each image is copied at most once, by numpy in the calling thread: torch would use one thread per core for
+each copy, and the cores are busy decoding. Images that were read or decoded straight into the batch's memory
+are not copied.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Sample(dict[str, Any]):
     """One item of the dataset. A plain `torch.utils.data.DataLoader` collates such items by `collate`.
 
     `id` str; `image` (3, h, w) uint8, None for a text-only record; `text` str or None; `input_ids` (t,) int64, empty for
-    an image-only record; `label` int or None; `group` int. Who indexes the data set also gets `attention_mask` (t,), all
-    True, as the articles do; `collate` makes a batch's own.
+    an image-only record; `label` int or None; `group` int. Indexing the data set adds `attention_mask` (t,),
+    all True, as in the articles; `collate` ignores it and makes the batch's own.
     """
 
 
@@ -36,7 +37,8 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, pixels: Pixels 
     that no tensor is empty.
 
     Args:
-        pixels: (B, 3, H, W) memory for `pixel_values`, taken where that is its shape; images may lie in it already.
+        pixels: (B, 3, H, W) memory for `pixel_values`, used if it has that shape; images may already be in
+            it.
 
     Returns:
         Batch of B samples, `pixel_values` (B, 3, H, W) uint8, `input_ids` (B, T) int64.
@@ -65,11 +67,15 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, pixels: Pixels 
 
 
 def put(image: Pixels, place: Pixels) -> Pixels:
-    """The top left corner of a place (3, H, W) of a batch, with the image in it; the image where it is too large."""
+    """Copy an image into the top left corner of its place (3, H, W) in a batch, unless it is too large.
+
+    Returns:
+        The corner that holds the image, or the image itself if it was too large.
+    """
     corner = place[:, : image.shape[1], : image.shape[2]]
     if corner.shape != image.shape:
         return image
-    if image.strides != corner.strides or not np.may_share_memory(image, corner):  # else it lies there
+    if image.strides != corner.strides or not np.may_share_memory(image, corner):  # else it is already there
         corner[:] = image
     return corner
 
@@ -86,7 +92,7 @@ def _place(image: Pixels | None, place: Pixels, mask: NDArray[np.bool_]) -> None
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Rows of different length as (B, T), at least one column, and where they have something."""
+    """Rows of different length padded to (B, T), at least one column, and the mask of what is no padding."""
     lengths = np.array([len(row) for row in rows])
     mask = np.arange(max(1, lengths.max())) < lengths[:, None]
     padded = np.full(mask.shape, padding, np.int64)

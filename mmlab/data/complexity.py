@@ -1,8 +1,9 @@
 """How much there is to see in an image: the entropy of its gradients at low resolution.
 
-An image is decoded in grey at about 64 x 64 pixels (JPEGs at a reduced scale of their own), in parallel, and the result
-is remembered beside the images as their sizes are (`mmlab.data.readers.sidecar`). A flat area has 0 bits, the
-photographs of COCO have 1.6 to 3.5. Detail finer than a 64th of the picture does not count, nor do noise and grain.
+An image is decoded in grey at about 64 x 64 pixels (JPEGs by their own reduced-scale decoding), in parallel,
+and the result is saved beside the images, as their sizes are (`mmlab.data.readers.sidecar`). A flat area has
+0 bits, the photographs of COCO have 1.6 to 3.5. Detail finer than a 64th of the picture does not count, nor
+do noise and grain.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
     """Gradient entropy of each record's image.
 
     Args:
-        records: N records; an image that several share is decoded once. Images that are not plain files are measured
-            anew each time.
+        records: N records; an image that several share is decoded once. Images that are not plain files are
+            measured every time.
         progress: show a bar if stderr is a terminal and something must be decoded.
 
     Returns:

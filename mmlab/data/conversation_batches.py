@@ -1,7 +1,7 @@
-"""Batches of conversations by the model's own processor, with labels on the answers alone.
+"""Batches of conversations, made by the model's own processor, with labels on the answers alone.
 
-Runs in a loader's workers. Costs what the processor costs, a second tokenisation of the
-text, and its template for every answer.
+Runs in a loader's workers. Costs the processor's call, a second tokenisation of the text, and applying the
+chat template twice for every answer.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from mmlab.data.conversation_sizes import (
 from mmlab.data.conversations import Message
 from mmlab.errors import DataError, OptionError
 
-_LEAD = 2  # tokens before an answer that must be found with it
+_LEAD = 2  # tokens before an answer that must match together with it
 
 
 class ConversationCollator:
     """`DataLoader(conversations, collate_fn=ConversationCollator(processor), ...)`, or a Trainer's `data_collator`.
 
-    A batch is what `processor(text=..., images=..., padding=True)` gives, and `labels` (B, T): the tokens of every answer,
-    with what the chat template ends it by; -100 elsewhere. Sequences are as long as `conversation_sizes` says. For an
-    encoder-decoder the sequence is the question, and `labels` (B, L) the answer's tokens and the end of the sequence.
+    A batch is what `processor(text=..., images=..., padding=True)` gives, and `labels` (B, T): the tokens of
+    every answer, including those with which the chat template ends it; -100 elsewhere. Sequences are as long
+    as `conversation_sizes` says. For an encoder-decoder, the sequence is the question, and `labels` (B, L)
+    are the answer's tokens and the end of the sequence.
 
     Args:
         processor: of transformers, with a chat template and a fast tokenizer. Its padding side is respected.
-        packed_for: the model, if its batches shall be packed: all samples in one row (1, T), with `position_ids` that keep
-            them apart and no `attention_mask`. The model is tried on two samples; it gives each the logits and gradients
-            that it has in a padded batch, or is refused.
+        packed_for: the model, to pack its batches: all samples in one row (1, T), with `position_ids` that
+            keep them apart and no `attention_mask`. The model is tried on two samples, and refused unless it
+            gives each the logits that it has in a padded batch.
 
     Raises:
         OptionError: another kind of processor, or a model that cannot be packed.
-        DataError: no batch by the processor, or answers that cannot be told from questions in it.
+        DataError: the processor cannot make a batch, or answers cannot be told from questions in it.
     """
 
     def __init__(self, processor: Any, *, packed_for: nn.Module | None = None) -> None:
@@ -90,8 +91,9 @@ class ConversationCollator:
     def _label(self, messages: list[Message], text: str, ids: list[int], flags: dict[str, Any]) -> list[int]:
         """The labels of a sample without padding.
 
-        Images make the sequence longer than the text alone: up to an answer by `shift` tokens. Behind the last image that
-        is all that they add. Before an image it is less, and found where the same tokens stand.
+        Images make the sequence longer than the text alone, which shifts each answer by `shift` tokens. After
+        the last image, that is the whole difference in length. Before an image it is less, and is found by
+        matching the answer's tokens.
         """
         encoded = self.processor.tokenizer(text, return_offsets_mapping=True, **flags)
         known, offsets = encoded["input_ids"], encoded["offset_mapping"]
@@ -112,7 +114,7 @@ class ConversationCollator:
         return labels
 
     def _answers(self, messages: list[Message], text: str) -> list[tuple[int, int, int]]:
-        """Number, begin and end of each answer, the latter two as places in the templated text."""
+        """For each answer, the number of its message, and where it begins and ends in the templated text."""
         found = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":

@@ -1,4 +1,4 @@
-"""Conversations as mmlab's own loader and trainer take them, in batches that the model's processor makes.
+"""Conversations for mmlab's own loader and trainer, in batches that the model's processor makes.
 
 `PlannedLoader(ConversationDataset(conversations, processor), scheduler)` reads and decodes images ahead, and makes the
 batches in its workers.
@@ -29,17 +29,18 @@ from mmlab.types import Batch, HostColumns, SampleSizes
 class ConversationBatch(Batch):
     """A batch whose tensors are the arguments of a vision-language model.
 
-    It holds no pixels of its own: `pixel_values` (B, 0, H, W) has the planned shape, that of the most patches of a sample.
-    `columns` count the answers: their `labels` are (B, T). For an encoder-decoder `input_ids` are the question, padded to
-    the longest of the data set, and the answer behind it.
+    The images are in `inputs`: `pixel_values` (B, 0, H, W) is empty and only carries the planned shape, that
+    of the sample with the most patches. The `labels` of `columns`, (B, T), are those of the answers. For an
+    encoder-decoder, `input_ids` are the question, padded to the longest of the data set, followed by the
+    answer.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)  # what the model is called with, by name
     rows: list[int] = field(default_factory=list)  # of the data set
-    dataset: ConversationDataset | None = None  # that a part is made from; left behind by worker processes
+    dataset: ConversationDataset | None = None  # read by `part`; not pickled, the loader sets it again
 
     def part(self, rows: slice) -> Batch:
-        """The samples of some rows, read and collated again: which patches are whose only the processor knows."""
+        """The samples of some rows, made again: only the processor knows which patches are whose."""
         assert self.dataset is not None
         samples = [self.dataset[row] for row in self.rows[rows]]
         return self.dataset.collate(samples).to(self.input_ids.device)
@@ -58,7 +59,7 @@ class ConversationBatch(Batch):
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return None, {**fields, "dataset": None}  # the second is set by setattr, as the slots of `Batch` need
+        return None, {**fields, "dataset": None}  # restored by setattr, as the slots of `Batch` need
 
 
 class ConversationDataset(Dataset[Sample]):
@@ -66,13 +67,13 @@ class ConversationDataset(Dataset[Sample]):
 
     Args:
         processor: of transformers, with a chat template and a fast tokenizer.
-        cache: folder that remembers the sizes.
+        cache: folder in which the sizes are saved.
 
     Raises:
         OptionError: a processor that cannot be used.
     """
 
-    cache: Any = None  # of pixels: a processor's are not kept
+    cache: Any = None  # a processor's pixels are not cached
 
     def __init__(
         self,
@@ -110,11 +111,11 @@ class ConversationDataset(Dataset[Sample]):
 
     @property
     def most_pixels(self) -> int:
-        """Of a conversation's images, as they are stored."""
+        """The most pixels that the images of one conversation have together, as stored."""
         return max(sum(high * wide for high, wide in own) for own in self.records.image_sizes)
 
     def announce(self, row: int) -> None:
-        """Nothing is read ahead: a processor takes longer than a disk."""
+        """Does nothing: reading ahead would not help, because a processor takes longer than a disk."""
 
     def decode(self, row: int, found: list[bytes]) -> Sample:
         """The sample of a row, from what `read` gave.
@@ -134,7 +135,7 @@ class ConversationDataset(Dataset[Sample]):
         return self.batch(self.collator.padded(samples), [sample["row"] for sample in samples])
 
     def batch(self, inputs: dict[str, Tensor], rows: list[int]) -> ConversationBatch:
-        """A batch of what the processor made of these rows."""
+        """The batch of these rows, from the processor's output for them."""
         sizes, there = self.sizes.take(rows), inputs["attention_mask"].bool()
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         if self.collator.reads_apart:

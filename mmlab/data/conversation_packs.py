@@ -1,8 +1,8 @@
-"""Packed batches of conversations: samples end to end in one row, each attending within itself alone.
+"""Packed batches of conversations: samples end to end in one row, each attending only to itself.
 
-transformers keeps samples of a row apart where positions begin anew and no mask is given, in SDPA and in flash and flex
-attention. Not every model passes positions on, and some attend in both directions: so a model is tried once, on two
-samples of its own processor. That costs it two forward passes.
+With SDPA, flash or flex attention, transformers keeps the samples of a row apart if positions restart at each
+sample and no mask is given. Not every model passes positions on, and some attend in both directions, so a
+model is tried once, on two samples of its own processor, which takes two forward passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Packer:
     """Lays the samples of a padded batch end to end, at the positions that the model would give them.
 
     Args:
-        model: of transformers. Nothing of its weights is kept, so a packer may be sent to workers.
+        model: of transformers. None of its weights are kept, so that a packer can be sent to workers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,8 +36,8 @@ class Packer:
             self._rope.config = inner.config
 
     def __call__(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """From a batch of B samples a row of their T tokens: `input_ids`, `labels` (1, T), and `position_ids` (1, T),
-        or (4, 1, T) with those of the text first; images stay as they are.
+        """The T tokens of B samples as one row: `input_ids`, `labels` (1, T), and `position_ids` (1, T),
+        or (4, 1, T) with those of the text first; images are unchanged.
         """
         there = batch["attention_mask"].bool()
         places = (there.cumsum(1) - 1)[there][None]
@@ -47,17 +47,18 @@ class Packer:
             rope, _ = self._rope.get_rope_index(**{name: batch[name] for name in batch if name in known})
         row = {name: value[there][None] if name in _OF_TOKENS else value for name, value in batch.items()}
         del row["attention_mask"]
-        # the first token of a sample is no answer to the sample before it
+        # the last token of a sample must not predict the first of the next
         row["labels"] = row["labels"].masked_fill(places == 0, IGNORED)
         row["position_ids"] = places if rope is None else torch.cat([places[None], rope[:, there][:, None]])
-        return {**row, "use_cache": False}  # with a cache, transformers would not look for samples
+        return {**row, "use_cache": False}  # with a cache, transformers would not keep samples apart
 
 
 @torch.no_grad()
 def check_packs(model: nn.Module, batch: dict[str, Tensor], packed: dict[str, Any]) -> None:
-    """Raise an OptionError where a model gives packed samples other logits than the same in a padded batch.
+    """Raise an OptionError if a model's logits of packed samples differ from those in a padded batch.
 
-    Two thirds of the digits must agree. In half precision only gross differences stand out from rounding: half of them.
+    Two thirds of the digits must agree; in half precision, where only gross differences stand out from
+    rounding, half of them.
     """
     from transformers import BatchFeature
 

@@ -1,12 +1,12 @@
-"""How long conversations become for a model, from the processor's own rules, before a pixel is decoded.
+"""How long conversations become for a model, by the processor's own rules, before a pixel is decoded.
 
 A sample's sequence is its templated text with every image's placeholder replaced by that image's tokens. transformers'
 processors say how many tokens and patches an image of a given height and width becomes (`_get_num_multimodal_tokens`).
 That rule is checked against real calls on blank images; where it does not hold, or where there is none, every
 sample is measured by a real call, which takes some milliseconds each, and a warning says so.
 
-An encoder-decoder reads the question and writes the answer apart, and a batch pads both. So a sample is as long as the
-longest question of all and its own answer: no batch is then longer than its longest sample.
+An encoder-decoder has question and answer in two sequences, and a batch pads each. So the length of a sample
+is that of the longest question of all plus its own answer: no batch is then longer than its longest sample.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _BATCH_SIZE = 1024  # texts per call into the tokenizer
 class ConversationSizes(NamedTuple):
     """What a step depends on, for each of N samples."""
 
-    num_tokens: NDArray[np.int32]  # (N,) the language model's sequence, image tokens among them; see above
-    num_image_tokens: NDArray[np.int32]  # (N,) of these those that images take
-    num_patches: NDArray[np.int32]  # (N,) of the vision tower, or the tiles of processors that count these
+    num_tokens: NDArray[np.int32]  # (N,) in the language model's sequence, image tokens included; see above
+    num_image_tokens: NDArray[np.int32]  # (N,) those of them that images take
+    num_patches: NDArray[np.int32]  # (N,) patches of the vision tower, or tiles if the processor counts those
 
     def sizes(self) -> SampleSizes:
-        """The planner's columns: the sequence as text, and as image so many patches as the vision tower has work.
+        """The planner's columns: the sequence counts as text, the vision tower's work as image patches.
 
-        That work is the patches, or where the processor counts tiles the image tokens, which are in proportion to them.
+        That work is the number of patches or, if the processor counts tiles, of image tokens, which is
+        proportional to it.
         """
         work = np.maximum(self.num_patches, self.num_image_tokens)
         height, width = PATCH * work, np.where(work > 0, PATCH, 0)
@@ -56,11 +57,12 @@ def conversation_sizes(
 
     Args:
         processor: as `AutoProcessor.from_pretrained(name_or_path)` gives it, with a chat template.
-        cache: folder that remembers the sizes of these conversations under this processor.
+        cache: folder in which the sizes of these conversations under this processor are saved.
         progress: show a bar if stderr is a terminal.
 
     Raises:
-        OptionError: a processor without chat template, or one that makes no sequence of these conversations.
+        OptionError: a processor without a chat template, or one that cannot make sequences of these
+            conversations.
     """
     check_processor(processor)
     path = None
@@ -82,7 +84,7 @@ def conversation_sizes(
 
 
 def check_processor(processor: Any) -> None:
-    """Raise an OptionError for what is no processor of images and texts with a fast tokenizer."""
+    """Raise an OptionError for anything but a processor of images and texts with a fast tokenizer."""
     name, tokenizer = type(processor).__name__, getattr(processor, "tokenizer", None)
     if tokenizer is None or not hasattr(processor, "image_processor"):
         raise OptionError(
@@ -95,7 +97,7 @@ def check_processor(processor: Any) -> None:
 
 
 def reads_apart(processor: Any) -> bool:
-    """Whether its models are encoder-decoders: its attribute `is_encoder_decoder`, or what transformers has for it."""
+    """Whether its models are encoder-decoders: its `is_encoder_decoder`, or else what transformers says."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -106,10 +108,10 @@ def reads_apart(processor: Any) -> bool:
 
 
 def answer_tokens(processor: Any, conversations: Sequence[list[Message]]) -> list[list[int]]:
-    """What an encoder-decoder writes: the tokens of each conversation's one answer, and the end of the sequence.
+    """What an encoder-decoder generates: the tokens of a conversation's only answer, and the end token.
 
     Raises:
-        OptionError: a conversation of several answers.
+        OptionError: a conversation with several answers.
     """
     answers = [_question_and_answer(processor, messages)[1] for messages in conversations]
     end, found = processor.tokenizer.eos_token_id, processor.tokenizer(text_target=answers)["input_ids"]
@@ -134,10 +136,10 @@ def templated(processor: Any, messages: list[Message], *, asks: bool = False) ->
 
 
 def processor_inputs(processor: Any, conversations: Sequence[list[Message]]) -> dict[str, Any]:
-    """What to call a processor with for these conversations, images aside.
+    """The arguments of a processor's call for these conversations, except the images.
 
-    Without a chat template, a processor that takes questions and answers apart (`suffix`, as PaliGemma's) gets them so.
-    That of an encoder-decoder gets the questions alone.
+    A processor without a chat template that takes questions and answers separately (`suffix`, as PaliGemma's
+    does) gets them separately. An encoder-decoder's processor gets the questions alone.
 
     Raises:
         OptionError: as `templated`, or several answers for a processor that takes one.
@@ -175,7 +177,7 @@ def _text(message: Message) -> str:
 
 
 def count_images(messages: Sequence[Message]) -> int:
-    """Images of these messages."""
+    """Number of images in these messages."""
     return sum(part["type"] == "image" for message in messages for part in message["content"])
 
 
@@ -200,7 +202,7 @@ def _sizes(conversations: Conversations, processor: Any, progress: bool) -> Conv
         sums = [[sum(of_size[size][kind] for size in own) for kind in (0, 1)] for own in sizes]
         tokens, patches = np.array(sums, dtype=np.int64).reshape(-1, 2).T
         without = _count_tokens(processor, messages, progress)
-        # a processor puts as much around each image, and around each text, as around any other
+        # a processor adds the same number of tokens to every text, and the same around every image
         rows = _spread(num_images, tokens)
         lengths = np.array([_measured(conversations, processor, row)[0] for row in rows])
         gaps = lengths - (without + tokens)[rows]
@@ -245,7 +247,7 @@ def _measured(conversations: Conversations, processor: Any, row: int) -> tuple[i
 
 
 def _count_tokens(processor: Any, messages: Sequence[list[Message]], progress: bool) -> NDArray[np.int64]:
-    """(N,) tokens of the texts, less one for each image: for its placeholder."""
+    """(N,) tokens of the texts, without the placeholder of each image."""
     counts: list[int] = []
     # an encoder-decoder's processor may rewrite a question, as Florence-2's does its tasks
     plain = reads_apart(processor) and processor.chat_template is None
@@ -269,7 +271,7 @@ def _spread(num_images: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[in
 
 
 def _fingerprint(conversations: Conversations, processor: Any) -> str:
-    """Of all that sizes depend on."""
+    """Digest of all that the sizes depend on."""
     digest = hashlib.sha256()
     tokenizer = processor.tokenizer
     own = (type(tokenizer).__name__, len(tokenizer), tokenizer.name_or_path)

@@ -1,8 +1,8 @@
-"""Conversations about images, as decoder models are fine-tuned on: read, checked, and their images measured.
+"""Conversations about images, for fine-tuning: read and checked, with their images measured.
 
 Three forms are understood, in JSON, JSON Lines, Parquet, a `datasets.Dataset` or a list of dicts: `conversations` of LLaVA
 and ShareGPT (`from`, `value`), `messages` of Hugging Face and TRL (`role`, `content`), and TRL's `prompt` with
-`completion`. Image headers are read, no pixel is decoded; memory is that of the texts.
+`completion`. Only image headers are read, no pixel is decoded; memory use is that of the texts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmlab.data.readers.sidecar import Size, Stamp, image_sizes
 from mmlab.data.records import BadRow, FileStore, Grouped, connected_groups
 from mmlab.errors import DataError, check_name
 
-PLACEHOLDER = "<image>"  # in a text: here belongs the next image
+PLACEHOLDER = "<image>"  # in a text: where the next image belongs
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "model": "assistant", "system": "system",
@@ -81,16 +81,16 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
 
     @property
     def splits(self) -> None:
-        """Conversations state none."""
+        """None: conversations have no splits."""
 
     @property
     def image_paths(self) -> list[str | None]:
-        """The file of each row's first image, where it is one."""
+        """The path of each row's first image; None without an image or a path."""
         return [own[0].path or None if own else None for own in self.images]
 
     @property
     def group(self) -> NDArray[np.int64]:
-        """(N,) rows that have an image in common, or that other rows join so, share a number."""
+        """(N,) group numbers: rows linked by shared images, even through other rows, share one."""
         return connected_groups(self.images)
 
     def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Conversations:
@@ -107,8 +107,9 @@ def read_conversations(
 ) -> Conversations:
     """Read conversations about images from a file, a `datasets.Dataset`, or a list of dicts.
 
-    `<image>` in a text is where the next image of the row belongs. Rows of `messages` without any may leave it out: their
-    images then come before the first question, as in TRL. A part of a message may name its image itself.
+    `<image>` in a text is where the next image of the row belongs. Rows of `messages`, or of `prompt` and
+    `completion`, may leave it out: their images then come before the first question, as in TRL. A part of a
+    message may name its image itself.
 
     Args:
         source: JSON (a list), JSON Lines, Parquet, a `datasets.Dataset`, or a list of dicts.
@@ -147,7 +148,7 @@ def read_conversations(
 
 
 def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], Path | None, str]:
-    """Rows, each with where it stands; the folder of their images; a name for messages."""
+    """The rows, each with its location; the folder of their images; a name for error messages."""
     if is_dataset(source):
         return [(f"row {number}", row) for number, row in enumerate(_undecoded(source))], folder, "dataset"
     if isinstance(source, list | tuple):
@@ -266,7 +267,7 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
 
 
 def _split(text: str) -> list[dict[str, str]]:
-    """The parts of a text with placeholders; a line break beside a placeholder is the template's business."""
+    """The parts of a text with placeholders; line breaks beside a placeholder are left to the template."""
     parts: list[dict[str, str]] = []
     pieces = text.split(PLACEHOLDER)
     for number, piece in enumerate(pieces):
@@ -305,7 +306,7 @@ def _listed_images(value: Any) -> list[_Image]:
 def _measure(
     parsed: dict[int, _Parsed], reasons: dict[int, str], root: Path | None, progress: bool
 ) -> dict[int, tuple[tuple[_Image, ...], list[Size]]]:
-    """Images of each row with the paths of their files, and their sizes; fills `reasons` where there is none."""
+    """Each row's images, with the paths of their files, and their sizes; failures go into `reasons`."""
     find, stamps = FileResolver(root), dict[str, Stamp | None]()
     keyed: dict[int, list[tuple[str, _Image]]] = {}
     inside: dict[str, bytes] = {}
@@ -349,7 +350,7 @@ def decode(image: bytes) -> Any:
 
 
 def _first(entry: Any, names: Sequence[str]) -> Any:
-    """The first of these values that is there."""
+    """The first of these values that is not None."""
     values = (entry.get(name) for name in names) if isinstance(entry, dict) else ()
     return next((value for value in values if value is not None), None)
 

@@ -1,8 +1,9 @@
 """The dataset: one record in, one decoded image and its tokens out.
 
-Texts are tokenised once, when the dataset is made, into one flat integer column: 4 bytes a token and 8 bytes a text, so
-that a million captions of 13 tokens take 62 MB, and twice that while the column is made. Each worker process has a copy.
-Images are read and decoded on access. Nothing is padded here; collating a batch does that (`mmlab.data.collate`).
+Texts are tokenised once, when the dataset is made, into one flat integer column: 4 bytes per token and 8
+bytes per text, so that a million captions of 13 tokens take 62 MB, and twice that while the column is built.
+Each worker process has a copy. Images are read and decoded on access. Nothing is padded here; collating a
+batch does that (`mmlab.data.collate`).
 """
 
 from __future__ import annotations
@@ -36,20 +37,23 @@ class MultimodalDataset(Dataset[Sample]):
     list of dicts; a plain torch `DataLoader` pads the items to batches.
 
     Args:
-        records: what `read_records` gave or takes, or a list of image paths together with `texts`.
-        texts: one text an image, when `records` is a list of paths.
+        records: the result of `read_records`, anything that it accepts, or a list of image paths together
+            with `texts`.
+        texts: one text per image, when `records` is a list of paths.
         image_paths, text_prompts: the articles' names of `records` and `texts`.
-        tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"` trains one on
-            these texts, as None does without a processor.
-        image_policy: size of the images, `square(224)` as in the articles unless given.
-        processor: a model's own, as `AutoProcessor.from_pretrained` gives it. Its tokenizer, image policy and longest
-            text are used unless they are given; `LossModel(processor=...)` uses its mean of the pixels.
+        tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"`, the default
+            without a processor, trains one on these texts.
+        image_policy: sets the size of the images; `square(224)`, as in the articles, unless given.
+        processor: the model's own, from `AutoProcessor.from_pretrained`. Its tokenizer and image policy are
+            the defaults, and its longest text limits `max_tokens`. `LossModel(processor=...)` uses its pixel
+            normalisation.
         max_tokens: longer texts are cut to this many tokens; `num_truncated` counts them.
 
-    Set `cache` to a `SampleCache(folder, key=cache_key(dataset))` to keep what is decoded for the next time.
+    Set `cache` to a `SampleCache(folder, key=cache_key(dataset))` to keep decoded images for later epochs and
+    runs.
 
     Raises:
-        DataError: paths and texts of different number, or rows that cannot be used.
+        DataError: different numbers of paths and texts, or rows that cannot be used.
         OptionError: an image policy that is not hashable, or `max_tokens` below 1.
     """
 
@@ -83,7 +87,7 @@ class MultimodalDataset(Dataset[Sample]):
         self.max_tokens = max_tokens
         self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
         self.image_policy = image_policy if image_policy is not None else Square(224)
-        if type(self.image_policy).__hash__ is None:  # decoding keeps the target of each size
+        if type(self.image_policy).__hash__ is None:  # decoding caches the target of each size
             name = type(self.image_policy).__name__
             raise OptionError(f"image policy {name} is not hashable; make it a frozen dataclass")
         column, lengths, self.num_truncated = array("i"), np.zeros(len(records), np.int64), 0
@@ -111,10 +115,10 @@ class MultimodalDataset(Dataset[Sample]):
         return sample
 
     def read(self, row: int, out: Pixels | None = None) -> bytes | Pixels | None:
-        """The pixels that the cache has of a row, or else the encoded image; None for a text-only record.
+        """The pixels of a row if the cache has them, else the encoded image; None for a text-only record.
 
         Args:
-            out: (3, h, w) memory for pixels from the cache, as `SampleCache.get` has it.
+            out: (3, h, w) memory for pixels from the cache, see `SampleCache.get`.
 
         Raises:
             DataError: it cannot be read.
@@ -128,20 +132,20 @@ class MultimodalDataset(Dataset[Sample]):
 
     @property
     def most_pixels(self) -> int:
-        """Of an image, as it is stored."""
+        """Pixels of the largest image, as stored."""
         return int((self.records.height.astype(np.int64) * self.records.width).max(initial=0))
 
     def announce(self, row: int) -> None:
-        """Tell the system that `read` will be called for a row, so that a disk can begin."""
+        """Tell the operating system that a row will be read soon, so that the disk can start."""
         if self.cache is None or not self.cache.announce(row):
             self.records.announce(row)
 
     def decode(self, row: int, found: bytes | Pixels | None, *, region: Region | None = None) -> Sample:
-        """The sample of a row, from what `read` gave; kept in the cache, if there is one.
+        """The sample of a row, from what `read` returned; its pixels go into the cache, if there is one.
 
         Args:
-            region: what to resize to the planned size, instead of what the policy keeps. For data sets without a
-                cache, which has no room for what changes with every epoch.
+            region: the part of the image to resize to the planned size, instead of the part that the policy
+                keeps. Only without a cache: a crop that changes with every epoch must not be cached.
 
         Raises:
             DataError: the image cannot be decoded.

@@ -4,15 +4,15 @@ JPEG goes through libjpeg-turbo (`simplejpeg`), everything else, and CMYK, throu
 costs about 1.2 ms to decode and 0.3 ms to resize to 224 x 224 on one core, half of what Pillow takes. Both steps
 release the interpreter's lock, so threads decode side by side.
 
-An image is resized with antialiasing, first along rows, then along columns, each with weights in whole numbers and a
-rounding to 8 bits, as Pillow does. torch's weights have 15 bits, Pillow's 22, so a value near a tie is rounded to the
-other side in either pass: 7 values in 10,000 differ from Pillow's by one level, and one in ten million by two, where it
-happens in both (one in 10,000 where the ratio of the sides is a simple fraction, so that ties recur). JPEGs decode to
-the same bits as in Pillow, with the versions in `constraints.txt`.
-Only a JPEG of 2 megapixels or more, and of at least 8 times the target's size per side, is first decoded at a quarter
-or an eighth of its size. This saves a quarter to a half of the time and, on photographs, moves pixels by at most half a
-level on average (20 at most).
-Decoding at half the size, and libjpeg-turbo's partial decoding of crops, were measured to save little or nothing.
+An image is resized with antialiasing, first along rows, then along columns; each pass uses integer weights
+and rounds to 8 bits, as Pillow does. torch's weights have 15 bits, Pillow's 22, so either pass may round a
+value near a tie the other way: 7 values in 10,000 differ from Pillow's by one level, and one in ten million,
+where both passes do, by two (one in 10,000 where the ratio of the sides is a simple fraction, so that ties
+recur). JPEGs decode to the same bits as in Pillow, with the versions in `constraints.txt`. Only a JPEG of 2
+megapixels or more, and of at least 8 times the target's size per side, is first decoded at a quarter or an
+eighth of its size. This saves a quarter to a half of the time and, on photographs, moves pixels by at most
+half a level on average (20 at most). Decoding at half the size, and libjpeg-turbo's partial decoding of
+crops, were measured to save little or nothing.
 
 Importing this module does not load torch; the first resize does.
 """
@@ -32,12 +32,12 @@ from PIL import Image
 from mmlab.errors import DataError
 from mmlab.types import ImagePolicy, Region
 
-_REDUCTIONS = (8, 4)  # of JPEGs: DCT scales that pay, largest first
-# a reduction would be visible in smaller images, which show more detail a pixel
+_REDUCTIONS = (8, 4)  # DCT scales worth using for JPEGs, largest first
+# a reduction would be visible in smaller images, which show more detail per pixel
 _REDUCED_FROM_PIXELS = 2_000_000
-_LEAST_RATIO = 2  # sides of a reduced image, to those of the target
+_LEAST_RATIO = 2  # least ratio of a reduced image's sides to the target's
 _EXIF_ORIENTATION = 0x0112  # 5 to 8 swap the axes, before the flips
-# of a JPEG: a segment that may tell an orientation (EXIF, XMP), and what ends the header
+# JPEG markers: of a segment that may state an orientation (EXIF, XMP), and of the scan, which ends the header
 _APP1, _SCAN = 0xE1, 0xDA
 _FLIPS_ROWS, _FLIPS_COLUMNS = (3, 4, 7, 8), (2, 3, 6, 7)
 
@@ -46,12 +46,14 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
     """Decode an image, put it upright, convert it to RGB, and bring it to the policy's size.
 
     Args:
-        encoded: a file's content, of any format that Pillow reads; of several frames the first counts.
-        policy: gives the size, from that of the whole image.
-        region: (top, left, height, width) in displayed pixels to resize to that size, instead of what the policy keeps.
+        encoded: the content of a file of any format that Pillow reads; only the first of several frames is
+            used.
+        policy: gives the target size, from the size of the whole image.
+        region: the part to resize, (top, left, height, width) in displayed pixels; None takes what the policy
+            keeps.
 
     Returns:
-        (h, w, 3) uint8; a view whose channel-first transpose is contiguous where the image was resized.
+        (h, w, 3) uint8; if torch resized the image, a view whose channel-first transpose is contiguous.
 
     Raises:
         DataError: not an image, damaged or cut off (nothing is filled in), smaller than `region`, or with more pixels
@@ -72,8 +74,8 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
         pixels, reduction = (plain, 1) if image is None else _pixels(encoded, image, ratio)
     upright = _upright(pixels, orientation)
     if reduction > 1:
-        # a reduced image reaches up to a pixel over the stored bottom and right: where these are now top and left,
-        # everything lies that much further in
+        # a reduced image extends up to a pixel beyond the stored bottom and right edges; where these are now
+        # top and left, the content is shifted in by as much
         down = (upright.shape[0] - height / reduction) * (orientation in _FLIPS_ROWS)
         across = (upright.shape[1] - width / reduction) * (orientation in _FLIPS_COLUMNS)
         top, left = top / reduction + down, left / reduction + across
@@ -101,7 +103,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _opened(encoded: bytes) -> Image.Image:
-    """The image with its header read, or the reason why not."""
+    """Open an image and read its header; a DataError says why that failed."""
     try:
         return Image.open(io.BytesIO(encoded))
     except Image.UnidentifiedImageError as error:
@@ -113,20 +115,21 @@ def _opened(encoded: bytes) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """The EXIF (or XMP) orientation in an unloaded image's header, 1 (upright) to 8.
 
-    Pillow turns TIFF files itself. Its PNG reader would decode the image to look for EXIF behind the pixels, hence the
-    base class's method: planning and decoding both heed only what stands before them.
+    Pillow rotates TIFF files itself. Its PNG reader would decode the image to look for EXIF after the pixels,
+    so the base class's method is called: planning and decoding both use only EXIF that comes before the
+    pixels.
     """
     found = 1 if image.format == "TIFF" else Image.Image.getexif(image).get(_EXIF_ORIENTATION)
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
 def _plain_jpeg(encoded: bytes) -> NDArray[np.uint8] | None:
-    """All pixels of a sound JPEG that is displayed as it is stored, and too small to be reduced; None for any other.
+    """All pixels of an intact JPEG that needs no rotation and no reduction; None for any other image.
 
-    Pillow takes 25 to 40 us for the header alone, most of them with the interpreter's lock; this 4.
+    Pillow takes 25 to 40 us for the header alone, most of it holding the interpreter's lock; this takes 4.
     """
     place = 2
-    with suppress(ValueError, IndexError):  # no JPEG, a damaged one, or one that libjpeg-turbo does not know
+    with suppress(ValueError, IndexError):  # not a JPEG, damaged, or unknown to libjpeg-turbo
         while (kind := encoded[place + 1]) != _SCAN:
             if encoded[place] != 0xFF or kind == _APP1:
                 return None
@@ -139,7 +142,7 @@ def _plain_jpeg(encoded: bytes) -> NDArray[np.uint8] | None:
 
 @lru_cache(maxsize=4096)
 def _target(policy: Any, height: int, width: int) -> tuple[int, ...]:
-    """Height and width after the policy. Sizes recur, and numpy takes 7 us of the interpreter's lock for one."""
+    """Height and width after the policy. Cached: numpy holds the interpreter's lock for 7 us per size."""
     return tuple(int(side[0]) for side in policy.target_sizes(np.array([height]), np.array([width])))
 
 
@@ -150,7 +153,7 @@ def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 
 def _pixels(encoded: bytes, image: Image.Image, ratio: float) -> tuple[NDArray[np.uint8], int]:
-    """All pixels as stored, (H, W, 3), and by how much their sides were reduced for a target `ratio` times smaller."""
+    """All stored pixels (H, W, 3), reduced if the target is `ratio` times smaller, and by what factor."""
     if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L") and _readable(encoded):
         width, height = image.size
         factors = _REDUCTIONS if width * height >= _REDUCED_FROM_PIXELS else ()
@@ -159,7 +162,7 @@ def _pixels(encoded: bytes, image: Image.Image, ratio: float) -> tuple[NDArray[n
             pixels = simplejpeg.decode_jpeg(
                 encoded, "RGB", min_height=-(-height // reduction), min_width=-(-width // reduction)
             )
-        except ValueError as error:  # any of libjpeg's warnings counts: Pillow would fill in grey
+        except ValueError as error:  # even a warning of libjpeg counts: Pillow would fill the gap with grey
             raise DataError(f"JPEG is damaged or cut off: {error}") from error
         return pixels, reduction
     try:
@@ -185,7 +188,7 @@ def _resized(part: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
     import torch
     from torch.nn import functional as F
 
-    # axes are moved by numpy: each of torch's operations lets go of the interpreter's lock and waits to get it back
+    # numpy moves the axes: each torch operation releases the interpreter's lock and waits to get it back
     channels = torch.from_numpy(part.transpose(2, 0, 1)[None])
     sized = F.interpolate(channels, (height, width), mode="bilinear", antialias=True)
     return sized.numpy()[0].transpose(1, 2, 0)

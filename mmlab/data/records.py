@@ -32,10 +32,10 @@ class ImageStore(Protocol):
 
 
 def read_bytes(path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-    """A part of a regular file, or all from `start`; what there is, where the file ends before.
+    """`num_bytes` of a regular file from `start` (None: to the end); fewer if the file ends sooner.
 
-    For loading threads: each system call lets go of the interpreter's lock and must get it back from the other threads.
-    A file object makes nine of them to read a file, this four.
+    Meant for loading threads: each system call releases the interpreter's lock and must get it back from the
+    other threads. Reading a file through a file object takes nine system calls, this function four.
 
     Raises:
         OSError: no regular file, or it cannot be read.
@@ -61,7 +61,7 @@ class FileStore:
         return read_bytes(image_path)
 
     def part_of(self, image_path: str) -> tuple[str, int, int]:
-        """The file that holds an image, from which byte on, and how many (0: to the end)."""
+        """The file that holds an image, its offset there, and its number of bytes (0: to the end)."""
         return image_path, 0, 0
 
 
@@ -82,7 +82,7 @@ _COLUMNS = ("ids", "image_paths", "texts", "height", "width", "num_tokens", "gro
 
 
 def connected_groups(keys: Sequence[Sequence[Hashable]]) -> NDArray[np.int64]:
-    """(N,) groups: rows with a key in common share a number, and so do all that these lead to; 0, 1, ... as they appear.
+    """(N,) group numbers, by first appearance: rows linked by keys, even through other rows, share one.
 
     >>> connected_groups(["a", "b", "", "bc", "c"]).tolist()
     [0, 1, 2, 1, 1]
@@ -99,7 +99,7 @@ def connected_groups(keys: Sequence[Sequence[Hashable]]) -> NDArray[np.int64]:
 
 
 class Grouped:
-    """Rows in groups, those of one image, which are drawn and held out together."""
+    """Rows grouped by image; the rows of a group are drawn and held out together."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -112,10 +112,11 @@ class Grouped:
         def splits(self) -> list[str | None] | None: ...
 
     def sample(self, num: int | None, *, seed: int = 0) -> Self:
-        """So many records, drawn by `seed`, in the order that they had; all where None or where there are no more.
+        """`num` records, drawn by `seed`, in their original order; all for None or if there are no more.
 
-        The records of an image (group) come together, and every split is drawn from in proportion, but with two
-        images at least, so that a small sample, too, has something to hold out.
+        The records of an image (group) are drawn together, but `num` may cut some of them off. Every split is
+        drawn from in proportion to its size, but with at least two images, so that even a small sample has
+        something to hold out.
         """
         if num is None or num >= len(self):
             return self
@@ -197,7 +198,7 @@ class Records(Grouped, Sequence[Record]):
         return Record(**(found | numbers))
 
     def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Records:
-        """The rows asked for, in that order, or those where a mask is true; the store is shared."""
+        """The given rows in the given order, or the rows where a mask is True; the store is shared."""
         index = np.asarray(rows)
         index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
         chosen = index.tolist()
@@ -238,7 +239,7 @@ class Records(Grouped, Sequence[Record]):
         return self.store.read(path)
 
     def announce(self, row: int) -> None:
-        """Tell the system that a row's image will be read soon, where its store names the file that holds it."""
+        """Tell the operating system that a row's image will be read soon, if its store can name the file."""
         path, part_of = self.image_paths[row], getattr(self.store, "part_of", None)
         if path is not None and part_of is not None and hasattr(os, "posix_fadvise"):
             name, start, num_bytes = part_of(path)
@@ -246,7 +247,7 @@ class Records(Grouped, Sequence[Record]):
                 os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a record, for looking at."""
+        """One row per record, for inspection."""
         import pandas as pd
 
         return pd.DataFrame({_SINGULAR.get(name, name): column for name, column in self._columns().items()})
@@ -259,7 +260,7 @@ class Records(Grouped, Sequence[Record]):
 
 @contextmanager
 def reading_image(kind: str, name: str, path: str | None) -> Iterator[None]:
-    """While an image of a record or conversation is read or decoded: let an error name both.
+    """Wrap the reading or decoding of an image: an error names the image and its record or conversation.
 
     Raises:
         DataError: the image cannot be read.

@@ -50,14 +50,14 @@ def load_tokenizer(
     """A tokenizer by its Hugging Face name, from a local folder, or trained on the texts at hand.
 
     Args:
-        name_or_path: `"builtin"` trains a WordPiece in BERT's manner on `records`; the same texts always give the same
-            tokenizer. Anything else goes to transformers; a name is downloaded once and cached.
+        name_or_path: `"builtin"` trains a BERT-style WordPiece tokenizer on `records`; the same texts always
+            give the same tokenizer. Anything else goes to transformers; a name is downloaded once and cached.
         records: texts for `"builtin"`.
         vocab_size: upper limit of the `"builtin"` vocabulary, special tokens included.
         save_to: a folder to save it in; `load_tokenizer(save_to)` gives it back.
 
     Returns:
-        A tokenizer that has a pad token (its end token serves where it came with none).
+        A tokenizer that has a pad token; if it came without one, its end or unknown token is used.
 
     Raises:
         OptionError: `"builtin"` without texts, or a vocabulary too small for their characters.
@@ -97,7 +97,7 @@ def measure_tokens(records: Records, tokenizer: PreTrainedTokenizerFast) -> Reco
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Row and token ids of every text that is there, in order; holds the ids of some thousand texts at a time."""
+    """Row and token ids of every text, in order; holds the ids of a few thousand texts at a time."""
     rows = [row for row, text in enumerate(texts) if text is not None]
     for start in range(0, len(rows), _BATCH_SIZE):
         part = rows[start : start + _BATCH_SIZE]
@@ -166,7 +166,7 @@ def _load(name: str) -> PreTrainedTokenizerFast:
 
 
 def _loader(folder: Path) -> Any:
-    """The class to load with: transformers' registry of models, which imports torch, only for those that need it."""
+    """The class to load with: `AutoTokenizer`, which imports torch, only for tokenizers that need it."""
     config = folder / "tokenizer_config.json"
     if config.is_file() and json.loads(config.read_text("utf-8")).get("tokenizer_class") in _GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast

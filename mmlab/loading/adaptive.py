@@ -1,12 +1,13 @@
 """`AdaptiveDataLoader`: difficult samples count for more, by being drawn more often or by a weight on their loss.
 
 A sample's difficulty is 0.3 x image complexity + 0.7 x text length, as in article C, each divided by its mean over the
-data, so that the coefficients are the shares they claim to be and the mean difficulty is 1. What that changes is
-reported (`report()`), and can be corrected for: drawn in proportion to difficulty but weighted by its inverse, the
-expected loss and gradient are those of the data as they are.
+data, so that the coefficients are the shares they claim to be and the mean difficulty is 1. The effect is
+reported (`report()`) and can be corrected for: if samples are drawn in proportion to difficulty and weighted
+by its inverse, the expected loss and gradient are those of the data as they are.
 
 The first use on a data set decodes every image once at low resolution (`mmlab.data.complexity`: 1 to 2 ms of a core each);
-later ones read a sidecar file. Difficulty is a guess from the outside: it does not follow the loss.
+later ones read a sidecar file. Difficulty is estimated from image and text alone: it does not follow the
+loss.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mmlab.schedule.mixing import Weighted
 
 MODES = ("sampling", "loss")
 _IMAGE_PART, _TEXT_PART = 0.3, 0.7  # of the difficulty
-_UNIFORM_SHARE = 0.1  # of a sample's weight, whatever its difficulty: no correction exceeds 10
+_UNIFORM_SHARE = 0.1  # of the mean weight, given to every sample: so no correction exceeds 10
 
 
 class AdaptiveDataLoader(PlannedLoader):
@@ -40,11 +41,11 @@ class AdaptiveDataLoader(PlannedLoader):
 
     Args:
         dataset: what to load.
-        batch_size: samples a batch, in random batches, 32 if neither this nor a scheduler is given.
+        batch_size: samples per batch, in random batches; 32 if neither this nor a scheduler is given.
         shuffle: as in the article's call; False needs a scheduler, which then sets the order.
         mode: "sampling" or "loss".
-        correct: with sampling, weigh so that the expected loss is that of the data.
-        num_samples: drawn an epoch, as many as there are unless given; sampling only.
+        correct: with sampling, weight each loss so that the expected loss is that of the data as they are.
+        num_samples: samples drawn per epoch; None draws as many as there are. Sampling only.
         scheduler: forms the batches, instead of `batch_size`.
         seed: of the draw and the order.
         progress: show a bar while images are measured, if stderr is a terminal.
@@ -97,7 +98,7 @@ class AdaptiveDataLoader(PlannedLoader):
 
     @property
     def batch_weights(self) -> list[NDArray[np.float64]]:
-        """The article's name: the difficulties of each batch's samples, (B,) a batch of this epoch's plan."""
+        """The article's name: the difficulties of the samples, (B,) for each batch of this epoch's plan."""
         return [self.difficulty[list(rows)] for rows in self.plan]
 
     def report(self) -> dict[str, float]:

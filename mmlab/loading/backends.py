@@ -51,8 +51,9 @@ class Backend(ABC):
         in_turns: a worker does all stages of a batch, one after the other.
 
     Args:
-        loader: loads them; the workers share it.
-        setting: number of workers, 0 loads in the caller's thread; batches under way or ready, beyond the one in use.
+        loader: loads the requests; the workers share it.
+        setting: number of workers (0 loads in the caller's thread), and of batches under way or ready besides
+            the one in use.
         copier: pins, and copies to the device.
         max_bytes: limit on the padded bytes of the batches under way; one is always allowed.
     """
@@ -63,13 +64,13 @@ class Backend(ABC):
         self.loader, self.setting = loader, setting
         self.copier, self.max_bytes = copier, max_bytes
         self._largest_bytes = 0  # of the batches so far
-        self._pools: list[Any] = []  # the finisher's thread, then workers: the last pool takes work
+        self._pools: list[Any] = []  # the finishing thread's, then workers'; the last takes new work
         weakref.finalize(self, _end, self._pools)
         self.meter = self._new_meter()
 
     @abstractmethod
     def _new_pool(self) -> Executor:
-        """Workers as the setting says."""
+        """A pool of workers for the present setting."""
 
     @abstractmethod
     def _submit(self, request: BatchRequest) -> Future[LoadedBatch]:
@@ -105,7 +106,7 @@ class Backend(ABC):
             self._abandon(pending)
 
     def resize(self, setting: Setting) -> None:
-        """Change the number of workers and batches: what is under way is finished, the rest is for new workers."""
+        """Change the numbers of workers and batches: new workers load what is not yet under way."""
         changed = setting.num_workers != self.setting.num_workers
         self.setting = setting
         self.meter.num_threads = self._new_meter().num_threads
@@ -114,7 +115,7 @@ class Backend(ABC):
             self._pools.append(self._new_pool())
 
     def close(self) -> None:
-        """End all workers at once, but for the samples in hand; whoever waits for a batch is told."""
+        """End all workers after their present task; a wait for a batch then raises a RunError."""
         _end(self._pools)
 
     def _await(self, pending: deque[Pending]) -> LoadedBatch:
@@ -128,7 +129,7 @@ class Backend(ABC):
     def _submit_from(
         self, requests: Iterator[BatchRequest], held: BatchRequest | None, pending: deque[Pending]
     ) -> BatchRequest | None:
-        """Begin requests while there is room; gives back the one that was drawn and did not fit."""
+        """Submit requests while there is room; returns the one that was drawn but did not fit."""
         while len(pending) < self.setting.prefetch:
             request = held if held is not None else next(requests, None)
             if request is None:
@@ -156,13 +157,13 @@ class Backend(ABC):
 class ThreadBackend(Backend):
     """Loads with threads of this process, which live for an epoch; each takes its share of every batch.
 
-    More threads than cores would read ahead of decoding, but they cost 8 % of the speed where the files are in memory.
-    Samples that are quick to load (from the cache) are left to the thread that collates: several threads would spend
-    more time on the interpreter's lock than they save.
+    More threads than cores would overlap reading with decoding, but cost 8 % of the speed if files are in
+    memory. Samples that are quick to load (from the cache) are left to the thread that collates: several
+    threads would spend more time on the interpreter's lock than they save.
     """
 
     in_turns = False
-    _is_quick = False  # the last samples were
+    _is_quick = False  # whether the last samples were quick to load
 
     def ram_bytes(self, setting: Setting) -> int:
         """Memory that a setting may take: batches, and two images with room to decode for each thread."""
@@ -176,8 +177,8 @@ class ThreadBackend(Backend):
 
     def _submit(self, request: BatchRequest) -> Future[LoadedBatch]:
         num_samples, pixels, pool = len(request.rows), self.loader.pixels(request), self._pool()
-        # Each worker decodes its share of a batch, so that the batch is there soon. A sample of the cache takes no longer
-        # than to be handed over, so there a thread takes whole batches.
+        # Each worker decodes its share of a batch, so that the batch is ready soon. Loading a sample from the
+        # cache takes no longer than handing it over, so with a cache a thread takes whole batches.
         share = -(-num_samples // self.setting.num_workers)
         size = share if self.loader.dataset.cache is None else num_samples
         slices = [range(num_samples)[start : start + size] for start in range(0, num_samples, size)]
@@ -202,7 +203,7 @@ class ThreadBackend(Backend):
 
 
 def finish(loaded: LoadedBatch, meter: StageMeter, copier: Copier) -> LoadedBatch:
-    """Note what was done, pin the batch and send it to the device."""
+    """Record the times of the stages, pin the batch and send it to the device."""
     for stage, busy_s in loaded.busy_s.items():
         meter.add(stage, len(loaded.request.rows), busy_s)
     if loaded.batch is None or not copier.has_work:
@@ -214,13 +215,13 @@ def finish(loaded: LoadedBatch, meter: StageMeter, copier: Copier) -> LoadedBatc
 
 
 class Copier:
-    """Pins batches and copies them to a device: from host memory where they are collated to where training wants them.
+    """Pins batches and copies them to a device.
 
-    Copies to a CUDA device run on a stream of their own, while the device computes; `arrive` lets the current stream wait
-    for them, which costs the processor nothing.
+    Copies to a CUDA device run on their own stream, while the device computes; `arrive` makes the current
+    stream wait for them without blocking the CPU.
 
     Args:
-        pin: page-lock the host's batch first; a copy to a GPU is asynchronous only from there.
+        pin: page-lock the host's batch first; only from page-locked memory is a copy to a GPU asynchronous.
         device: where batches go; None leaves them in host memory.
     """
 
@@ -255,9 +256,9 @@ class Copier:
 
 
 def _end(pools: list[Executor]) -> None:
-    """Take back what has not begun and wait for the rest; also when a backend is let go of, or the interpreter ends."""
+    """Cancel what has not begun and wait for the rest; also at garbage collection and exit."""
     ended = pools[:]
-    pools.clear()  # which workers look at
+    pools.clear()  # an empty list tells a waiting thread that the loader was closed
     for pool in ended:
         pool.shutdown(cancel_futures=True)
 
@@ -267,13 +268,15 @@ def _threads(number: int, name: str) -> ThreadPoolExecutor:
 
 
 def _begin_thread(num_threads: int) -> None:
-    """Let this thread compute on one core, and when it is woken wait for a free one instead of taking one away.
+    """Let this thread compute on one core and, when woken, wait for a free core instead of preempting.
 
-    torch's operations would use all cores in each thread, beside those of training: the processors of conversations
-    slowed it by a fifth. What is set here holds for threads that begin later, too, so another thread sets it back.
+    Otherwise torch's operations in each thread would use all cores and compete with training: the processors
+    of conversations slowed it by a fifth. This setting also applies to threads that begin later, so another
+    thread resets it.
 
-    Each batch that training takes wakes the threads that fill its place. On busy cores they would push aside the very
-    thread that woke them: 7 ms a batch were measured, 0.04 ms without. A thread's share of the cores stays the same.
+    Each batch that training takes wakes the threads that load the next one. On busy cores they would preempt
+    the very thread that woke them: 7 ms per batch were measured, 0.04 ms without. A thread's share of the
+    cores stays the same.
     """
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # not allowed here: slower, not wrong

@@ -24,14 +24,15 @@ from mmlab.types import PATCH, Batch, Region, SampleSizes
 
 # copying a large image from memory takes less, unless other threads or programs are in the way
 _SLOW_READ_S = 2.5e-4
-_REMOTE_READ_S = 0.01  # so long takes a network file system whose reads Linux does not count
-_NUM_ANNOUNCED = 32  # images that the disk is told of at once
+_REMOTE_READ_S = 0.01  # slower reads come from a network file system, whose reads Linux does not count
+_NUM_ANNOUNCED = 32  # images that are announced to the disk at once
 
 
 class Augmentation(Protocol):
-    """Changes an image (3, h, w) uint8 at random, as the key says. Picklable; called from many threads; keeps the size.
+    """Changes an image (3, h, w) uint8 at random, determined by (seed, epoch, record id); keeps its size.
 
-    One that knows its crop before there are pixels has `draw` and `apply`, as `mmlab.Augment` has.
+    Must be picklable and thread-safe. One that can choose its crop before decoding has `draw` and `apply`, as
+    `mmlab.Augment` does.
     """
 
     def __call__(self, image: torch.Tensor, *, seed: int, epoch: int, record_id: str) -> torch.Tensor: ...
@@ -43,7 +44,7 @@ class BatchRequest(NamedTuple):
     number: int  # in its epoch
     epoch: int
     rows: list[int]
-    place: Mapping[str, Any] | None = None  # of the plan's iterator behind this batch, to resume there
+    place: Mapping[str, Any] | None = None  # of the plan's iterator after this batch, to resume there
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +59,26 @@ class BadSample:
 
 
 class Upcoming:
-    """Rows that nobody has begun to load, in order. Many threads may take from it."""
+    """Rows that no thread has begun to load, in order. Thread-safe."""
 
     def __init__(self, rows: Sequence[int] = ()) -> None:
         self._rows = deque(rows)
-        self._num_announced = 0  # of the next ones: the disk was told of them
+        self._num_announced = 0  # of the next rows, announced to the disk
         self._lock = Lock()
 
     def extend(self, rows: Sequence[int]) -> None:
-        """More rows, behind the others."""
+        """Append rows."""
         with self._lock:
             self._rows.extend(rows)
 
     def begin(self) -> None:
-        """One row fewer: somebody loads it."""
+        """Remove the first row, because a thread begins to load it."""
         with self._lock:
             self._rows.popleft()
             self._num_announced = max(0, self._num_announced - 1)
 
     def to_announce(self) -> list[int]:
-        """The next rows that the disk was not told of; each is given once."""
+        """The next rows that were not announced to the disk yet; each is returned once."""
         with self._lock:
             rows = list(islice(self._rows, self._num_announced, _NUM_ANNOUNCED))
             self._num_announced += len(rows)
@@ -85,7 +86,7 @@ class Upcoming:
 
 
 class LoadedSample(NamedTuple):
-    """One sample of a batch; none where it was left out."""
+    """One sample of a batch; `sample` is None if it was left out."""
 
     row: int
     sample: Sample | None
@@ -94,7 +95,7 @@ class LoadedSample(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """What became of a request; no batch where every sample was left out."""
+    """The outcome of a request; `batch` is None if every sample was left out."""
 
     request: BatchRequest
     rows: list[int]  # of the batch, after skipping and replacing
@@ -109,12 +110,12 @@ class LoadedBatch(NamedTuple):
 class SampleLoader:
     """Loads requests. Picklable; safe to call from many threads.
 
-    Without a cache, a random crop is cut from the image as it is stored and resized once. With a cache, it is cut from
-    the cached image, which was resized before: the same part of the picture, not as sharp.
+    Without a cache, a random crop is cut from the image as it is stored and resized once. With a cache, it is
+    cut from the cached image, which was already resized: the same part of the picture, but less sharp.
 
     Args:
-        on_bad_sample: `raise` ends the epoch, `skip` leaves the sample out, `replace` puts the sample in its place that
-            is nearest in size and fits into the planned batch (none fits: it is left out).
+        on_bad_sample: `raise` ends the epoch, `skip` leaves the sample out, `replace` takes the sample
+            nearest in size that fits into the planned batch, or leaves it out if none does.
     """
 
     dataset: Any  # a `MultimodalDataset` or a `ConversationDataset`
@@ -124,7 +125,7 @@ class SampleLoader:
 
     @cached_property
     def sizes(self) -> SampleSizes:
-        """Of all samples, after the image policy."""
+        """The sizes of all samples, after the image policy."""
         return self.dataset.sizes
 
     def batch_bytes(self, rows: list[int]) -> int:
@@ -145,7 +146,7 @@ class SampleLoader:
             return error
 
     def sample(self, request: BatchRequest, row: int, found: Any, out: Pixels | None = None) -> LoadedSample:
-        """The sample of a row, from what `read` found, under the policy on bad samples; its image put into `out`."""
+        """The sample of a row, from what `read` returned, by `on_bad_sample`; its image is put into `out`."""
         try:
             loaded = LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
         except DataError as error:
@@ -166,7 +167,7 @@ class SampleLoader:
         return LoadedBatch(request, rows, batch, bad, sum(item.hit for item in loaded), busy_s)
 
     def load(self, request: BatchRequest, holding: Callable[[int], None] = lambda row: None) -> LoadedBatch:
-        """Load a whole request here and now; `holding` is told each row before it is touched."""
+        """Load a whole request in this thread; `holding` is called with each row before it is loaded."""
         pixels = self.pixels(request)
         rows = request.rows
         loaded, busy_s = self.load_part(request, range(len(rows)), pixels, Upcoming(rows), holding)
@@ -183,10 +184,10 @@ class SampleLoader:
     ) -> tuple[list[LoadedSample], dict[str, float]]:
         """The samples at some places of a batch, and the seconds that reading and decoding took.
 
-        Where an image was not in memory, the disk is told of the next ones, of each once.
+        When an image was not in memory, the next ones are announced to the disk, each once.
 
         Args:
-            upcoming: rows that nobody has begun, in order; as many as are loaded are taken from it.
+            upcoming: rows that no thread has begun to load, in order; each row loaded here is removed.
         """
         loaded, busy_s = [], {"read": 0.0, "decode": 0.0}
         blocks = blocks_read()
@@ -198,7 +199,7 @@ class SampleLoader:
             found = self.read(row, pixels[place])
             read = time.perf_counter()
             if read - started > _REMOTE_READ_S or (read - started > _SLOW_READ_S and blocks_read() > blocks):
-                blocks = blocks_read()  # before the announcements: what they read counts, so that they go on
+                blocks = blocks_read()  # before the announcements: what they read triggers the next ones
                 for following in upcoming.to_announce():
                     self.dataset.announce(following)
             loaded.append(self.sample(request, row, found, pixels[place]))
@@ -229,7 +230,7 @@ class SampleLoader:
         return sample
 
     def _region(self, row: int, drawn: Any) -> Region | None:
-        """Where the crop that a cached image would get lies in the stored image."""
+        """The region of the stored image that corresponds to the crop of a cached image."""
         records, sizes = self.dataset.records, self.sizes
         height, width = int(sizes.height[row]), int(sizes.width[row])
         region = drawn.region(height, width, height, width)
@@ -255,7 +256,7 @@ class SampleLoader:
     def _substitutes(self, request: BatchRequest, row: int) -> Iterator[int]:
         """Rows outside the batch that fit into its padded shape, the nearest in size first."""
         sizes = self.sizes
-        # what must fit, and what counts as one step of a difference
+        # what must fit, and the difference in it that counts as one step
         columns = ((sizes.num_tokens, 1), (sizes.height, PATCH), (sizes.width, PATCH))
         fits = np.ones(len(sizes), dtype=bool)
         fits[request.rows] = False
@@ -275,6 +276,6 @@ def blocks_read() -> int:
 
 
 def _rescaled(start: int, length: int, side: int, target: int) -> tuple[int, int]:
-    """A stretch of a resized side, on the side before: where it starts, and its length, at least a pixel."""
+    """Map an interval of a resized side to the original side: start, and length of at least a pixel."""
     first = min(side - 1, round(start * side / target))
     return first, max(1, round((start + length) * side / target) - first)

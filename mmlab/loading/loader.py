@@ -1,8 +1,8 @@
 """The loader: a plan decides which samples form a batch, a backend reads, decodes and pads them ahead of training.
 
-Here dataset and schedule meet. Order comes from the plan alone and each sample from (seed, epoch, record id): batches
-do not depend on the backend, the number of workers or where an epoch was resumed, bit for bit. The loader adds what
-belongs to an epoch: its position, bad samples and reports.
+The order comes from the plan alone and each sample from (seed, epoch, record id): batches are bit for bit the
+same whatever the backend, the number of workers, or where an epoch was resumed. The loader itself keeps the
+state of an epoch: position, bad samples and reports.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REPORT_S = 1.0  # between two reports of the stages
 
 
 def default_num_workers() -> int:
-    """Workers to start when none are asked for: one a core that this process may use, at most 8."""
+    """Workers to start when none are asked for: one per core that this process may use, at most 8."""
     return min(8, num_usable_cores())
 
 
@@ -55,21 +55,23 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     Args:
         dataset: what to load: a `MultimodalDataset` or a `ConversationDataset`.
         scheduler: plans each epoch from `dataset.sizes`. The plan is read only as far ahead as `prefetch`, so a
-            scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may plan the rest of the epoch anew.
+            scheduler that has `observe` (`mmlab.ResourceAwareScheduler`) may replan the rest of the epoch.
         backend: `threads` in this process; `torch` for worker processes, faster where Python code (an augmentation of
             your own, say) does the work and holds the interpreter's lock.
         num_workers: threads or processes that decode; 0 decodes in the caller's thread; None takes
             `default_num_workers()`; `auto` starts from that and searches while training waits (see `tuning`).
-        prefetch: batches prepared ahead; None takes two a worker, and follows where `num_workers` are searched for.
+        prefetch: batches prepared ahead; None takes two per worker, and changes with the workers under
+            `auto`.
         pin_memory: page-locked batches for fast copies to a GPU; None pins when one is there.
         device: copy batches there ahead of training; None leaves them in host memory.
         cache: keeps what is decoded for later epochs and runs; becomes `dataset.cache`.
         augment: changes decoded images at random, by (the scheduler's seed, epoch, record id). Crops of
-            `mmlab.Augment` are cut from the stored image and resized once; with a cache, the same part of the cached
-            image, which is faster and not as sharp.
-        on_bad_sample: what to do when an image cannot be read in mid-run: `raise` a DataError, `skip` the sample, or
-            `replace` it by one of like size that fits into the planned batch. Each is a `bad_sample` event.
-        max_bad_samples: more of them in an epoch end it with a RunError.
+            `mmlab.Augment` are cut from the stored image and resized once; with a cache, they are the same
+            part of the cached image, which is faster but less sharp.
+        on_bad_sample: what to do when an image cannot be read during a run: `raise` a DataError, `skip` the
+            sample, or `replace` it by one of similar size that fits into the planned batch. Each emits a
+            `bad_sample` event.
+        max_bad_samples: more than this in an epoch raise a RunError.
         max_ram_gb: limit on the memory of batches under way, in GiB; a quarter of the machine's unless given.
         emit: takes each `RunEvent` (`stage`, `bad_sample`, `warning`), for example `RunLog(folder).emit`. Without it,
             bad samples and dead workers are Python warnings.
@@ -128,12 +130,12 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         self._begin(0)
 
     def _begin(self, epoch: int, plan: BatchPlan | None = None, num_before: int = 0) -> None:
-        """Stand at the start of an epoch, or of what is left of it after batches for another number of ranks."""
+        """Go to the start of an epoch, or of what is left of it after batches for another number of ranks."""
         self.epoch = epoch
         self.plan = self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
         self._num_before = self._num_done = num_before  # done: delivered, or with nothing to deliver
         self._num_bad = 0  # bad samples of the epoch, those before a resume included
-        self._place: Mapping[str, Any] | None = None  # of the plan's iterator behind the last batch done
+        self._place: Mapping[str, Any] | None = None  # of the plan's iterator after the last batch done
         self._goes_on = False  # the next iteration begins at that place
 
     @property
@@ -147,7 +149,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             self._begin(epoch)
 
     def observe(self, values: Mapping[str, Any]) -> None:
-        """Tell the scheduler what a step measured, if it wants to know; it may plan the rest of the epoch anew."""
+        """Pass a step's measurements to the scheduler's `observe`, if any; it may replan the epoch's rest."""
         if hasattr(self.scheduler, "observe"):
             self.scheduler.observe(values)
 
@@ -156,7 +158,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
 
     @property
     def whole_epoch(self) -> int:
-        """Batches of a whole epoch on as many ranks as there are now."""
+        """Number of batches of a whole epoch on the present number of ranks."""
         if not self._num_before:
             return len(self)
         return len(self.scheduler.plan(self._loader.sizes, epoch=self.epoch))
@@ -169,12 +171,12 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         self.close()
 
     def close(self) -> None:
-        """End all threads and workers now, wherever an epoch stands; whoever waits for a batch is told."""
+        """End all threads and workers now, even in mid-epoch; a wait for a batch then raises a RunError."""
         self._is_closed = True
         self._backend.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands, behind the last batch delivered; a few integers, for `load_state_dict`."""
+        """The position in the epoch after the last batch delivered; a few integers, for `load_state_dict`."""
         state: Any = {"epoch": self.epoch, "num_batches": self._num_done, "num_bad_samples": self._num_bad}
         state |= self._identity
         if self._place is not None:
@@ -184,14 +186,16 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration begin with the very batch that would have come; nothing is decoded again.
+        """Let the next iteration begin with the batch that would have come next; nothing is decoded again.
 
-        The backend and the number of workers may be others than before, and so may the number of ranks: the samples
-        that are left of the epoch are then cut anew, and `len` is what was done by this rank's count and what is left.
+        The backend, the number of workers and the number of ranks may differ from before. With another
+        number of ranks, the samples that are left of the epoch are replanned, and `len` is the number of
+        batches that this rank has done plus the number left.
 
         Raises:
-            DataError: the state is of other data, another seed or other scheduler options (at the next iteration, if
-                the number of ranks is the same); or of a plan that followed memory use, where this one does not.
+            DataError: the state is of other data, another seed or other scheduler options (at the next
+                iteration, if the number of ranks is the same); or only one of the two plans follows memory
+                use.
         """
         if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
             raise DataError(
@@ -222,7 +226,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
 
     @cached_property
     def _identity(self) -> dict[str, int]:
-        """Check sums of what token ids mean, and of the rows: their ids and sizes."""
+        """Checksums of the vocabulary, and of the rows' ids and sizes."""
         dataset, sizes = self._loader.dataset, self._loader.sizes
         words = sorted(getattr(dataset.tokenizer, "get_vocab", dict)().items())
         rows = crc32(json.dumps(list(dataset.records.ids)).encode())
@@ -255,14 +259,14 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                     if loaded.batch is not None:
                         yield self._complete(loaded.batch, loaded.rows)
                 self._report_stages(min_s=0)
-        except GeneratorExit:  # let go of half-way; workers may stay for another epoch
+        except GeneratorExit:  # the iteration was abandoned; workers may stay for another epoch
             raise
         except BaseException:
             self._backend.close()
             raise
 
     def _take(self, loaded_batches: Iterator[LoadedBatch]) -> LoadedBatch | None:
-        """The next batch, with all that is to be noted about it."""
+        """The next batch; records its wait, bad samples and position, and lets the tuner act."""
         self._check_open()
         started = perf_counter()
         if (loaded := next(loaded_batches, None)) is None:
@@ -284,7 +288,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         self._goes_on, self.bad_samples = False, []
         batches: Any = iter(self.plan)
         number, epoch = self._num_done, self.epoch
-        if number > self._num_before:  # by a state of this very plan
+        if number > self._num_before:  # resumed from a state of this same plan
             if self._place is None:
                 batches = iter(self.plan.skip(number - self._num_before))
             else:

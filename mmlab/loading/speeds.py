@@ -37,15 +37,15 @@ class ReadRates:
 
     @property
     def really_cold(self) -> bool:
-        """The first reading was slower: the cache could be dropped, and the disk is not itself in memory."""
+        """Whether the first read was slower: the cache was dropped, and the disk is not itself in memory."""
         return self.cold_s is not None and self.cold_s > 1.25 * self.warm_s
 
 
 def read_rates(where: Path | Sequence[Path] | None) -> ReadRates:
-    """Read a file, or a folder's first files, or these, or a scratch file in the working folder.
+    """Read a file, a folder's first files, these files or, for None, a scratch file in the working folder.
 
-    Reads at most 256 MiB twice and drops what it reads from the system's cache. A small file stands for its folder.
-    Takes four seconds at most.
+    Reads at most 256 MiB twice and drops what it reads from the system's cache. Instead of a small file, its
+    folder is read. Takes four seconds at most.
 
     Raises:
         DataError: no readable file with anything in it.
@@ -74,7 +74,7 @@ def work_rate(work: Callable[[], object], num_items: int) -> float:
     return num_items * num_calls / elapsed_s
 
 
-_Piece = tuple[Path, int]  # of a file, and where it begins
+_Piece = tuple[Path, int]  # the file, and the offset of the piece in it
 
 
 def _read_twice(files: Sequence[Path], what: str) -> ReadRates:
@@ -91,7 +91,7 @@ def _read_twice(files: Sequence[Path], what: str) -> ReadRates:
 
 def _at_random(files: Sequence[Path]) -> list[_Piece]:
     """Pieces of files in random order, each at most once, as many as may be read."""
-    # the first piece of each file, and the number of all
+    # the number of each file's first piece, and of all pieces
     starts = list(accumulate((-(-path.stat().st_size // _PIECE_BYTES) for path in files), initial=0))
     numbers = random.Random(0).sample(range(starts[-1]), min(starts[-1], _READ_BYTES // _PIECE_BYTES))
     places = [(number, bisect_right(starts, number) - 1) for number in numbers]

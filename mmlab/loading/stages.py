@@ -1,7 +1,8 @@
 """How busy each stage of the pipeline is, and which one is the bottleneck.
 
-A stage's threads either work or wait; work is timed per sample, waiting is the rest. Costs about a microsecond a
-sample and stage. Time that a thread is kept off the processor by other programs counts as work.
+A stage's threads either work or wait; work is timed per sample, waiting is the rest. Costs about a
+microsecond per sample and stage. Time that a thread is kept off the processor by other programs counts as
+work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _REMEDIES = {
     "copy": "pinned memory, or fewer pixels",
 }
 _FROM_CACHE = "smaller images (their pixels are copied from the cache), or more workers"
-NO_WAIT_RATIO = 0.01  # a trainer that waits less does not wait
+NO_WAIT_RATIO = 0.01  # training that waits for a smaller share of the time counts as not waiting
 _COLUMNS = ("stage", "num_threads", "items_per_s", "busy_ratio", "wait_ratio", "queue_depth")
 
 
@@ -46,13 +47,13 @@ class StageMeter:
         self._first = self._last = self._sums.copy()
 
     def add(self, stage: str, num_samples: int, busy_s: float) -> None:
-        """A stage has finished samples."""
+        """Record samples that a stage has finished."""
         with self._lock:
             self._sums[f"{stage} finished"] += num_samples
             self._sums[f"{stage} busy"] += busy_s
 
     def deliver(self, num_samples: int, wait_s: float, num_hits: int = 0) -> None:
-        """The trainer has got a batch, after waiting; the cache had `num_hits` of its samples."""
+        """Record a batch that training received after waiting; the cache had `num_hits` of its samples."""
         with self._lock:
             sums = self._sums
             for stage, following in pairwise([*self.num_threads, "train"]):
@@ -64,11 +65,11 @@ class StageMeter:
             sums["until"] = time.perf_counter()
 
     def report(self) -> StageReport:
-        """From when the meter was made until the last delivery."""
+        """The report from the meter's creation to the last delivery."""
         return self._compare(self._copy(), self._first)
 
     def since_last(self, *, min_s: float = 0.0) -> StageReport | None:
-        """Since the last call that gave a report; None before `min_s` have passed, or without a batch since."""
+        """The report since the last call that gave one; None before `min_s`, or without a batch since."""
         sums, last = self._copy(), self._last
         if sums["until"] - last["until"] < min_s or sums["deliveries"] == last["deliveries"]:
             return None
@@ -101,7 +102,7 @@ class StageMeter:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One row a stage, in order, the training that takes the batches last; keys as in `mmlab.runs.events.EVENT_KEYS`."""
+    """One row per stage, in order, training as the last; keys as in `mmlab.runs.events.EVENT_KEYS`."""
 
     rows: list[dict[str, Any]]
     cache_hit_ratio: float  # share of the samples that the cache had
@@ -113,9 +114,9 @@ class StageReport:
 
     @property
     def short_stage(self) -> str | None:
-        """The busiest stage, if training waits for it: not if it idles too, as at the start of an epoch."""
+        """The busiest stage, if training waits for it; None if it idles too, as when an epoch starts."""
         busiest, wait_ratio = self._busiest, self.wait_ratio
-        # without workers, training waits for as long as the stages work; with them, for one that hardly idles
+        # without workers, training waits while the stages work; with them, for one that is mostly busy
         busy_ratio = sum(row["busy_ratio"] for row in self.rows[:-1])
         in_turns = busiest["queue_depth"] is None and busy_ratio <= wait_ratio
         short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= 0.5)

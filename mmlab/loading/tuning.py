@@ -1,9 +1,10 @@
-"""Finding the number of workers by measuring, in training itself: nothing is loaded for the search's sake.
+"""Finding the number of workers by measuring during training itself: nothing is loaded only for the search.
 
-Twice the workers are compared with the best number so far in alternation, three windows of about half a second each.
-They are kept where batches come 5 % faster by the medians, and in each window faster than before in any, or 30 % by the
-medians: what other programs do to the speed is rarely taken for a gain. The search ends when training no longer waits
-for data, or when twice the workers do not help or do not fit into memory: some seconds.
+Twice as many workers are compared with the best number so far, in alternating windows of about half a second,
+three for each. They are kept if the median rate is 5 % higher and every window is faster than any of the best
+so far, or if the median rate is 30 % higher: so the influence of other programs is rarely taken for a gain.
+The search ends, after some seconds, when training no longer waits for data, or when twice the workers do not
+help or do not fit into memory.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from mmlab.machine import num_usable_cores
 _WINDOW_S = 0.5
 _MIN_BATCHES = 4  # in a window
 _NUM_WINDOWS = 3  # of each setting in a comparison: by luck alone, one in 20 is better in every window
-_MAX_SKIPPED = 20  # after a change
+_MAX_SKIPPED = 20  # batches, after a change of setting
 _MIN_GAIN = 1.05
-_SURE_GAIN = 1.3  # of the medians, though a window was worse: other programs do not make that
+_SURE_GAIN = 1.3  # of the medians, even if a window was worse: other programs do not cause that
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Tuner:
         start: the setting in use.
         ram_bytes: memory that a setting may take.
         max_bytes: its limit.
-        keeps_prefetch: only the workers are doubled; else the batches ahead are as well, up to half an epoch.
+        keeps_prefetch: only the workers are doubled; else `prefetch` is as well, up to half an epoch.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Tuner:
         self._half_epoch = num_batches // 2
 
     def observe(self, num_samples: int, wait_s: float) -> Setting | None:
-        """Count a batch that training got after waiting; gives the setting to be put to use now, if another."""
+        """Count a batch that training received after waiting; returns the setting to change to, if any."""
         now = perf_counter()
         if self.done:
             return None
@@ -97,7 +98,7 @@ class Tuner:
         return after if after != before else None
 
     def _measure(self, setting: Setting) -> None:
-        """Begin a window; what was prepared under the former setting is left out."""
+        """Begin a window; batches prepared under the previous setting are left out."""
         self._num_batches = self._num_samples = 0
         self._wait_s = self._elapsed_s = 0.0
         self._num_to_skip = min(_MAX_SKIPPED, max(self._setting.prefetch, setting.prefetch) + 1)
@@ -126,7 +127,7 @@ class Tuner:
         return after
 
     def _widen(self) -> Setting:
-        """The setting to compare with the best; the best itself, and the end, where none is left to try."""
+        """The setting to compare with the best; if none is left, ends the search and returns the best."""
         best = self._best
         workers = min(2 * best.num_workers, self._most_workers)
         ahead = best.prefetch if self._keeps_prefetch else min(2 * best.prefetch, self._half_epoch)

@@ -2,8 +2,8 @@
 
 Workers start from a fresh process (`forkserver`, elsewhere `spawn`) and never from a copy of this one, in which other
 threads may hold locks that nobody would release in the copy. So they import the classes they need; a class that was
-defined in a notebook cell cannot be imported, which is said before a worker fails at it. The `threads` backend has no
-such limits.
+defined in a notebook cell cannot be imported, which is reported before any worker starts. The `threads`
+backend has no such limits.
 
 Workers stay for the next epoch. One that dies is named with the sample it held; the batches that were not delivered are
 loaded again by new workers.
@@ -48,10 +48,10 @@ class ProcessBackend(Backend):
         self._holding: Any = []  # process id and row of each worker, in shared memory; -1 between two samples
         self._retired: list[Any] = []  # workers of pools before the present one
         self._num_deaths = self._worker_bytes = 0
-        self._num_abandoned = multiprocessing.get_context(START_METHOD).Value("q", 0)  # epochs left so far
+        self._num_abandoned = multiprocessing.get_context(START_METHOD).Value("q", 0)  # abandoned epochs
 
     def ram_bytes(self, setting: Setting) -> int:
-        """Memory that a setting may take: batches, and what a worker was seen to have for itself."""
+        """Memory that a setting may take: batches, and the most that a worker was seen to use by itself."""
         for process in _processes(self._pools):
             if process.is_alive():
                 own_bytes = psutil.Process(process.pid).memory_full_info().uss
@@ -59,7 +59,7 @@ class ProcessBackend(Backend):
         return setting.prefetch * self._largest_bytes + setting.num_workers * self._worker_bytes
 
     def resize(self, setting: Setting) -> None:
-        """Change the number of workers and batches: what is under way is finished, the rest is for new workers."""
+        """Change the numbers of workers and batches: new workers load what is not yet under way."""
         self._retired += _processes(self._pools)  # a pool forgets them when it shuts down
         super().resize(setting)
 
@@ -89,16 +89,16 @@ class ProcessBackend(Backend):
             made = pool.submit(_load, request, self._num_abandoned.value)
         except BrokenProcessPool as error:
             made = Future()
-            made.set_exception(error.with_traceback(None))  # noticed in its turn
-        # without a reference to this backend, which ends its workers when it is let go of
+            made.set_exception(error.with_traceback(None))  # raised when this batch is awaited
+        # holds no reference to this backend, which ends its workers when it is garbage-collected
         meter, copier = self.meter, self.copier
         return self._pools[0].submit(lambda: finish(made.result(), meter, copier))
 
     def _abandon(self, pending: deque[Pending]) -> None:
-        """Let the workers pass over what is left.
+        """Let the workers skip what is left.
 
-        It is not cancelled: a pool that loses a worker while cancelled work waits in it raises in its own thread
-        (`terminate_broken` of Python 3.11).
+        It is not cancelled: a pool that loses a worker while cancelled work is queued raises in its own
+        thread (`terminate_broken` of Python 3.11).
         """
         with self._num_abandoned.get_lock():
             self._num_abandoned.value += 1
@@ -113,7 +113,7 @@ class ProcessBackend(Backend):
                 if not self._pools:
                     raise RunError("the loader was closed while a batch was awaited") from error
                 self._report_deaths(error)
-                error.__traceback__ = None  # futures keep the error, and its frames would keep this backend
+                error.__traceback__ = None  # futures keep the error, whose frames keep this backend alive
                 for place, item in enumerate(pending):
                     pending[place] = item._replace(loaded=self._submit(item.request))
             else:
@@ -121,7 +121,7 @@ class ProcessBackend(Backend):
                 return loaded
 
     def _report_deaths(self, error: BrokenProcessPool) -> None:
-        """Warn of the workers that died, or raise where that happens again and again."""
+        """Warn of the workers that died, or raise if that happens repeatedly."""
         processes = _processes(self._pools)
         super().close()  # the pool itself ends the workers that are left
         ended = [item for item in processes if item.exitcode not in (0, -signal.SIGTERM)] or processes
@@ -153,7 +153,7 @@ def _processes(pools: list[Executor]) -> list[Any]:
 
 
 def _pickled(loader: SampleLoader) -> bytes:
-    """The loader as a fresh process can read it.
+    """The loader, pickled for a fresh process.
 
     Raises:
         OptionError: something of it cannot be pickled or imported.
@@ -172,7 +172,7 @@ def _pickled(loader: SampleLoader) -> bytes:
     return content
 
 
-# in a worker process: its loader, the function that is told each row, the number of epochs left so far
+# in a worker process: its loader, the function that records the present row, the number of abandoned epochs
 _worker: Any = None
 
 
@@ -193,7 +193,7 @@ def _begin(content: bytes, holding: Any, num_begun: Any, num_abandoned: Any) -> 
 
 
 def _end_with_parent() -> None:
-    """A worker whose main process was killed would wait for work for ever."""
+    """End this worker when its main process ends; otherwise it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -41,7 +41,7 @@ def enable_checkpointing(model: nn.Module) -> nn.Module:
         if not isinstance(block.forward, _Checkpointed):
             block.forward = _Checkpointed(block)
     for other in others:
-        # its name since transformers 5, or before
+        # the method's name since transformers 5, or before
         prefix = "activation" if hasattr(other, "activation_checkpointing_enable") else "gradient"
         getattr(other, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
     if not blocks and not others:
@@ -53,7 +53,7 @@ def enable_checkpointing(model: nn.Module) -> nn.Module:
 
 
 def counts_batches(model: nn.Module) -> bool:
-    """Whether a checkpointed block has statistics that a second computation must not change."""
+    """Whether a checkpointed block has running statistics, which recomputation must not change."""
     return any(isinstance(block.forward, _Checkpointed) and counting_norms(block) for block in _blocks(model))
 
 
@@ -67,9 +67,9 @@ class _Checkpointed:
         forward = type(self.block).forward
         if not self.block.training:
             return forward(self.block, *inputs)
-        # compiled code changes statistics apart from what it computes again, and takes contexts of another kind
+        # compiled code updates statistics outside of what it recomputes, and takes contexts of another kind
         options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": self._contexts}
-        options["preserve_rng_state"] = False  # these blocks draw nothing
+        options["preserve_rng_state"] = False  # these blocks draw no random numbers
         return checkpoint(forward, self.block, *inputs, use_reentrant=False, **options)
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -79,7 +79,7 @@ class _Checkpointed:
 
 @contextmanager
 def _keeping_statistics(block: nn.Module) -> Iterator[None]:
-    """Batch normalisation counts a batch once, though it is computed twice."""
+    """Keep running statistics as they are, so that batch normalisation counts a batch only once."""
     kept = [(norm, *named) for norm in counting_norms(block) for named in norm.named_buffers(recurse=False)]
     for norm, name, buffer in kept:
         setattr(norm, name, buffer.clone())
@@ -91,7 +91,7 @@ def _keeping_statistics(block: nn.Module) -> Iterator[None]:
 
 
 def counting_norms(block: nn.Module) -> list[nn.Module]:
-    """The layers of batch normalisation that count statistics while they train."""
+    """The batch normalisation layers that update running statistics in training."""
     return [module for module in block.modules() if getattr(module, "track_running_stats", False)]
 
 

@@ -1,10 +1,11 @@
 """A model's forward pass through `torch.compile`.
 
-Batches of a plan differ in B, T, H and W, so these are compiled as unknowns: one variant serves all shapes. Another
-variant is compiled only where torch specialises on a size (a single sample or token), or where something else changes
-that the code depends on. After `torch._dynamo.config.recompile_limit` variants, eight, torch says so and compiles nothing
-more: batches that no variant serves run uncompiled. The first steps wait for the compiler, up to minutes on a CPU. Losses
-equal those of the uncompiled model to 1e-4, relative, in fp32, except that dropout draws other masks.
+Batches of a plan differ in B, T, H and W, so these are compiled as dynamic: one variant serves all shapes.
+Another variant is compiled only where torch specialises on a size (a single sample or token), or where
+something else changes that the code depends on. After `torch._dynamo.config.recompile_limit` variants, eight,
+torch says so and compiles nothing more: batches that no variant serves run uncompiled. The first steps wait
+for the compiler, up to minutes on a CPU. Losses equal those of the uncompiled model to 1e-4, relative, in
+fp32, except that dropout draws other masks.
 
 Works with bf16 and with checkpointing, which saves as much memory compiled or not: for 8 images of 96 x 96 pixels, 3.9
 MiB of activations were kept without checkpointing and 2.1 MiB with it (inductor, on a CPU).
@@ -26,7 +27,7 @@ from mmlab.model.checkpointing import counts_batches
 
 
 def compiled(model: nn.Module, device: torch.device, backend: str) -> Callable[..., Any]:
-    """A call of the model, compiled; its weights and their names stay as they are.
+    """The model's forward pass, compiled; its weights and their names are unchanged.
 
     Args:
         model: its forward takes a batch.

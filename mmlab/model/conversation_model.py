@@ -20,7 +20,8 @@ class ConversationModel(LossModel):
         module: of transformers; its forward takes what its processor makes, and `labels`.
 
     Raises:
-        OptionError: in its forward, batches of a decoder for an encoder-decoder, or the reverse.
+        OptionError: in forward: a batch made for a decoder, but the model is an encoder-decoder, or the
+            reverse.
     """
 
     module: Any
@@ -37,7 +38,7 @@ class ConversationModel(LossModel):
         return self.pack is not None
 
     def num_terms(self, batch: Batch | HostColumns) -> Tensor | int:
-        """How many tokens of answers the mean is over; the first of a sequence is predicted by nothing."""
+        """How many tokens of answers the mean is over; nothing predicts the first of a sequence."""
         host = batch.host if isinstance(batch, Batch) else batch
         assert host.labels is not None
         return int((host.labels.ne(IGNORED) & host.attention_mask)[:, 1:].sum())
@@ -57,7 +58,7 @@ class ConversationModel(LossModel):
 
 
 def _is_encoder_decoder(config: Any) -> bool:
-    """Also of BLIP-2, whose language model may be a T5."""
+    """Whether it is an encoder-decoder; also true of a BLIP-2 whose language model is a T5."""
     return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
 
 
@@ -71,7 +72,7 @@ def named_processor(name: str) -> Any:
 
     with loading_by_name(f"{name!r} is no processor that transformers finds"):
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
-    with suppress(OSError, ValueError):  # a model beside it says what it is
+    with suppress(OSError, ValueError):  # the model's configuration, if it is there, says what kind it is
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         processor.is_encoder_decoder = _is_encoder_decoder(config)
     return processor
@@ -81,12 +82,12 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
     """The vision-language model of a name or path.
 
     Args:
-        weights: read them; else the configuration alone, and they are random.
+        weights: load them; otherwise only the configuration is read, and they are random.
         lora_rank: train adapters of this rank around every linear layer, and nothing else (Hu et al. 2021,
             arXiv:2106.09685; needs peft).
 
     Raises:
-        OptionError: transformers finds none, or there is no peft.
+        OptionError: transformers finds none, or peft is not installed.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 

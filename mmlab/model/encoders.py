@@ -27,7 +27,7 @@ from mmlab.types import PATCH
 
 
 class ImageEncoder(nn.Module, ABC):
-    """What every image encoder offers; it has `dim` as well, the width of its features."""
+    """The interface of image encoders; each also has `dim`, the width of its features."""
 
     @abstractmethod
     def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:

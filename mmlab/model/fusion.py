@@ -1,7 +1,7 @@
 """Cross-attention between the features of two modalities: the articles' `MultimodalFusion`, batch-first and masked.
 
-Costs one attention of P queries over T keys a layer. It holds no encoder: give it features, or use `FusionModel`.
-Other ways to fuse are in `mmlab.model.fusions`.
+Costs one attention of P queries over T keys per layer. It holds no encoder: give it features, or use
+`FusionModel`. Other ways to fuse are in `mmlab.model.fusions`.
 
 Legend: B samples, P image positions, T tokens, D width.
 """
@@ -40,7 +40,7 @@ class MultimodalFusion(nn.Module):
     Raises:
         OptionError: `num_heads` does not divide `hidden_dim`.
 
-    Source: article C (`MultimodalFusion`), mended: its attention was not batch-first and saw the padding.
+    Source: article C (`MultimodalFusion`), corrected: its attention was not batch-first and saw the padding.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class MultimodalFusion(nn.Module):
         """Fuse.
 
         Args:
-            image_features: (B, P, img_dim); masked positions may hold anything finite and stay to be masked by the
-                caller.
+            image_features: (B, P, img_dim); masked positions may hold anything finite, and the caller must
+                mask them afterwards.
             text_features: (B, T, text_dim)
             text_mask: (B, T) bool, True where there is a token; None means all.
 
@@ -84,7 +84,7 @@ class MultimodalFusion(nn.Module):
         return self._attend(self.img_proj(image_features), text_features, text_mask)
 
     def fuse(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Pair:
-        """Fused positions (B, P, D) and their mask; a learned query takes the first one of a missing image."""
+        """Fused positions (B, P, D) and their mask; a missing image's first one gets a learned query."""
         stand_in = ~image_mask.any(1, keepdim=True) & (torch.arange(image.shape[1], device=image.device) == 0)
         queries = torch.where(stand_in[..., None], self.null_image, self.img_proj(image))
         mask = image_mask | stand_in
@@ -131,11 +131,13 @@ class CrossAttention(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """Hidden tokens attend to the fused positions, then to the vocabulary: predicts hidden tokens from a text with gaps and
-    from its fusion with the image.
+    """Predicts hidden tokens from the masked text and its fusion with the image.
 
-    Costs one attention of K hidden tokens over L fused positions, and K x V logits. The embedding of the text encoder
-    serves as the last layer (Press and Wolf 2017, arXiv:1608.05859), so that a vocabulary costs one bias a token here.
+    Each hidden token attends to the fused positions, then gets logits over the vocabulary.
+
+    Costs one attention of K hidden tokens over L fused positions, and K x V logits. The text encoder's
+    embedding serves as the last layer (Press and Wolf 2017, arXiv:1608.05859), so that each token of the
+    vocabulary adds only one bias here.
 
     Args:
         text_dim: width C of the text's features.

@@ -25,7 +25,7 @@ from mmlab.model.fusions import FUSIONS
 from mmlab.types import Batch
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# of a `FusionModel`, all that images go through
+# of a `FusionModel`, the modules of the image branch
 IMAGE_MODULES = ("image_encoder", "image_head", "fusion.mix_images")
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
 
@@ -50,7 +50,7 @@ class FusionOutput:
     logit_scale: Tensor  # () inverse temperature
     features: Features  # image (B, P, C), its mask, text (B, T, C), its mask
     matcher: Callable[..., Tensor]  # features of N pairs -> logits (N,)
-    # in which pairs are matched; each is computed again in the backward pass, to save memory
+    # in which pairs are matched; each is recomputed in the backward pass, to save memory
     num_chunks: int = 1
     predictor: Callable[..., Tensor] | None = None  # see `token_losses`
 
@@ -77,7 +77,7 @@ class FusionOutput:
             targets: (B, K) the tokens.
 
         Raises:
-            OptionError: the text encoder shows no `embedding`.
+            OptionError: the text encoder has no `embedding`.
         """
         if self.predictor is None:
             raise OptionError(
@@ -150,7 +150,7 @@ class FusionModel(nn.Module):
         return all(getattr(encoder, "packed", False) for encoder in (self.image_encoder, self.text_encoder))
 
     def forward(self, batch: Batch) -> FusionOutput:
-        """Encode a batch; a sample without image or without text gets a finite embedding that means nothing."""
+        """Encode a batch; a missing image or text gets a finite embedding that means nothing."""
         image = self.encode_image(batch.pixel_values, batch.pixel_mask)
         text = self.encode_text(batch.input_ids, batch.attention_mask)
         return self.join(image, text)

@@ -27,7 +27,7 @@ class MultiScaleFusion(MultimodalFusion):
     >>> fusion.mix_images(levels).shape
     torch.Size([2, 49, 128])
 
-    Give `fuse` the mixed features. Mixing is done once a sample, however many pairs it is part of.
+    Give `fuse` the mixed features. Mixing is done once per sample, however many pairs it is part of.
 
     Args:
         img_dims, text_dims: widths of the levels.
@@ -70,13 +70,15 @@ class Gates(nn.Module):
 
 
 class PooledFusion(nn.Module):
-    """What the baselines share: each modality's mean, projected, or a learned vector, and an MLP at the end.
+    """The base of the baselines: each modality's mean, projected, or a learned vector if it is missing.
+
+    An MLP follows at the end.
 
     Args:
         img_dim, text_dim: widths of the features that come in.
         hidden_dim: width of the vector that goes out.
-        num_heads: taken so that all fusions are made alike; there is no attention here.
-        num_layers: residual feed-forward blocks after the modalities have met.
+        num_heads: accepted so that all fusions take the same arguments; not used.
+        num_layers: residual feed-forward blocks after the modalities are combined.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class PooledFusion(nn.Module):
         raise NotImplementedError
 
     def fuse(self, image: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> Pair:
-        """One fused position a pair, (N, 1, D), and its mask, all True."""
+        """One fused position per pair, (N, 1, D), and its mask, all True."""
         there = image_mask.any(1, keepdim=True), text_mask.any(1, keepdim=True)
         fused = self.combine(
             torch.where(there[0], self.image_projection(masked_mean(image, image_mask)), self.null_image),
@@ -135,7 +137,7 @@ class GatedFusion(PooledFusion):
 
 
 class LateFusion(PooledFusion):
-    """Each modality goes its own way to the end, where the vectors are multiplied entry by entry.
+    """Each modality is processed separately to the end, where the vectors are multiplied element by element.
 
     A linear head on the product is a weighted dot product. (A sum of two separate scores, which late fusion is in
     classification, could not tell which image belongs to which text.) The feed-forward blocks stand before the product.

@@ -6,8 +6,8 @@ floats, normalised, padded to whole patches. Pre-training on hidden tokens and p
 `mlm_labels`, `bool_masked_pos` and `codebook_pixel_values`, as FLAVA takes them (Singh et al. 2022, arXiv:2112.04482).
 
 The module computes its own mean, so gradient accumulation is exact only for a loss that is a mean over samples or over
-label tokens; FLAVA's is a sum of several means. CLIP's loss depends on the whole batch, and counts two captions of one
-image as a wrong pair.
+label tokens; FLAVA's is a sum of several means. CLIP's loss depends on the whole batch, and takes two
+captions of one image for a wrong pair.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ def taking_batches(model: nn.Module) -> nn.Module:
 
 
 class LossModel(nn.Module):
-    """Calls a module with what it takes and gives its output, which has `.loss`.
+    """Calls a module with the arguments it takes and returns its output, which has `.loss`.
 
     Args:
         module: its forward returns a mean loss: as a tensor, as `.loss`, or under the key "loss".
         labels: "batch" for `Batch.labels`; "text" for the input ids with padding left out (captioning, language
-            modelling); "masked" for predicting hidden tokens. None chooses "text" for a model that can generate, and
-            "masked" for a `transformers` model for masked language modelling, or one that takes `mlm_labels`.
+            modelling); "masked" for predicting hidden tokens. None chooses "text" for a model that can
+            generate, "masked" for a `transformers` model for masked language modelling or one that takes
+            `mlm_labels`, and "batch" for any other.
         processor: the model's own, as `AutoProcessor.from_pretrained` gives it, or a tokenizer: its mean and deviation
             of pixels and its mask token are used. `MultimodalDataset(processor=...)` takes the rest.
         mask_ratio: share of a text's tokens that "masked" hides. In evaluation the same ones are hidden every time.
@@ -154,7 +155,7 @@ class LossModel(nn.Module):
         return output
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
-        """What forward names, by name."""
+        """The arguments that forward takes, by name."""
         reads = "input_ids" in self.accepted or self.labels == "text"
         if self.max_tokens and reads and batch.input_ids.shape[1] > self.max_tokens:
             raise DataError(
@@ -179,7 +180,7 @@ class LossModel(nn.Module):
             "codebook_pixel_values": lambda: self._codebook_pixels(batch),
             **dict.fromkeys(_ALSO, lambda: True),
         }
-        if "input_ids" not in self.accepted:  # an image model's own attention mask has no padding to hide
+        if "input_ids" not in self.accepted:  # an image model's `attention_mask` is not the text's
             del makers["attention_mask"]
         values = {name: makers[name]() for name in self.accepted if name in makers}
         return values | {"interpolate_pos_encoding": True} if self._interpolates else values
@@ -211,7 +212,7 @@ class LossModel(nn.Module):
         return None if self.training else torch.Generator(batch.input_ids.device).manual_seed(0)
 
     def _hide(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Ids with the mask token at the hidden positions, and labels that ask for those alone."""
+        """Ids with the mask token at the hidden positions, and labels for those alone."""
         _, _, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio, self._generator(batch))
         assert self.mask_id is not None
         ids = batch.input_ids
@@ -271,7 +272,7 @@ def _first(config: Any, *names: str) -> Any:
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
-    """Height and width of a side, or of both."""
+    """Height and width, from one side or from both."""
     if isinstance(size, int):
         return size, size
     return tuple(size) if isinstance(size, list | tuple) and len(size) == 2 else None

@@ -1,6 +1,7 @@
 """Encoders from the `transformers` library behind the interface of `mmlab.model.encoders`.
 
-A vision model computes padding like pixels; only pooling and fusion leave it out, so prefer one image size (`square`).
+A vision model treats padding like pixels; only pooling and fusion leave it out, so prefer one image size
+(`square`).
 
 Legend: B samples, P image positions, T tokens, H x W pixels, D width, V vocabulary, E width of a token's embedding.
 """
@@ -60,7 +61,7 @@ class HuggingFaceImages(ImageEncoder):
 
     def _with_mask(self, features: Tensor, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         if features.dim() == 4:  # convolutional models keep the grid
-            # what is at each cell's first pixel
+            # the mask at each cell's first pixel
             mask = F.interpolate(pixel_mask[:, None].float(), features.shape[2:])
             return rearrange(features, "b d h w -> b (h w) d"), mask.flatten(1).bool()
         patch = self.patch if isinstance(self.patch, int) else PATCH
@@ -93,7 +94,7 @@ class HuggingFaceTexts(nn.Module):
 
     @property
     def embedding(self) -> Tensor:
-        """(V, E) weights that a token's number is looked up in."""
+        """The token embedding's weights, (V, E)."""
         return self.model.get_input_embeddings().weight
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class HuggingFaceTexts(nn.Module):
         return [self.dim] * len(depths(self.model.config.num_hidden_layers, num_levels))
 
     def levels(self, input_ids: Tensor, attention_mask: Tensor, *, num_levels: int) -> list[Tensor]:
-        """The same after several layers, (B, T, D) each."""
+        """Features after several layers, (B, T, D) each."""
         if self.max_tokens and input_ids.shape[1] > self.max_tokens:
             raise DataError(
                 f"a text has {input_ids.shape[1]} tokens, the text encoder takes {self.max_tokens}; "

@@ -1,7 +1,7 @@
 """Hidden tokens for masked language modelling: how many and which.
 
-Each text hides the same share of its tokens, so that the count is known before anything is drawn. All are replaced by
-the mask token, none left as they were. Costs one random number a token.
+Each text hides the same share of its tokens, so that the count is known before anything is drawn. All hidden
+tokens are replaced by the mask token, none left as they were. Costs one random number per token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def draw_hidden(
     """Draw the tokens to hide.
 
     Returns:
-        Positions (B, K), of which `wanted` (B, K) bool are hidden, and the same as `hidden` (B, T) bool.
+        Positions (B, K); `wanted` (B, K) bool, which of them are hidden; and the same as a mask `hidden` (B,
+        T) bool.
     """
     num_tokens = can_hide.shape[1]
     most = min(num_tokens, max(1, round(mask_ratio * num_tokens)))

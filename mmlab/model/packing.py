@@ -1,9 +1,10 @@
 """Packed execution: the samples of a batch end to end in one stream, so that no block computes padding.
 
-A batch arrives padded (a few bytes a position); `Segments` takes the real positions out of it, the blocks run on one
-stream of S positions with attention inside each sample only, and the features go back to their rows. Same outputs and
-gradients as the padded model up to rounding. Attention is torch's variable-length kernel where it exists (CUDA, 16
-bits), else one call a sample, which is the same as a block-diagonal mask without computing what it hides.
+A batch arrives padded (a few bytes per position); `Segments` takes the real positions out of it, the blocks
+run on one stream of S positions with attention inside each sample only, and the features go back to their
+rows. Same outputs and gradients as the padded model up to rounding. Attention is torch's variable-length
+kernel where it exists (CUDA, 16 bits), else one call per sample, which equals a block-diagonal mask but does
+not compute what that hides.
 
 Costs one synchronisation with the device for each stream, to read the lengths. Does not pack convolutions (a ResNet, the
 stem of "conv-vit"), and cannot be priced on a fake device, where there are no lengths.
@@ -72,17 +73,17 @@ def attend(
     """Attention of (B, H, P, D) over (B, H, T, D), each position to the keys of its own sample.
 
     Args:
-        keys: a mask that broadcasts to (B, H, P, T), True where there is data; or, for streams (B = 1), where the
-            samples lie in queries and keys.
+        keys: a mask that broadcasts to (B, H, P, T), True where there is data; or, for streams (B = 1), the
+            segments of queries and keys.
     """
     options: Any = {"dropout_p": dropout, "scale": scale}
     if not isinstance(keys, tuple):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=keys, **options)
     of_query, of_key = keys
     if not query.shape[2]:
-        # no sample has any of this modality: nothing to compute, and weights that learn nothing
+        # no sample has any of this modality: nothing to compute, and gradients are zero
         return query + 0 * (key.sum() + value.sum())
-    # what torch's kernel for variable lengths takes
+    # the cases that torch's variable-length kernel supports
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -126,7 +127,7 @@ def enable_packing(model: nn.Module) -> nn.Module:
 
 
 def _register() -> None:
-    """Make `attend` known to transformers' models; a call without segments is the usual one."""
+    """Make `attend` known to transformers' models; without segments it is SDPA."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

@@ -18,7 +18,7 @@ from mmlab.errors import OptionError, check_name
 PARTS = ("image", "text", "fusion", "heads")
 _NAMES = (
     ("fusion", re.compile(r"fusion|cross")),
-    # a vision-encoder-decoder's images are its plain `encoder`
+    # a vision-encoder-decoder's image encoder is named just `encoder`
     ("image", re.compile(r"^(module\.)?encoder\.|image_encoder|vision|visual(?!_projection)|pixel|patch")),
     ("text", re.compile(r"text_encoder|text_model|language|embeddings|decoder|bert")),
 )

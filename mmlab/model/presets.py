@@ -121,6 +121,6 @@ def _bert(config: ModelConfig, vocab_size: int) -> nn.Module:
         max_position_embeddings=config.max_tokens,
         hidden_dropout_prob=config.dropout,
         attention_probs_dropout_prob=config.dropout,
-        use_cache=False,  # of decoders
+        use_cache=False,  # only decoders need one
     )
     return BertModel(sizes, add_pooling_layer=False)

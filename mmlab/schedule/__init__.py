@@ -1,7 +1,7 @@
 """Which samples form which batch, decided from metadata before a pixel is read.
 
 `make_scheduler("budget", budget=8192).plan(sizes)` gives a `BatchPlan`, which a torch DataLoader takes as its
-`batch_sampler`. Costs microseconds a sample; touches no image; loads no torch.
+`batch_sampler`. Costs microseconds per sample; touches no image; loads no torch.
 """
 
 from __future__ import annotations

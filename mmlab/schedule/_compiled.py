@@ -9,7 +9,7 @@ import numba
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile; where neither the package's folder nor the user's cache folder can be written, compile anew each run."""
+    """Compile; anew in each run if neither the package's folder nor the user's cache folder is writable."""
     try:
         return numba.njit(function, cache=True, nogil=True, **options)
     except RuntimeError:  # "cannot cache function: no locator available"

@@ -2,8 +2,8 @@
 
 A polynomial comes as (coefficients, exponents) and is `max over k of sum over m of coefficients[k, m] * B**b * T**t *
 P**p`, quadratic in the batch size B, so that each shape needs one evaluation: `price[k, 0] + B * (price[k, 1] + B *
-price[k, 2])`. There are two of them: `limit`, which no batch may have above `budget`, and `objective`, whose sum over
-all batches is to be small.
+price[k, 2])`. There are two of them: `limit`, which must not exceed `budget` in any batch, and `objective`,
+whose sum over all batches should be small.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _price(count, price):
 
 @compiled
 def cut_optimally(text, high, wide, part, limit, objective, budget, max_size):
-    """Ends of the contiguous batches whose `objective` is least in sum, each within `budget` and `max_size`; that sum.
+    """Ends and total `objective` of the contiguous batches that minimise it within `budget` and `max_size`.
 
     `text`, `high`, `wide` are (n,) tokens and patches; batches stay in one `part`.
 
@@ -84,10 +84,10 @@ def cut_optimally(text, high, wide, part, limit, objective, budget, max_size):
 
 
 class _State(NamedTuple):
-    """Which sample is in which batch, and what each batch is."""
+    """Which sample is in which batch, and each batch's shape, size and objective."""
 
     size: np.ndarray  # (n, 3) tokens, patch rows and patch columns of each sample
-    batch_of: np.ndarray  # (n,) of each sample, -1 where it was put out
+    batch_of: np.ndarray  # (n,) of each sample, -1 if it was removed
     image: np.ndarray  # (n,) number of each sample's image
     members: np.ndarray  # (n,) samples, image after image
     starts: np.ndarray  # (images + 1,) where each image begins in `members`
@@ -117,7 +117,7 @@ def _value(state, batch, count, objective, price):
 
 @compiled
 def _put(state, sample, batch, change, objective, price):
-    """Let a batch take a sample, grow to its size, and have `change` samples more than before."""
+    """Put a sample into a batch, which grows to hold it and has `change` samples more than before."""
     state.batch_of[sample] = batch
     for side in range(3):
         state.most[batch, side] = max(state.most[batch, side], state.size[sample, side])
@@ -127,7 +127,7 @@ def _put(state, sample, batch, change, objective, price):
 
 @inlined
 def _added(state, batch, sample, change, less_than, limit, objective, budget, limit_price, price):
-    """What the objective gains if a batch takes this sample and has `change` samples more.
+    """By how much the objective grows if a batch takes this sample and has `change` samples more.
 
     Infinite if that is not below `less_than`, or if the batch would cost more than `budget`.
     """
@@ -155,7 +155,7 @@ def _find_place(state, sample, reach, limit, objective, budget, max_size, tried,
     left = _value(state, batch, state.num_samples[batch] - 1, objective, price) - state.value[batch]
     best = np.inf
     chosen_batch = chosen = -1
-    for step in range(2, 2 * reach + 2):  # one place back, one forth, two back, two forth, ...
+    for step in range(2, 2 * reach + 2):  # one place back, one forward, two back, two forward, ...
         if best <= 0:
             break
         other = sample + step // 2 if step % 2 else sample - step // 2
@@ -195,14 +195,15 @@ def separate_samples(
     """Exchange and move samples between batches until no batch holds two of one image.
 
     Goes through the samples once. A colliding sample changes places with one of another batch within `reach` places,
-    or moves to that batch, whichever adds least to the objective; where nothing is possible it is put out. Two
-    invariants hold after every step: each batch costs at most `budget`, because what would raise a cost above it is
-    not done; and no sample that was passed collides, because no sample goes where another of its image is.
+    or moves to that batch, whichever adds least to the objective; if neither is possible, it is removed from
+    its batch. Two invariants hold after every step: each batch costs at most `budget`, because no change that
+    would exceed it is made; and no sample that was visited collides, because no sample goes where another of
+    its image is.
 
     Args:
         size: (n, 3) tokens, patch rows and patch columns, batch after batch.
         image, members, starts: which samples share an image.
-        batch_of: (n,) the batch of each sample, changed in place: -1 where it was put out.
+        batch_of: (n,) the batch of each sample, changed in place: -1 if it was removed.
         max_size: samples that a batch may grow to; 0 lets samples only change places.
     """
     limit_price, price = np.zeros((len(limit[0]), 3)), np.zeros((len(objective[0]), 3))

@@ -48,7 +48,7 @@ def _add_to_pool(pool, pooled, sample):
 
 @compiled
 def _drop_taken(pool, samples, pooled):
-    """Keep those of the first `pooled` samples that are not taken, in their order; how many."""
+    """Keep those of the first `pooled` samples that are not taken, in their order; returns how many."""
     kept = 0
     for place in range(pooled):
         if not pool.taken[samples[place]]:
@@ -59,7 +59,11 @@ def _drop_taken(pool, samples, pooled):
 
 @compiled
 def _take_oldest(pool, pooled, pack, members, room, patience):
-    """Fill a pack with the oldest sample and the next ones that fit, until `patience` have not; members, room left."""
+    """Fill a pack with the oldest sample and the next ones that fit, until `patience` did not.
+
+    Returns:
+        The number of members, and the room left in the two streams.
+    """
     count = misses = 0
     text_left, image_left = room
     for place in range(pooled):
@@ -105,7 +109,9 @@ def _best_fit(pool, pooled, pack, out, text_open, image_open, best, text_unit, i
 
 @compiled
 def _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room, reach, sweeps):
-    """Exchange members of a pack for pooled samples, or add some, while that leaves less room; members afterwards.
+    """Exchange members of a pack for pooled samples, or add some, while that leaves less room.
+
+    Returns the number of members.
 
     Members take turns. At turn 0 a sample is added, so the oldest, which is member 0, stays; at any other turn the
     member may go back to the pool for one that fits better. Every step leaves less room than before, and the loop ends

@@ -53,7 +53,7 @@ class Scheduler:
         """The batches of one epoch.
 
         Args:
-            samples: what to plan, N samples; sizes after the image policy are what counts.
+            samples: what to plan, N samples; their sizes should be those after the image policy.
             epoch: changes composition and order, except under a scheduler that says otherwise.
 
         Raises:
@@ -68,10 +68,10 @@ class Scheduler:
         """The rest of an epoch, from the `state_dict` of a plan or of its iterator; nothing is replayed.
 
         Args:
-            samples: the same as were planned.
+            samples: the same samples that were planned.
             state: where the epoch stands.
-            world_size: ranks that go on; None keeps this scheduler's. Another number than before cuts the samples
-                that are left anew; none is lost or repeated.
+            world_size: number of ranks that go on; None keeps this scheduler's. With another number than
+                before, the samples that are left are replanned; none is lost or repeated.
 
         Raises:
             DataError: the state is of other data, another seed or other options.
@@ -82,7 +82,7 @@ class Scheduler:
         return BatchPlan(rest, sizes, start=position)
 
     def draw(self, sizes: SampleSizes, epoch: int) -> Ints | None:
-        """Rows of the samples that an epoch has; None, unless overridden, for each sample once."""
+        """Rows of an epoch's samples; None, unless overridden, means each sample once."""
         return None
 
     def limits(self, sizes: SampleSizes) -> Limits:
@@ -107,7 +107,7 @@ class Scheduler:
 
 
 def sizes_of(samples: Samples) -> SampleSizes:
-    """The planner's columns of whatever holds them."""
+    """The planner's columns of any kind of samples."""
     if isinstance(samples, SampleSizes):
         return samples
     if isinstance(samples, HasSizes):

@@ -1,4 +1,4 @@
-"""The batch schedulers that everybody knows, as everybody knows them: the baselines to compare with.
+"""The well-known batch schedulers, in their usual form: the baselines to compare with.
 
 All have a fixed batch size. Only `random` plans in blocks; the others look at the whole epoch, which costs a sort.
 """
@@ -24,8 +24,9 @@ class FixedSize(Scheduler):
     """The base of schedulers whose batches have a fixed number of samples.
 
     Args:
-        batch_size: samples a batch; leftovers form smaller ones.
-        allow_collisions: whether a batch may hold two samples of one image; if not, neighbours change places.
+        batch_size: samples per batch; leftovers form smaller ones.
+        allow_collisions: whether a batch may hold two samples of one image; if not, they are exchanged with
+            samples of neighbouring batches.
     """
 
     batch_size: int = field(default=8, kw_only=False)  # `BatchScheduler(8)`, as in article A
@@ -44,7 +45,7 @@ class FixedSize(Scheduler):
         return resolve_collisions(sizes, batches, PaddedTokens().as_polynomial(), cut)
 
     def sort_samples(self, sizes: SampleSizes, rows: Ints) -> Ints:
-        """(n,) `rows`, which come in random order, as they are cut: bucket after bucket unless overridden."""
+        """(n,) `rows`, given in random order, in the order to cut: bucket after bucket unless overridden."""
         return rows[np.argsort(self.bucket_of(sizes, rows), kind="stable")]
 
     def bucket_of(self, sizes: SampleSizes, rows: Ints) -> Ints:
@@ -83,8 +84,9 @@ class BatchScheduler(FixedSize):
 class LengthGrouped(FixedSize):
     """Hugging Face's `group_by_length`: sorted by length inside random mega-batches, the longest sample first.
 
-    Length is text tokens and image patches together. When to use: to reproduce `Trainer(group_by_length=True)`; it sees
-    one number a sample, so images of different shape still pad each other.
+    Length is text tokens and image patches together. When to use: to reproduce
+    `Trainer(group_by_length=True)`; it sees one number per sample, so images of different shape still pad
+    each other.
 
     Args:
         mega_batch: batches that are sorted together; None takes 50, or a quarter of the epoch if that is less.
@@ -138,7 +140,7 @@ class Bucket(Bucketed):
 class AspectBucket(Bucketed):
     """One bucket for each image size in patches, text ignored: the practice of diffusion training.
 
-    When to use: image cost rules and captions are short, or padded to a fixed length anyway.
+    When to use: images dominate the cost, and captions are short or padded to a fixed length anyway.
     """
 
     def bucket_of(self, sizes: SampleSizes, rows: Ints) -> Ints:

@@ -17,7 +17,7 @@ from mmlab.schedule.metrics import sides
 from mmlab.types import SampleSizes
 
 REACH = 256  # places on either side among which a partner is sought
-_MOST_OF_ONE = 32  # samples of one image in a block that are moved about; more are put out at once
+_MOST_OF_ONE = 32  # samples of one image in a block that may be exchanged; any more are removed at once
 
 
 class Images(NamedTuple):
@@ -54,13 +54,12 @@ def resolve_collisions(
     """Separate samples of one image.
 
     Args:
-        batches: neighbouring batches should have samples of like size.
-        objective: what is to grow little.
-        cut: makes batches of the rows that had to leave theirs, given the turn of each (n,): samples of one turn are
-            all of different images.
+        batches: neighbouring batches should have samples of similar size.
+        objective: the cost that should grow little.
+        cut: makes batches of the rows that were removed from theirs, given a turn (n,) for each: samples of
+            one turn are all of different images.
         limit: what a batch costs, at most `budget` afterwards.
         max_size: samples that a batch may grow to; 0 lets samples only change places.
-        reach: places on either side among which another batch is sought; 0 changes nothing.
     """
     from mmlab.schedule._dense_loops import separate_samples
 

@@ -23,7 +23,8 @@ class MaxPolynomial:
     """The largest of K polynomials in batch size B, text tokens T and image patches P.
 
     Row k costs the sum over m of `coefficients[k, m] * B**b * T**t * P**p` with `(b, t, p) = exponents[m]`. Activation
-    memory and step time have this form: every kernel's price is a polynomial, the peak is whichever rules.
+    memory and step time have this form: every kernel's cost is a polynomial, and the peak is the largest of
+    them.
 
     >>> from mmlab.types import BatchShape
     >>> attention = MaxPolynomial([[1.0, 2.0]], [(0, 0, 0), (1, 2, 0)], unit="bytes")
@@ -117,7 +118,7 @@ def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.floa
     """The cost of many batches at once.
 
     Args:
-        cost: any cost model; one with a polynomial takes a few array operations, another one call a shape.
+        cost: any cost model; its polynomial is evaluated in a few array operations.
         shapes: (n, 4) batch size, tokens, height and width, as in `BatchShape`.
 
     Returns:
@@ -156,10 +157,10 @@ _REMEDY = "raise the budget to this cost, or cut the text or the image"
 
 
 def require_room(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str = _REMEDY) -> None:
-    """Refuse a sample that costs more than a batch may.
+    """Check that every sample alone costs no more than a batch may.
 
     Raises:
-        OptionError: names the sample, and the remedy.
+        OptionError: a sample costs more; names it, and the remedy.
     """
     row, price = costliest_sample(cost, sizes, enough=budget)
     if price > budget:

@@ -1,10 +1,11 @@
-"""The dense planner: variable batches of like samples under a hard budget (`budget`, `memory`, `fastest`).
+"""The dense planner: variable batches of similar samples under a hard budget (`budget`, `memory`, `fastest`).
 
-Samples are ordered by (aspect class, patch rows, patch columns, tokens) inside random windows, and each window is cut
-so that an objective is least in sum, under the budget of every batch. The objective is predicted seconds where a time
-model is given, else padded tokens and an overhead for each batch. With a time model a second order, by tokens before
-patches, is tried, and the cheaper cut is taken. Batches are then matched for the ranks and shuffled. About a
-microsecond a sample, in compiled code.
+Samples are ordered by (aspect class, patch rows, patch columns, tokens) inside random windows, and each
+window is cut into batches that minimise the sum of an objective, each within the budget. The objective is
+predicted seconds where a time model is given, else padded tokens and an overhead for each batch. With a time
+model a second order, by tokens before patches, is tried, and the cheaper cut is taken. Batches of similar
+work then form the steps of the ranks, in random order. Takes about a microsecond per sample, in compiled
+code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FEW_WINDOWS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Scheduler):
-    """As many like samples a batch as a hard cost budget allows; never above it.
+    """As many similar samples per batch as a hard cost budget allows; never above it.
 
     When to use: training with images of different shapes, texts of different lengths, or both.
 
@@ -41,8 +42,8 @@ class Budget(Scheduler):
         budget: the most that a batch may cost; None takes 32 average samples.
         cost: what a batch costs; must never fall when a dimension grows.
         allow_collisions: whether a batch may hold two samples of one image.
-        time: a polynomial cost model in seconds; batches are cut so that their predicted time is least in sum. None
-            cuts them so that they pad little.
+        time: a polynomial cost model in seconds; batches are cut to minimise the sum of their predicted
+            times. None cuts them to pad little.
         window: samples ordered together; a larger one pads less, a smaller one mixes more. None takes a third of the
             epoch, at most 32,768.
         max_batch_size: the most samples a batch may have.
@@ -118,7 +119,7 @@ class Budget(Scheduler):
         return getattr(self.cost, "patch", PATCH)
 
     def _objective(self, sizes: SampleSizes, rows: Ints, budget: float) -> MaxPolynomial:
-        """What the batches of these rows are to cost least of in sum.
+        """The cost whose sum over the batches of these rows is to be minimised.
 
         Without a time model: padded tokens, and a share of a full batch of average samples for each batch.
         """
@@ -134,7 +135,7 @@ class Budget(Scheduler):
     def _cut_windows(
         self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: MaxPolynomial
     ) -> Block:
-        """Batches of `rows` that stay inside a window, in the order of the windows and of size in each."""
+        """Batches of `rows` that stay inside a window, ordered by window and, in each, by size."""
         text, high, wide = keys = sides(sizes, self._patch, rows)
         order = _order_by(window, aspect_class(high, wide, 8), high, wide, text)
         limit, orders = self.cost.as_polynomial(), [order]
@@ -154,7 +155,7 @@ class Budget(Scheduler):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Budget):
-    """The same with bytes as the cost: the largest batches that a memory model says will fit.
+    """`Budget` with bytes as the cost: the largest batches that a memory model predicts to fit.
 
     When to use: a fitted memory model is at hand and the device should be full, but never run out.
 
@@ -166,7 +167,7 @@ class Memory(Budget):
 
     target_ratio: float = 0.97
 
-    _overhead_ratio = 0.6  # memory that stays empty is what this scheduler is to avoid
+    _overhead_ratio = 0.6  # high, because this scheduler must not leave memory empty
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,10 +186,10 @@ class Memory(Budget):
 
 @dataclass(frozen=True, kw_only=True)
 class Fastest(Budget):
-    """The epoch of the fewest predicted seconds under a hard limit on every batch.
+    """The epoch with the fewest predicted seconds under a hard limit on every batch.
 
-    When to use: training is to be fast. A step costs a constant besides its tokens, so the fastest plan may pad more
-    than `budget` does and have fewer batches.
+    When to use: training should be fast. A step has a fixed cost besides its tokens, so the fastest plan may
+    pad more than `budget` does and have fewer batches.
 
     Args:
         time: the cost model in seconds; must be given.
@@ -208,8 +209,8 @@ class Fastest(Budget):
 def mean_lengths(sizes: SampleSizes, patch: int) -> tuple[float, float, int]:
     """Mean text tokens and image patches of a sample, and the largest number that divides the patches of every image.
 
-    Taken from 262,144 samples spread over the data where there are more. Those lie at multiples of the golden ratio, so
-    that no period in the data (captions, sources in turn) misleads.
+    Taken from 262,144 samples spread over the data where there are more. Their spacing follows the golden
+    ratio, so that periodic data (captions of one image, alternating sources) do not bias the means.
     """
     if not len(sizes):
         return 0.0, 0.0, 0
@@ -222,13 +223,13 @@ def mean_lengths(sizes: SampleSizes, patch: int) -> tuple[float, float, int]:
 
 
 def _deal_images(sizes: SampleSizes, rows: Ints, num_windows: int, rng: np.random.Generator) -> Ints:
-    """(n,) window of each row: samples of one image go round the windows from a random one.
+    """(n,) window of each row: samples of one image go to successive windows, from a random one.
 
-    There are as many windows as most images have samples (95 % of the samples have no more on theirs), if that is more
-    than asked for: samples of one image may not meet in a batch anyway, and separating them beforehand pads less, and
-    takes less time, than exchanging them afterwards. But each window ends every run of like samples with a batch that
-    is not full. So there are at most `_FEW_WINDOWS` where more would hold less than `_SMALLEST_WINDOW` samples each;
-    exchanges do the rest.
+    There are as many windows as an image has samples (for 95 % of the samples, their image has no more), if
+    that is more than `num_windows`: samples of one image may not share a batch anyway, and separating them
+    beforehand pads less, and takes less time, than exchanging them afterwards. But each window ends every run
+    of similar samples with a batch that is not full. So there are at most `_FEW_WINDOWS` where more would
+    hold less than `_SMALLEST_WINDOW` samples each; exchanges do the rest.
     """
     images = images_of(sizes, rows)
     of_one_image = np.sort(np.bincount(images.number)[images.number])

@@ -51,10 +51,11 @@ class GivenBlock:
 class EpochBlocks:
     """One epoch of a scheduler, or what is left of it. Pure: the same block always has the same batches.
 
-    An epoch is a random order of places, cut into blocks of neighbours. When it is resumed on another number of
-    ranks, the block that was begun is finished first: `first` is its number, and `taken` says what earlier plans, each
-    for its own number of ranks, took from it, as pairs (world_size, number of batches). What they left is block 0 of
-    the resumed plan, cut anew for this scheduler's `world_size`; the untouched blocks follow.
+    An epoch is a random order of places, cut into blocks of consecutive ones. When it is resumed on another
+    number of ranks, the block that was begun is finished first: `first` is its number, and `taken` says what
+    earlier plans, each for its own number of ranks, took from it, as pairs (world_size, number of batches).
+    What they left is block 0 of the resumed plan, cut again for this scheduler's `world_size`; the untouched
+    blocks follow.
     """
 
     scheduler: Scheduler
@@ -68,13 +69,13 @@ class EpochBlocks:
 
     @classmethod
     def of(cls, scheduler: Scheduler, sizes: SampleSizes, epoch: int) -> EpochBlocks:
-        """A whole epoch of the data whose sizes these are."""
+        """A whole epoch of the data with these sizes."""
         drawn = scheduler.draw(sizes, epoch)
         sizes = sizes if drawn is None else sizes.take(drawn)
         return cls(scheduler, sizes, epoch, scheduler.limits(sizes), drawn)
 
     def next_epoch(self, sizes: SampleSizes) -> EpochBlocks:
-        """The whole of the following epoch, of the data whose sizes these are."""
+        """The whole next epoch of the data with these sizes."""
         if self.drawn is None:
             return replace(self, epoch=self.epoch + 1, first=0, taken=())
         return EpochBlocks.of(self.scheduler, sizes, self.epoch + 1)
@@ -86,7 +87,7 @@ class EpochBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Of what is left of the epoch."""
+        """Number of blocks in what is left of the epoch."""
         if not self.taken:
             return self._in_epoch - self.first
         return 1 + self._in_epoch - self._left_over[1]
@@ -115,7 +116,7 @@ class EpochBlocks:
         return {**self._identity, "epoch": self.epoch, "block": block, "taken": list(map(list, taken))}
 
     def locate(self, state: Mapping[str, Any]) -> Position:
-        """Where a state of this very plan stands."""
+        """The position of a state of this same plan."""
         rest, (_, batch) = self.resumed(state)
         if (rest.epoch, rest.first, rest.taken) == (self.epoch, self.first, self.taken):
             return Position(0, batch)
@@ -182,8 +183,8 @@ class EpochBlocks:
     def _left_by(self, taken: Taken, next_world_size: int) -> tuple[Ints, int]:
         """The same after some of the plans, for the ranks of the next one.
 
-        Each plan is made again as it was made then: from what the plans before it had left, for its own ranks. A plan
-        needs a sample for each rank, so where fewer are left, the next block joins them.
+        Each plan is rebuilt as it was: from what the plans before it had left, for its own ranks. A plan
+        needs at least one sample per rank, so if fewer are left, the next block is added to them.
         """
         if not taken:
             return self._places(self.first), self.first + 1
@@ -197,7 +198,7 @@ class EpochBlocks:
 
 
 def _fingerprint(scheduler: Scheduler) -> int:
-    """A number that tells apart schedulers whose plans differ for another reason than seed or world size."""
+    """A number that tells apart schedulers whose plans differ for a reason other than seed or world size."""
     options = [
         (item.name, getattr(scheduler, item.name))
         for item in fields(scheduler)

@@ -1,9 +1,10 @@
-"""An epoch whose rest can be planned anew while it is read.
+"""An epoch whose rest can be replanned while it is read.
 
-A `LivePlan` is read like a plan. `replan` plans the samples that have not been handed out under another value (a
-budget, a batch size); batches that were handed out stay as they are. So each sample comes exactly once, whatever is
-decided on the way. The epoch is a pure function of the decisions: the pairs (batch, value) in `history` give the same
-batches again. To plan anew costs as much as to plan, about a microsecond for each sample that is left.
+A `LivePlan` is read like a plan. `replan` takes another value (a budget, a batch size) and plans with it the
+samples that have not been handed out; batches that were handed out stay as they are. So each sample comes
+exactly once, whatever is decided on the way. The epoch is a pure function of the decisions: the pairs (batch,
+value) in `history` give the same batches again. Replanning costs as much as planning, about a microsecond for
+each sample that is left.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Epoch:
         if kept and not len(rows):
             return 0
         plan = self.plan_rest(self.sizes.take(rows), value)
-        next(iter(plan), None)  # raises what cannot be planned before anything has changed
+        next(iter(plan), None)  # raises if the rest cannot be planned, before anything has changed
         self.parts = [*kept, _Part(first, value, rows, plan)]
         return len(rows)
 
@@ -84,14 +85,14 @@ class LivePlan:
         return [(part.first, part.value) for part in self._epoch.parts]
 
     def replan(self, value: float, *, agree: Callable[[float], float] = float) -> int:
-        """Plan what has not been handed out under another value.
+        """Plan the samples that have not been handed out, with another value.
 
         Args:
-            agree: gives the largest of the ranks' numbers. A rank that has handed out fewer batches than another keeps
-                to the old plan until it has handed out as many.
+            agree: returns the largest of the ranks' numbers. A rank that has handed out fewer batches than
+                another keeps the old plan until it has handed out as many.
 
         Returns:
-            Number of samples planned anew.
+            Number of samples replanned.
 
         Raises:
             OptionError: the rest cannot be planned under this value; nothing has changed.

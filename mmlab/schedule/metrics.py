@@ -38,7 +38,8 @@ def waste(real: float, padded: float) -> float:
 def work(length: NDArray[np.integer]) -> Ints:
     """Arithmetic of a transformer layer of width 768 over a sequence this long: linear part plus attention.
 
-    24 * 768^2 * L + 4 * 768 * L^2 operations, in units of 4 * 768; whole numbers, so that every machine sums alike.
+    24 * 768^2 * L + 4 * 768 * L^2 operations, in units of 4 * 768; whole numbers, so that every machine gets
+    the same sums.
     """
     length = length.astype(np.int64)
     return length * (_LINEAR_WORK + length)
@@ -54,8 +55,8 @@ def straggler(batch_work: NDArray[np.number], num_ranks: int) -> float:
 def padded_streams(text: Ints, image: Ints, room: tuple[int, int], num_ranks: int) -> tuple[Ints, Ints]:
     """What each pack's streams are padded to: their room, halved as often as every pack of the step still fits.
 
-    So shapes stay few, and the short step that makes a plan even for its ranks costs little. A pack of one oversize
-    sample is as long as it is.
+    So there are few shapes, and the short step that makes a plan even for its ranks costs little. A pack of
+    one oversize sample keeps its own length.
 
     Args:
         text, image: (b,) tokens and patches of each pack; `num_ranks` consecutive packs are one step.

@@ -1,16 +1,16 @@
-"""Schedulers that draw: they choose how often each sample comes in an epoch, another scheduler forms the batches.
+"""Schedulers that draw: they choose how often each sample comes in an epoch; another forms the batches.
 
-`Weighted` draws samples in proportion to weights, `Mixed` sources in a wanted ratio. The plan says which samples were left
-out (`dropped`) and which come more than once (`repeated`), and its report counts both by source (`sources`). Costs one
-gather of the sizes an epoch, which the first batch waits for.
+`Weighted` draws samples in proportion to weights, `Mixed` draws from sources in a given ratio. The plan says
+which samples were left out (`dropped`) and which come more than once (`repeated`), and its report counts both
+by source (`sources`). Costs one gather of the sizes per epoch, which the first batch waits for.
 
 A source is all samples of one modality (image and text, text only, image only), or whatever the caller names. A batch
-has one modality: a text-only sample in a batch of pairs would be padded with a whole image. The batches of one step,
-one a rank, have one modality as well, so that no rank waits for another that has images to encode.
-`homogeneous=False` mixes modalities.
+has one modality: a text-only sample in a batch of pairs would be padded with a whole image. The batches of
+one step, one per rank, have one modality as well, so that no rank waits for another that has images to
+encode. `homogeneous=False` mixes modalities.
 
-The ratio counts samples, not tokens. It may change from epoch to epoch, along points given beforehand: plans are pure, so
-they do not follow the losses.
+The ratio counts samples, not tokens. It may change from epoch to epoch, by points given beforehand: plans are
+pure, so they cannot follow the losses.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Drawing(Scheduler):
 
     @property
     def draws(self) -> bool:
-        """Whether an epoch may be anything else than each sample once."""
+        """Whether an epoch may be anything other than each sample once."""
         return True
 
     def sources_of(self, sizes: SampleSizes) -> tuple[Sequence[str], Ints]:
@@ -115,13 +115,14 @@ LENGTHS = ("keep", "undersample", "oversample")
 class Mixed(Drawing):
     """Draws sources in the wanted ratio and spreads them evenly over the epoch.
 
-    Each source has one shuffled order, which is read round and round: an epoch goes on where the one before stopped.
-    So a source that gets fewer places than it has samples repeats none in an epoch, and one that gets more repeats all
-    equally often, give or take one. Under a constant ratio no sample comes twice before all others came once.
+    Each source has one shuffled order, which is read cyclically: each epoch continues where the one before
+    stopped. So a source that gets fewer places than it has samples repeats none in an epoch, and one that
+    gets more repeats all of them equally often, to within one. No sample comes twice before all others of its
+    source have come once.
 
     Args:
-        ratios: wanted share of each source, by name; they are scaled to sum to one. Points `(epoch, shares)` make a
-            ratio that moves in straight lines from point to point, constant before the first and after the last.
+        ratios: wanted share of each source, by name; they are scaled to sum to one. Between points `(epoch,
+            shares)` the ratio is interpolated linearly; it is constant before the first and after the last.
             None takes each sample exactly once.
         length: samples of an epoch under a ratio. "keep": as many as the data have. "undersample": as many as
             possible without a repeat. "oversample": as few as needed to leave out none.
@@ -201,7 +202,7 @@ class Mixed(Drawing):
         return np.concatenate(drawn)
 
     def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
-        """Batches of one modality each; the batches of one step, one a rank, are of one modality too."""
+        """Batches of one modality each; the batches of one step, one per rank, share it."""
         inner = self._inner
         apart = not isinstance(inner, Packed) if self.homogeneous is None else self.homogeneous
         modality = modality_of(sizes)[rows] if apart else np.zeros(len(rows), np.int64)
@@ -217,7 +218,7 @@ class Mixed(Drawing):
         return Block.join(parts).pick((steps + np.arange(self.world_size)).ravel())
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
-        """As they were cut."""
+        """Unchanged: `make_batches` has ordered them."""
         return batches
 
     @property
@@ -260,10 +261,11 @@ class Mixed(Drawing):
 class Weighted(Drawing):
     """Draws `num_samples` samples, each in proportion to its weight.
 
-    A sample that is expected 1.3 times comes once or twice. The expected numbers are laid end to end along a line, in
-    an order that is shuffled each epoch, and the line is read at unit steps from a random start. So each expectation
-    is met exactly, as in independent draws with replacement; but at equal weights every sample comes once, where
-    independent draws reach only 63 % of them. A sample that is expected at most once never repeats.
+    A sample that is expected to come 1.3 times comes once or twice. The expected numbers are laid end to end
+    along a line, in an order that is shuffled each epoch, and the line is read at unit steps from a random
+    start. So each expectation is met exactly, as in independent draws with replacement; but at equal weights
+    every sample comes once, where independent draws reach only 63 % of them. A sample that is expected at
+    most once never repeats.
 
     Args:
         weights: (N,) above zero, in any unit.

@@ -1,9 +1,9 @@
 """The packed planner: samples laid end to end in two streams, text tokens and image patches, each with its own room.
 
-For models that attend inside each sample of a pack (variable-length or block-diagonal attention): nothing is padded,
-both streams have one static length, their room, and a step can be compiled once. A step of less uses a half, a
-quarter, ... of the room (`metrics.padded_streams`). A pack's limit is a sum, not a padded shape: padded, it
-would cost far more than its budget. Under a microsecond a sample.
+For models that attend inside each sample of a pack (variable-length or block-diagonal attention): no sample
+is padded, both streams have one static length, their room, and a step can be compiled once. A smaller step
+uses a half, a quarter, ... of the room (`metrics.padded_streams`). A pack is limited by sums, not by a padded
+shape: as a padded batch, it would cost far more than its budget. Takes under a microsecond per sample.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ _POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
 class Packed(Scheduler):
     """Packs of samples that fill a text stream and an image stream to the brim; no sample is split.
 
-    When to use: the model packs sequences, or shapes are so many that padded batches of like samples stay small.
+    When to use: the model packs sequences, or shapes vary so much that padded batches of similar samples stay
+    small.
 
     Args:
-        budget: text tokens and image patches that a pack may hold together, shared by the streams in the ratio of the
-            data; None takes 32 average samples. Where images come in tiles of equal size, the rooms are of whole tiles.
-        cost: a cost model of packs (`mmlab.price_model` fits one), of which `budget` is then the most that a pack may cost.
+        budget: text tokens and image patches that a pack may hold together, shared by the streams in the
+            ratio of the data; None takes 32 average samples. Where images come in tiles of equal size, the
+            room for images is a number of whole tiles.
+        cost: a cost model of packs (`mmlab.price_model` fits one), in whose unit `budget` is then the most
+            that a pack may cost.
         patch: side of an image patch in pixels.
         allow_collisions: whether a pack may hold two samples of one image.
 
@@ -116,9 +119,9 @@ class Packed(Scheduler):
 
 
 def _rooms(tokens: float, share: float, tile: int = 1) -> tuple[int, int]:
-    """Rooms for so many tokens and patches, of which `share` are tokens."""
+    """Rooms of the two streams for `tokens` tokens and patches, of which `share` are tokens."""
     text_room, image_room = tokens * share + 1e-6, tokens * (1 - share) + 1e-6  # 9.9999... is 10
-    if image_room >= tile > 1:  # beside whole tiles no image fits, nor the text in proportion
+    if image_room >= tile > 1:  # beyond whole tiles no image fits; text is cut in proportion
         text_room *= 1 - image_room % tile / image_room
         image_room -= image_room % tile
     return int(text_room), int(image_room + 1e-6)

@@ -1,8 +1,8 @@
 """A plan: which samples form which batch, in which order, for one epoch.
 
 Built block by block as it is read, so the first batch of ten million samples is there before the rest is planned.
-`len`, `shapes` and `report` plan the whole epoch once (8 bytes a sample). A plan reads sizes only, never pixels, and
-knows nothing of torch.
+`len`, `shapes` and `report` plan the whole epoch once (8 bytes per sample). A plan reads sizes only, never
+pixels, and knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BatchPlan:
         source: where the batches come from.
         sizes: of all samples, N.
         start: where in the source the plan begins.
-        rank, world_size: the share of a rank that this is.
+        rank, world_size: the rank whose share this plan is, and the number of ranks.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BatchPlan:
         return [BatchShape(*shape) for shape in self.shape_columns.tolist()]
 
     def step_shapes(self, patch: int = PATCH) -> Ints:
-        """(num_batches, 4) what is computed: padded shapes, or of a packed plan one sample of all tokens and patches."""
+        """(num_batches, 4) shapes computed: padded or, if packed, one sample of all tokens and patches."""
         if self.limits.streams is None:
             return self.shape_columns
         text, image = map(self.columns.totals, lengths(self.sizes, patch, self.columns.order))
@@ -143,7 +143,7 @@ class BatchPlan:
         return BatchPlan(self.source, self.sizes, start=start, rank=self._rank, world_size=self._world_size)
 
     def state_dict(self, num_steps: int) -> dict[str, Any]:
-        """A few integers: where this plan stands after `num_steps` batches (of this rank); alike on every rank.
+        """The position after `num_steps` batches (of this rank): a few integers, the same on every rank.
 
         `scheduler.resume(sizes, state)` gives the rest of the epoch, also for another number of ranks.
         """
@@ -157,7 +157,8 @@ class BatchPlan:
         Args:
             budget: what costs are measured against, the plan's own budget when None.
             num_ranks: ranks that share consecutive batches; None takes those it was planned for, or 8.
-            following: the next epoch's plan, for `randomness`; a whole epoch's plan makes it when None.
+            following: the next epoch's plan, for `randomness`; None makes it, if this is the plan of a whole
+                epoch.
         """
         from mmlab.schedule.report import report_plan
 
@@ -227,7 +228,7 @@ class PlanIterator(Iterator[list[int]]):
         return plan.source.state(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of this plan, without walking there."""
+        """Continue from a state of this plan, without iterating up to it."""
         self._start_from(self._plan.source.locate(state))
 
     def _start_from(self, position: Position) -> None:

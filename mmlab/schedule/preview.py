@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _Summary = Callable[[list[float]], float]
-# figure -> what the preview says of its values in several epochs
+# figure -> how the preview summarises its values over several epochs
 _OVER_EPOCHS: dict[str, _Summary] = {
     "num_batches": max,
     "text_waste": fmean,
@@ -44,7 +44,7 @@ _OVER_EPOCHS: dict[str, _Summary] = {
     "num_duplicates": max,
 }
 _PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
-Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan that so many ranks share
+Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan shared by this many ranks
 _LEGEND = (
     "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
     "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
@@ -55,7 +55,7 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One row a scheduler. All ratios are fractions; `randomness` is None where only one epoch was planned."""
+    """One row per scheduler. Ratios are fractions; `randomness` is None where only one epoch was planned."""
 
     figures: dict[str, dict[str, float | None]]  # scheduler -> figure -> number
     budget: float  # padded tokens a batch
@@ -67,7 +67,7 @@ class Preview:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row a scheduler, one column a figure."""
+        """One row per scheduler, one column per figure."""
         import pandas as pd
 
         names = dict.fromkeys(name for figures in self.figures.values() for name in figures)
@@ -109,8 +109,9 @@ def preview(
         schedulers: names in `SCHEDULERS`.
         budget: padded tokens that a batch may cost; None takes 32 average samples.
         patch: side of an image patch in pixels.
-        ranks: ranks that step together, for `straggler`, and for which plans are made even.
-        epochs: how many to plan; figures are means over them, peaks are the highest.
+        ranks: number of ranks: plans are made even for them, and `straggler` is measured over them.
+        epochs: how many to plan; most figures are means over them, peaks and counts the highest, coverage the
+            lowest.
         prices: gives further figures of a plan: `epoch_s`, `peak_bytes`, `epoch_price`.
         changes: options of schedulers, such as `window=4096`; each scheduler takes those that it has.
 

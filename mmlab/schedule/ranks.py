@@ -1,6 +1,7 @@
-"""Sharing a plan between ranks: as many batches on each, and little waiting in each step.
+"""Sharing a plan between ranks: the same number of batches for each, and little waiting in each step.
 
-The batches of one step, one a rank, are neighbours in the plan. Nothing is communicated: every rank plans the same.
+The batches of one step, one per rank, are neighbours in the plan. Nothing is communicated: every rank makes
+the same plan.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block
 def balance(
     batches: Block, batch_work: Ints, sample_work: Ints, world_size: int, rng: np.random.Generator
 ) -> Block:
-    """Make batches of nearly equal work one step, and shuffle the steps.
+    """Group batches of nearly equal work into steps, and shuffle the steps.
 
-    Of a few random orders of the steps, the one with the least correlation between neighbours is taken, so that no run
-    of like samples biases the optimizer.
+    Of a few random orders of the steps, the one with the least correlation between neighbours is taken, so
+    that no run of similar samples biases the optimizer.
 
     Args:
         batches: b of them, a multiple of `world_size`.
-        batch_work: (b,) what each costs a rank.
+        batch_work: (b,) the work of each for its rank, padding included.
         sample_work: (b,) the work of all samples in each without padding.
     """
     steps = np.argsort(batch_work, kind="stable").reshape(-1, world_size)

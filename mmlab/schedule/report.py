@@ -18,7 +18,7 @@ from mmlab.types import PATCH
 if TYPE_CHECKING:
     from mmlab.schedule.plan import BatchPlan
 
-_FEW_SAMPLES = 16  # below this mean batch size padded batches fit badly
+_FEW_SAMPLES = 16  # below this mean batch size, a batch has too few similar samples to pad little
 _SHOWN_ROWS = 5
 _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio", "coverage")
 
@@ -145,7 +145,7 @@ def report_plan(
 
 
 def _padded(plan: BatchPlan, text: Ints, image: Ints, patch: int) -> tuple[Ints, Ints, Ints]:
-    """(b,) padded tokens, padded patches and work of each batch, from tokens and patches at each place."""
+    """(b,) padded tokens, padded patches and work of each batch, from tokens and patches of each sample."""
     if plan.limits.streams is not None:
         sums = plan.columns.totals(text), plan.columns.totals(image)
         padded = metrics.padded_streams(*sums, plan.limits.streams, plan.source.world_size)

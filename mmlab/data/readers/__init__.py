@@ -1,4 +1,4 @@
-"""Reading image-text pairs from what users have: `read_records(source)`, the format chosen by content.
+"""Reading image-text pairs from what users have: `read_records(source)` recognises the format by content.
 
 `docs/internals/data_formats.md` has the one table of formats. Each format's module only finds rows; all checks, the image sizes
 and the `Records` come from `rows`. Loads no torch, decodes no pixel.
@@ -47,10 +47,10 @@ def read_records(
             list of dicts, or image paths.
         texts: the texts of a list of image paths, one each.
         images: the folder of the images, where they are not beside the data file.
-        tokenizer: measures text lengths, itself or a name for `mmlab.data.text.load_tokenizer`, such as `"builtin"`;
-            without it they are estimated (`mmlab.data.text.estimate_num_tokens`).
+        tokenizer: measures text lengths: a tokenizer, or a name for `mmlab.data.text.load_tokenizer`, such as
+            `"builtin"`; without one they are estimated (`mmlab.data.text.estimate_num_tokens`).
         split: keep one split; rows of others are not checked.
-        limit: keep so many records, drawn by `seed` from every split, see `Records.sample`.
+        limit: keep this many records, drawn by `seed` from every split; see `Records.sample`.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
         allow_missing_modality: keep records that have a text only or an image only.
         progress: show a bar while image headers are read, if stderr is a terminal.

@@ -1,6 +1,7 @@
 """COCO captions: one JSON file of `images` and `annotations`, the images in a folder nearby.
 
-Five captions an image become five records with the image's group. Read whole: 1 s for the 118,000 images of train2017.
+The five captions of an image become five records of one group. The file is read whole: 1 s for the 118,000
+images of train2017.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from mmlab.errors import DataError
 _DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
 _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
-_MAX_BLANKS = 1 << 16  # bytes of a file that is looked through for anything else
+_MAX_BLANKS = 1 << 16  # bytes of the largest file that is searched for anything else
 _NUM_TRIED = 50  # images that are looked for in each folder
 _IMAGE_FOLDERS = [
     "".join(parts)
@@ -31,7 +31,7 @@ _IMAGE_FOLDERS = [
 
 
 Reader = Callable[[Path, bool], list[Row]]  # the flag is `allow_missing_modality`
-# why a file is not of a kind, empty if it is, and what reads it
+# for each format: why a file does not have it (empty if it does), and its reader
 FILE_FORMATS: dict[str, tuple[Callable[[Path, bool], str], Reader]] = {
     "COCO captions": (why_not_coco, read_coco),
     "Flickr token file": (why_not_flickr, read_flickr),
@@ -40,7 +40,7 @@ FILE_FORMATS: dict[str, tuple[Callable[[Path, bool], str], Reader]] = {
 
 
 def recognise(path: Path, allow_missing_modality: bool) -> tuple[Reader | None, str]:
-    """What reads a data file or, in words, why each format does not fit."""
+    """The reader of a data file or, in words, why each format does not fit."""
     reasons = []
     for name, (why_not, read) in FILE_FORMATS.items():
         reason = "it has no rows" if _is_empty(path) else why_not(path, allow_missing_modality)
@@ -70,8 +70,9 @@ def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool
 
 
 def find_images(path: Path, rows: Sequence[Row]) -> Path:
-    """The folder of a data file's images: of the usual ones, that with most of the first images and, where several have
-    them, with the same split in its name. Looked for in the file's folder and, for `annotations/`, beside it.
+    """The folder of a data file's images: of the usual folders, the one with most of the first images;
+    among equals, one with the same split in its name. Searched for in the file's folder and, if that is
+    `annotations/`, beside it.
     """
     relative = (row.image for row in rows if row.image and not os.path.isabs(row.image))
     names = list(dict.fromkeys(relative))[:_NUM_TRIED]
@@ -88,7 +89,7 @@ def find_images(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def split_in(name: str) -> str | None:
-    """The split that a file or folder name tells.
+    """The split that a file or folder name contains.
 
     >>> split_in("captions_val2017"), split_in("validate_me")
     ('val', None)
@@ -100,11 +101,12 @@ def split_in(name: str) -> str | None:
 def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | None]:
     """The data files of a folder, each with its split.
 
-    A Hugging Face imagefolder has a metadata file in the folder, or one in each split's sub-folder; any other folder
-    one data file at its top or in `annotations/`, or one for each split with the split in its name.
+    A Hugging Face imagefolder has a metadata file in the folder, or one in each split's sub-folder; any other
+    folder has one data file at its top or in `annotations/`, or one for each split, with the split in its
+    name.
 
     Raises:
-        DataError: none, or several of which none can be preferred.
+        DataError: no data file, or several without a way to choose.
     """
     found: dict[Path, str | None] = {}
     for place in [folder, *sorted(sub for sub in folder.iterdir() if sub.is_dir())]:

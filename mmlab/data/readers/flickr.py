@@ -1,4 +1,4 @@
-"""Flickr30k and Flickr8k token files: `name.jpg#0<TAB>caption`, a line a caption."""
+"""Flickr30k and Flickr8k token files: `name.jpg#0<TAB>caption`, one caption per line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def why_not_flickr(path: Path, allow_missing_modality: bool) -> str:
 
 
 def read_flickr(path: Path, allow_missing_modality: bool) -> list[Row]:
-    """One row a line; `name.jpg#0` is the record's id."""
+    """One row per line; `name.jpg#0` is the record's id."""
     rows = []
     for number, line in enumerate(decode_text(path).split("\n"), start=1):
         if match := _LINE.fullmatch(line.rstrip("\r")):

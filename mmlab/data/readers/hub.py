@@ -1,7 +1,8 @@
 """Hugging Face `datasets`: a `Dataset`, a `DatasetDict`, or a folder that one was saved to.
 
-The image feature is read with decoding off, so that sizes come from the encoded bytes' headers. Costs one pass over the
-image column the first time; nothing is remembered, since the rows have no files of their own. Does not read streams.
+The image feature is read with decoding off, so that sizes come from the encoded bytes' headers. Costs one
+pass over the image column each time: sizes are not saved, since the rows have no files of their own. Does not
+read streaming datasets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BATCH_SIZE = 1000  # rows
 
 
 class DatasetStore:
-    """Images inside datasets; the key is `SPLIT/ROW`, with `#PLACE` in a list of images. Keeps their column only."""
+    """Images inside datasets; the key is `SPLIT/ROW`, with `#PLACE` in a list. Keeps only image columns."""
 
     def __init__(self, columns: Mapping[str, tuple[Dataset, str]]) -> None:
         self._columns = dict(columns)  # split -> a dataset that does not decode, its image column
@@ -70,7 +71,7 @@ def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool)
     """The rows of a dataset, or of every split of a dictionary of them.
 
     Raises:
-        DataError: a stream, no image or no text column, a column of another kind.
+        DataError: a streaming dataset, no image or no text column, an image column of another kind.
     """
     from datasets import ClassLabel, Dataset
 
@@ -109,7 +110,7 @@ def read_dataset(source: Any, images: Path | None, allow_missing_modality: bool)
 
 
 def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> Dataset | None:
-    """The image column alone, not decoding; None where there is none, or where it holds the paths of files.
+    """The image column alone, not decoded; None if there is none, or if it holds file paths.
 
     Raises:
         DataError: a column of another kind.
@@ -133,7 +134,7 @@ def _images_inside(dataset: Dataset, columns: Mapping[str, str], what: str) -> D
 
 
 def as_stored(dataset: Dataset, name: str) -> Dataset:
-    """The dataset with a column of images, or of lists of them, not decoded; as it is where the column has none."""
+    """The dataset with decoding off for a column of images or lists of images; else unchanged."""
     from datasets import Image
 
     stated, encoded = dataset.features[name], Image(decode=False)
@@ -145,7 +146,7 @@ def as_stored(dataset: Dataset, name: str) -> Dataset:
 
 
 def _keys(inside: Dataset, split: str) -> Iterator[str | list[str | None] | None]:
-    """The store's key of each row, or its list of them; None without an image. The images stay where they are."""
+    """The store's key of each row, or its list of keys; None without an image. No image is copied."""
     import pyarrow as pa
 
     number = 0

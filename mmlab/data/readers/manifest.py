@@ -1,6 +1,6 @@
-"""Manifests: one row a pair, in CSV, TSV, JSON Lines, a JSON list or Parquet.
+"""Manifests: one row per pair, in CSV, TSV, JSON Lines, a JSON list or Parquet.
 
-Columns are found by name (`SYNONYMS`), whatever their order and case. Text files are read whole; row numbers are line
+Columns are found by name (`SYNONYMS`), in any order and case. Text files are read whole; row numbers are line
 numbers as an editor shows them, also after a quoted field that spans several lines.
 """
 
@@ -48,7 +48,7 @@ def require_columns(found: Iterable[object], what: str, allow_missing_modality: 
     """`match_columns`, with image and text required (one of them under `allow_missing_modality`).
 
     Raises:
-        DataError: naming the columns that were found and the names that would do.
+        DataError: a column is missing; names the columns that were found and the names that are accepted.
     """
     found_names = [str(column) for column in found]
     matched = match_columns(found_names)
@@ -74,7 +74,7 @@ def why_not_manifest(path: Path, allow_missing_modality: bool) -> str:
 
 
 def _columns(path: Path) -> list[str]:
-    """The columns that a file's beginning names; a text is read further where that ends within the first row."""
+    """The columns named at a file's beginning; of a text file, more is read if the first row is longer."""
     if is_parquet(path):
         with parquet_file(path) as table:
             return table.schema_arrow.names
@@ -106,7 +106,7 @@ def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
 def rows_of_entries(
     entries: Sequence[tuple[str, dict[str, Any] | str]], what: str, allow_missing_modality: bool
 ) -> list[Row]:
-    """The rows of entries, each with where it stands; a string in an entry's place says what is wrong with it."""
+    """The rows of entries, each given with its location; a string in its place says what is wrong."""
     names = dict.fromkeys(name for _, entry in entries if isinstance(entry, dict) for name in entry)
     columns = require_columns(names, what, allow_missing_modality) if names else {}
     return [row for where, entry in entries for row in rows_of_entry(where, entry, columns)]
@@ -120,7 +120,7 @@ def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
 
 
 def read_json(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """The entries of a JSON list or of JSON Lines, each with where it stands, or with what is wrong with it.
+    """The entries of a JSON list or of JSON Lines, each with its location; a string says what is wrong.
 
     Raises:
         DataError: a list that is not JSON.
@@ -134,7 +134,7 @@ def read_json(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str
 
 
 def _first_objects(text: str) -> list[dict[str, Any]]:
-    """The objects that the beginning of JSON lines or of a JSON list holds whole."""
+    """The complete objects in the beginning of JSON Lines or of a JSON list."""
     if text[0] == "{":
         return [entry for _, entry in _json_lines(text) if isinstance(entry, dict)]
     decoder, entries, position = json.JSONDecoder(), [], 1
@@ -148,7 +148,7 @@ def _first_objects(text: str) -> list[dict[str, Any]]:
 
 
 def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, str]) -> Iterator[Row]:
-    """One row for each image and caption of an entry; a string in its place says what is wrong with it."""
+    """One row for each image and caption of an entry; a string in its place says what is wrong."""
     if isinstance(entry, str):
         yield Row(where, None, None, problem=entry)
         return
@@ -174,7 +174,7 @@ def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, st
 
 
 def _each(value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of a list, at least one, each with what its place adds to the id; else the value."""
+    """The items of a list (None if empty), each with its suffix for the id; or one value, without."""
     if isinstance(value, list):
         yield from ((f"#{place}", item) for place, item in enumerate(value or [None]))
     else:
@@ -185,7 +185,7 @@ def decode_text(path: Path) -> str:
     """A text file's content, a byte order mark removed.
 
     Raises:
-        DataError: not UTF-8, with the line.
+        DataError: not UTF-8; names the line.
     """
     content = path.read_bytes()
     try:
@@ -200,7 +200,7 @@ def _header_line(text: str) -> str:
 
 
 def sniff_delimiter(header: str) -> str:
-    """The delimiter that cuts the header line into the most columns that have known names."""
+    """The delimiter that splits the header line into the most columns with known names."""
     return max(
         _DELIMITERS, key=lambda mark: len(match_columns(next(csv.reader([header], delimiter=mark), [])))
     )
@@ -249,7 +249,7 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
 
 
 def numbered(entries: Iterable[object]) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """The entries of a list, each with where it stands, or with what is wrong with it."""
+    """The entries of a list, each with its location; a string says what is wrong."""
     return ((f"item {number}", _as_entry(entry)) for number, entry in enumerate(entries))
 
 
@@ -265,7 +265,7 @@ def is_parquet(path: Path) -> bool:
 
 @contextmanager
 def parquet_file(path: Path) -> Iterator[Any]:
-    """The file, opened.
+    """Open a Parquet file.
 
     Raises:
         DataError: it is damaged.

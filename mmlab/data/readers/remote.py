@@ -1,11 +1,11 @@
-"""Tar shards at a URL: each is downloaded whole, once, into the user's cache folder, by any file system of fsspec's.
+"""Tar shards at a URL: each is downloaded once, whole, to the user's cache folder, by any fsspec file system.
 
-Costs the disk space of the data set, and its download before the first batch. Reading by ranges would save the space
-and cost a request for each header, as planning needs all sizes, and for each image of each epoch: at 20 ms a request,
-50 images a second and connection.
+Costs the disk space of the data set, and its download before the first batch. Range requests would save the
+space, but cost one request for each header, as planning needs all sizes, and one for each image in each
+epoch: at 20 ms per request, 50 images a second per connection.
 
 A file counts as downloaded when it has the size that the server states. It is downloaded again when the server states
-another size, time of change or ETag; where it cannot be reached, the file that is there will do, with a warning.
+another size, time of change or ETag; where it cannot be reached, the local file is used, with a warning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def download(urls: Sequence[str], *, progress: bool = True) -> list[Path]:
     """The local copies of files; local files are used where they are.
 
     Args:
-        urls: of files, or patterns with `*`. Several processes may ask for the same, one of them downloads it.
+        urls: of files, or patterns with `*`. Several processes may ask for the same file; one of them
+            downloads it.
         progress: show a bar if stderr is a terminal.
 
     Raises:
@@ -60,7 +61,7 @@ def download(urls: Sequence[str], *, progress: bool = True) -> list[Path]:
 
 
 def _found(url: str) -> list[tuple[str, Any, str]]:
-    """URL, file system and path there of the files that a URL means."""
+    """URL, file system and path of each file that a URL or pattern matches."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     try:
@@ -102,7 +103,7 @@ def _local_copy(url: str, system: Any, path: str) -> Path:
 
 
 def _fetch(url: str, system: Any, path: str, target: Path, num_bytes: int | None) -> None:
-    """Put the file in its place, whole or not at all."""
+    """Download the file to `target`, whole or not at all."""
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         system.get_file(path, str(draft))
@@ -119,7 +120,8 @@ def _fetch(url: str, system: Any, path: str, target: Path, num_bytes: int | None
 def _place(url: str) -> Path:
     """Where a URL's file is kept: folders as in the URL, without its password.
 
-    A query counts where the URL does not end in a file's name before it; else it is a signature, new each time.
+    A query counts only if the URL before it does not end in `.tar`; otherwise it is taken for a signature,
+    new each time.
     """
     before, _, query = url.partition("?")
     bare = re.sub(r"//[^/@:]*:[^/@]*@", "//", before)

@@ -1,8 +1,9 @@
-"""From rows as a format states them to checked `Records`.
+"""Turns the rows of any format into checked `Records`.
 
-Every format yields one `Table` of `Row`s; all checks stand here, once: paths, image headers, texts, labels, ids,
-groups. A row that fails becomes a `BadRow`; none vanishes. Costs one `lstat` an image, and its header the first time
-(`sidecar`). Does not decode: a file that is broken after its header is found when it is trained on.
+Every format yields one `Table` of `Row`s; all checks are here, once: paths, image headers, texts, labels,
+ids, groups. A row that fails becomes a `BadRow`; none vanishes. Costs one `lstat` per image, and reading its
+header the first time (`sidecar`). Does not decode: a file that is damaged after its header is found only in
+training.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from mmlab.errors import DataError, OptionError
 MAX_LISTED = 20  # bad rows that a message spells out; `error.bad_rows` has all
 
 
-# from an image as a row names it to the store's key and its stamp, or why it cannot be used
+# maps an image as a row names it to the store's key and its stamp, or to why it cannot be used
 Find = Callable[[str], tuple[str, Stamp | None] | str]
 
 
 def open_file(path: str) -> BinaryIO:
-    """The start of an image that is a file."""
+    """Open an image that is a file."""
     return open(path, "rb")
 
 
 @dataclass(slots=True)
 class Row:
-    """One image-text pair as the data set states it, unchecked; `None` is a value that is not there."""
+    """One image-text pair as the data set states it, unchecked; `None` is a missing value."""
 
     where: str  # how the user finds it: "line 17"
     image: str | None
@@ -47,15 +48,15 @@ class Row:
     split: str | None = None
     group: object = None
     problem: str = ""  # what the format's reader found wrong
-    sample: object = None  # what the rows of a sample with several images have in common
+    sample: object = None  # a value that the rows of a sample with several images share
 
 
 @dataclass(slots=True, kw_only=True)
 class Table:
     """All rows of a data set, and where its images are kept.
 
-    For image files `root` is the folder that they must not leave, None where the caller named each file himself. A
-    store of another kind has its own keys in `Row.image`, and gives `find` and `open_image` to measure them.
+    For image files, `root` is the folder that they must be inside, None if the caller named each file. Any
+    other store puts its own keys into `Row.image`, and sets `find` and `open_image` to measure them.
     """
 
     rows: list[Row]
@@ -120,7 +121,7 @@ def to_records(
 
 
 def _fill_ids(rows: list[Row]) -> None:
-    """Name the rows that have no id after their image and their place among that image's rows: `cats/1.jpg#0`."""
+    """Give rows without an id one made of their image and their number among its rows: `cats/1.jpg#0`."""
     seen: Counter[str] = Counter()
     for row in rows:
         if row.id is None:
@@ -130,7 +131,7 @@ def _fill_ids(rows: list[Row]) -> None:
 
 
 def _what_is_missing(row: Row, allow_missing_modality: bool) -> str:
-    """Why a row's image and text are too little; empty if they are not."""
+    """What is missing or wrong in a row's values; empty if nothing is."""
     if row.text is None and row.image is None:
         return "neither image nor text"
     if row.text is None and not allow_missing_modality:
@@ -148,7 +149,7 @@ def _what_is_missing(row: Row, allow_missing_modality: bool) -> str:
 
 
 def why_not_unicode(text: str, name: str = "text") -> str:
-    """Why a text cannot be stored: it has half of a pair of surrogates. Empty if it can."""
+    """Why a text cannot be stored: it has an unpaired surrogate. Empty if it can."""
     try:
         if not text.isascii():
             text.encode()
@@ -180,7 +181,7 @@ def _read_labels(
 ) -> tuple[list[int] | None, tuple[str, ...]]:
     """Labels as integers. A column without a single integer holds class names, numbered in alphabetical order.
 
-    All rows count for that, so that every split numbers its classes alike.
+    Rows of all splits are considered, so that a class has the same number in each.
     """
     stated = [row.label for row in all_rows if row.label is not None]
     if not stated:
@@ -224,7 +225,7 @@ def _check_repeats(rows: list[Row], images: dict[int, str], reasons: dict[int, s
 
 
 def _number_groups(owners: list[tuple[Row, str | None]]) -> np.ndarray:
-    """Groups as stated, else the rows of one image or of one sample, and all that these lead to; else one for each row."""
+    """Group numbers: by stated group, else by shared image or sample; other rows get their own."""
 
     def keys(row: Row, image: str | None) -> list[tuple[str, object]]:
         if row.group is not None:
@@ -249,7 +250,7 @@ def _listed(bad_rows: tuple[BadRow, ...]) -> list[str]:
 def report_bad_rows(
     bad_rows: tuple[BadRow, ...], num_rows: int, source: str, errors: str, reader: str
 ) -> None:
-    """Raise a DataError that lists bad rows, or warn of them under errors="report", for a function of this name."""
+    """Raise a DataError that lists bad rows, or warn of them under errors="report"; it names `reader`."""
     if not num_rows:
         raise DataError(f"{source}: no rows found")
     if not bad_rows:
@@ -313,7 +314,7 @@ class FileResolver:
         return path, (status.st_size, status.st_mtime_ns)
 
     def _way_out(self, name: str) -> str:
-        """The link on a path's way that leads out of the root, and what to do about it."""
+        """The symlink by which a path leaves the root, and what to do about it."""
         assert self.root is not None
         place = Path(self.root, name)
         for link in reversed([place, *place.parents]):

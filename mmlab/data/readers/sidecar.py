@@ -1,11 +1,11 @@
 """Measurements of images, such as their sizes, made in parallel and remembered in a sidecar file.
 
-An image is measured again when its size in bytes or its modification time changes. The sidecar lies beside the images
-if they are in one folder that can be written, else in the user's cache folder. One that cannot be understood is
-rebuilt, with a warning. What could not be measured is not remembered.
+An image is measured again when its size in bytes or its modification time changes. The sidecar is written
+beside the images if they are in one writable folder, else to the user's cache folder. A sidecar that cannot
+be parsed is rebuilt, with a warning. Failures are not saved.
 
-Sizes come from headers: about 0.1 ms of CPU an image the first time. No pixel is decoded, so a file that is cut off
-after its header still has a size.
+Sizes come from headers: about 0.1 ms of CPU per image the first time. No pixel is decoded, so a file that is
+cut off after its header still has a size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Size = tuple[int, int]  # height, width in pixels, as displayed
 OpenImage = Callable[[str], AbstractContextManager[BinaryIO]]  # a file object at the start of an image
 Stamp = tuple[int, int]  # bytes, mtime in ns: when either changes, the image is measured again
 Numbers = tuple[float, ...]
-_VERSION = 1  # a sidecar of another one is measured anew
+_VERSION = 1  # the images of a sidecar of another version are measured again
 _NUM_THREADS = 8  # waiting for the disk overlaps, and Pillow decodes without the interpreter's lock
 
 
@@ -71,8 +71,8 @@ def measure_once(
     """The numbers of each image, remembered or measured, or a string that says why it cannot be measured.
 
     Args:
-        name: of what is measured, of the sidecar `.mmlab-NAME.json` and of its one table.
-        types: of the numbers of one image.
+        name: names what is measured, the sidecar `.mmlab-NAME.json`, and the one table in it.
+        types: of each of an image's numbers.
         stamps: each image's key and stamp; an image without a stamp is not remembered.
         measure: measures one image; called from several threads.
         root: the folder that the sidecar belongs to.

@@ -1,7 +1,7 @@
 """WebDataset shards: tar files in which `key.jpg` with `key.txt`, `key.json` or `key.cls` makes one sample.
 
-Shards stay packed: `tarfile` finds where each member lies (about 20 us a member), and images are read at their offsets,
-in any order. Does not read compressed shards, which have no offsets to jump to.
+Shards stay packed: `tarfile` finds where each member lies (about 20 us per member), and images are read at
+their offsets, in any order. Does not read compressed shards, which have no offsets to jump to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmlab.errors import DataError
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
 _TEXT_SUFFIXES = ("txt", "text", "caption")
-# by first bytes
+# first bytes of a file -> the command that decompresses it
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"BZ": "bunzip2", b"\xfd7": "unxz", b"\x28\xb5": "unzstd"}
 
 
@@ -54,7 +54,7 @@ class TarStore:
 
     @staticmethod
     def part_of(image_path: str) -> tuple[str, int, int]:
-        """The shard that holds an image, where it begins there, and its bytes."""
+        """The shard that holds an image, its offset there, and its number of bytes."""
         before, _, place = image_path.rpartition("@")
         offset, num_bytes = place.split("+")
         return before.rpartition("::")[0], int(offset), int(num_bytes)  # a folder's name may have ::
@@ -109,7 +109,7 @@ def _next(archive: tarfile.TarFile) -> tarfile.TarInfo | None:
 
 
 def read_shards(shards: Sequence[Path]) -> Table:
-    """One row for each caption of each sample, shards in the order given; file or folder names tell the split.
+    """One row for each caption of each sample, in the order given; file or folder names give the split.
 
     Raises:
         DataError: a file that is not a tar archive.
@@ -173,7 +173,7 @@ def _image_of(parts: Mapping[str, Member]) -> Member | None:
 
 
 def _entry(file: BinaryIO, parts: Mapping[str, Member]) -> dict[str, Any] | str:
-    """What a sample's small files say, by column, or why one of them cannot be read."""
+    """The values of a sample's small files, by column, or why one of them cannot be read."""
 
     def content(suffix: str) -> str:
         file.seek(parts[suffix].offset)

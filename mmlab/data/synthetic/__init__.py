@@ -2,7 +2,8 @@
 
 Photo-like pictures of coloured solids (`scenes`, `painting`) with compositional captions (`captions`), image sizes and
 caption lengths drawn from COCO's. A 640 x 480 image takes about 15 ms of one core and 90 kB of disk, and follows from
-(seed, index) alone. It does not stand in for photographs where content matters: ten grounds, eight solids, ten colours.
+(seed, index) alone. It is no substitute for photographs where content matters: ten grounds, eight solids, ten
+colours.
 """
 
 from __future__ import annotations

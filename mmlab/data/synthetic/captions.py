@@ -1,4 +1,4 @@
-"""Words for a `Scene`: five captions that each name other parts of it, in other words and at other lengths.
+"""Words for a `Scene`: five captions that name different parts of it, in different words and lengths.
 
 Every caption names at least one group by count, colour and shape, and either the ground or a second group; size,
 pattern, relation, backdrop and light come in as the length allows. Lengths are drawn from COCO's captions.
@@ -13,7 +13,7 @@ from mmlab.data.text import estimate_num_tokens
 
 
 def write_captions(scene: Scene, num_captions: int = 5) -> list[str]:
-    """Captions of one scene; the first ones of a longer list are those of a shorter."""
+    """Captions of one scene; a longer list begins with the captions of a shorter one."""
     captions = []
     for number in range(num_captions):
         rng = random.Random(f"{scene.seed} caption {number}")
@@ -84,7 +84,7 @@ def _name(group: Group, size: str, pattern: str, shape: str) -> str:
 
 
 def _relation(scene: Scene, first: int, second: int, rng: random.Random) -> str:
-    """How one group stands to another, in words; behind the first of a scene in depth there is no order."""
+    """How one group stands to another; in depth, only relations to the front group are known."""
     known = scene.arrangement == "row" or 0 in (first, second)
     if not known or rng.random() < 0.3:
         return rng.choice(table("words")["together"])

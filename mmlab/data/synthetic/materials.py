@@ -47,7 +47,7 @@ def _tint(colour: tuple[float, float, float], *layers: Plane) -> Plane:
 
 
 def _grid(cell_w: int, cell_h: int, shift: bool) -> tuple[Plane, Plane]:
-    """Mask of the joints between cells, and one value a cell in [-1, 1]; both (TILE, TILE)."""
+    """Mask of the joints between cells, and one value per cell in [-1, 1]; both (TILE, TILE)."""
     y, x = np.mgrid[:TILE, :TILE]
     row = y // cell_h
     x = (x + (row % 2) * (cell_w // 2) * shift) % TILE

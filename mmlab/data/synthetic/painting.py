@@ -100,7 +100,7 @@ def _cast_shadow(picture: Picture, scene: Scene, place: Place) -> None:
 
 
 def _paint_object(picture: Picture, scene: Scene, group: Group, place: Place, rng: random.Random) -> None:
-    """One solid, lit from the light's side, over what is there."""
+    """Draw one solid over the picture, lit from the light's side."""
     radius = place.diameter / 2
     centre_y = place.foot - radius
     rows, cols = _span(centre_y, radius + 2, scene.height), _span(place.x, radius + 2, scene.width)

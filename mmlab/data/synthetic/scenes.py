@@ -1,11 +1,12 @@
-"""What a made picture shows: its size, surroundings, light, and one to three groups of coloured objects.
+"""What a generated picture shows: its size, surroundings, light, and one to three groups of coloured objects.
 
 A `Scene` is a pure function of (seed, index), made in 0.1 ms; it holds no pixels and no words. The space
 is large: 10 grounds x 4 backdrops x 3 lights, times over 3,000 looks (count, size, pattern, colour, shape) for each of
 up to three groups.
 
-`scenes.toml` has all that a scene consists of. Image sizes follow those of COCO val2017's 5,000 photographs: the 14
-commonest sizes by their share, then a tail of free proportions by its deciles.
+`scenes.toml` lists everything that a scene is made of. Image sizes follow those of COCO val2017's 5,000
+photographs: the 14 commonest sizes by their share, then a tail of other sizes, its aspect ratios drawn
+between deciles.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("scenes.toml
 
 
 def table(name: str) -> dict[str, Any]:
-    """A table of `scenes.toml`, by the names of what is in it."""
+    """A table of `scenes.toml`, by the names of its entries."""
     return _TABLES[name]
 
 
 def draw_one(rng: random.Random, entries: Mapping[str, Any]) -> str:
-    """The name of one of a table's entries, drawn by its `percent` or by the weight that it is itself."""
+    """Draw the name of a table's entry, weighted by its `percent` or by its own value if a number."""
     weights = [entry["percent"] if isinstance(entry, dict) else entry for entry in entries.values()]
     return rng.choices(list(entries), weights)[0]
 
@@ -64,7 +65,7 @@ class Scene:
     arrangement: str  # "row": from left to right; "depth": the first group stands in front of the others
     groups: tuple[Group, ...]
     places: tuple[tuple[Place, ...], ...]  # for each group, one for each object
-    seed: str  # of whatever else is random: texture, noise, wording
+    seed: str  # of everything else that is random: texture, noise, wording
 
 
 def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:

@@ -1,7 +1,7 @@
-"""The cache of decoded images, kept on disk between epochs and runs; what is random (augmentation) comes after it.
+"""The cache of decoded images, kept on disk between epochs and runs; random augmentation comes after it.
 
-Every image has a slot of a file, is checked when it is read, and is read right into its batch; see docs/internals/cache.md. No
-torch here.
+Every image has a slot in a file and is read straight into its batch, its checksum compared at the first and
+every 64th read; see docs/internals/cache.md. Loads no torch.
 """
 
 from mmlab.loading.cache.build import build_cache

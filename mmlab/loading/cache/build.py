@@ -1,7 +1,7 @@
 """Filling a cache before training: by threads, by all ranks of a `torchrun` job, or by Ray (`on_ray`).
 
-Every rank makes a stretch of its own of the distinct images, so that files which lie in order are read by few ranks. A
-process that is killed costs the images it had in hand; the next build makes what is missing.
+Each rank decodes its own contiguous range of the distinct images, so that each shard is read by few ranks. A
+process that is killed loses only the images it was decoding; the next build decodes what is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 16  # images that a thread takes at once: some 50 ms of work
 _SILENCE_S, _LOOK_EVERY_S = 600.0, 0.05
-_num_builds = count()  # every rank counts alike: all make the same calls
+_num_builds = count()  # the same on every rank: all make the same calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class BuildReport:
 
     num_images: int  # distinct ones of the data set
     num_made: int
-    num_left_out: int  # for want of room, or after the disk failed
+    num_left_out: int  # for lack of space, or after the disk failed
     bad_samples: tuple[str, ...]  # why each could not be made
     made_by_rank: tuple[int, ...]  # `num_made` by process
     cache_bytes: int
@@ -62,22 +62,23 @@ class BuildReport:
 def build_cache(
     dataset: MultimodalDataset, *, num_threads: int | None = None, progress: bool = True
 ) -> BuildReport:
-    """Make every image that the data set's cache has not; what it has is checked by the way.
+    """Decode every image that the data set's cache lacks, and check those that it has.
 
-    Interrupt it at any time: the next call goes on. It may run beside training. Under `torchrun` all ranks make this
-    call, and each makes its share.
+    It may be interrupted at any time: the next call continues. It may run during training. Under `torchrun`,
+    all ranks make this call, and each decodes its share.
 
     Args:
         dataset: a `MultimodalDataset` with a `cache`.
-        num_threads: decoders of this process; None takes one a core, shared with the other ranks of this machine.
-        progress: show a bar of this process's share if stderr is a terminal; only rank 0 has one.
+        num_threads: decoding threads of this process; None takes one per core, divided among the ranks of
+            this machine.
+        progress: show a bar of this process's share if stderr is a terminal; on rank 0 only.
 
     Returns:
         The same report in every process.
 
     Raises:
-        OptionError: the data set has no cache, or not one thread is asked for.
-        RunError: another rank says nothing any more.
+        OptionError: the data set has no cache, or `num_threads` is below 1.
+        RunError: another rank no longer responds.
     """
     cache, threads = check_build(dataset, num_threads)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -94,10 +95,10 @@ def build_cache(
 
 
 def check_build(dataset: MultimodalDataset, num_threads: int | None) -> tuple[SampleCache, int]:
-    """The cache to fill and the number of decoders.
+    """The cache to fill and the number of decoding threads.
 
     Raises:
-        OptionError: the data set has no cache, or not one thread is asked for.
+        OptionError: the data set has no cache, or `num_threads` is below 1.
     """
     if dataset.cache is None:
         raise OptionError(
@@ -117,7 +118,7 @@ def image_rows(cache: SampleCache) -> list[int]:
 def make_rows(
     dataset: MultimodalDataset, rows: Sequence[int], threads: int = 1, *, progress: bool
 ) -> dict[str, Any]:
-    """Make what the cache has not of these rows; the outcome can be JSON."""
+    """Decode the images of these rows that the cache lacks; the outcome can be written as JSON."""
     assert dataset.cache is not None
 
     def make(block: Sequence[int]) -> tuple[int, list[str]]:
@@ -171,18 +172,18 @@ def gather(
     *,
     silence_s: float = _SILENCE_S,
 ) -> list[Mapping[str, Any]]:
-    """What every rank did, by rank; waits for as long as the cache's file still changes.
+    """The outcome of every rank; waits for as long as the cache's file still changes.
 
-    `torchrun` ends the job where a rank fails. The silence is for other launchers.
+    `torchrun` ends the job if a rank fails; `silence_s` is for other launchers.
 
     Raises:
-        RunError: a rank has told nothing, and written nothing, for `silence_s`.
+        RunError: for `silence_s`, a rank has not reported and the file has not changed.
     """
     store.set(f"done {rank}", json.dumps(outcome))
     _wait_for(store, [f"done {other}" for other in range(world_size)], cache, silence_s)
     found = [json.loads(store.get(f"done {other}")) for other in range(world_size)]
     store.set(f"left {rank}", "")
-    if rank == 0:  # it goes last: where no torchrun keeps the store, it is in this process
+    if rank == 0:  # it leaves last: without torchrun, the store is in this process
         _wait_for(store, [f"left {other}" for other in range(world_size)], cache, silence_s)
     return found
 

@@ -1,8 +1,9 @@
 """What a cached image depends on: the image itself, and the settings of everything that prepares it.
 
-The settings and the list of images name the cache's file, so that an image is found only where it would be made again
-exactly. A changed image is recognised by its file's size and times of change (2 µs); where a store has no
-`part_of(image_path)`, which names the file that holds an image, it is read and hashed at every access instead.
+The settings and the list of images name the cache's file, so that an image is found only if decoding it again
+would give exactly the same pixels. A changed image is recognised by its file's size and times of change (2
+µs); where a store has no `part_of(image_path)`, which names the file that holds an image, it is read and
+hashed at every access instead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LIBRARIES = ("pillow", "simplejpeg", "torch", "torchvision")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CacheKey:
-    """Gives each distinct image a slot, and names all that prepares it. Picklable, thread-safe."""
+    """Gives each distinct image a slot, and lists what its pixels depend on. Picklable, thread-safe."""
 
     records: Records
     settings: dict[str, str]  # of what makes the pixels

@@ -1,8 +1,8 @@
-"""Filling a cache by Ray Data: blocks of images go to actors, on this machine or on a Ray cluster.
+"""Filling a cache with Ray Data: blocks of images go to actors, on this machine or on a Ray cluster.
 
-For clusters that Ray already runs, and for machines that are no GPU nodes: decoding needs none. The folder must be one
-that all machines share. What is made is bitwise what `build_cache` makes: actors call the same code and write
-the same file. Needs the extra `ray`; see docs/decisions/0005-ray-builds-through-ray-data.md.
+For existing Ray clusters, and for machines without a GPU, which decoding does not need. All machines must
+share the folder. The result is bitwise that of `build_cache`: actors call the same code and write the same
+file. Needs the extra `ray`; see docs/decisions/0005-ray-builds-through-ray-data.md.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 def build_cache_on_ray(
     dataset: MultimodalDataset, *, num_actors: int | None = None, progress: bool = True
 ) -> BuildReport:
-    """Make every image that the data set's cache has not, by Ray; call it in one process.
+    """Decode every image that the data set's cache lacks, with Ray; call it in one process.
 
-    A cluster that is connected, or that RAY_ADDRESS names, is used; else one is started on this machine for the while.
+    A cluster that is connected, or that RAY_ADDRESS names, is used; else one is started on this machine and
+    stopped afterwards.
 
     Args:
         dataset: a `MultimodalDataset` with a `cache`; it is sent to every actor.
-        num_actors: decoders, of one CPU each; None takes as many as the cluster has CPUs.
+        num_actors: actors that decode, with one CPU each; None takes as many as the cluster has CPUs.
         progress: show a bar if stderr is a terminal.
 
     Returns:
         As `build_cache`; `made_by_rank` is by actor.
 
     Raises:
-        OptionError: Ray is not installed, the data set has no cache, not one actor is asked for, or `torchrun` has
-            started this process.
+        OptionError: Ray is not installed, the data set has no cache, `num_actors` is below 1, or `torchrun`
+            has started this process.
         RunError: Ray did not start.
     """
     cache, _ = check_build(dataset, num_actors)
@@ -62,7 +63,7 @@ def build_cache_on_ray(
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         decoders = num_actors or int(ray.cluster_resources()["CPU"])
-        # held in memory: blocks that had to be read would wait for the CPUs that the actors have
+        # held in memory: tasks that read blocks would wait for the CPUs that the actors occupy
         items = [{"rows": json.dumps(block)} for block in blocks]
         found = ray.data.from_items(items, override_num_blocks=max(1, len(blocks))).map_batches(
             _Maker,
@@ -83,7 +84,7 @@ def build_cache_on_ray(
 
 
 class _Maker:
-    """One actor: makes blocks with a data set of its own."""
+    """One actor: decodes blocks with its own copy of the data set."""
 
     def __init__(self, dataset: Any) -> None:
         import ray
@@ -111,7 +112,7 @@ def _cluster(num_actors: int | None) -> Iterator[None]:
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers of this machine
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports usage to its developers
         try:
             ray.init(
                 address="local",

@@ -4,11 +4,12 @@
     table    S entries of 32 bytes: what the image was decoded from, a checksum of that and the pixels, a done flag
     slots    the pixels, (3, h, w) uint8 each
 
-Front and places follow from the key alone: whoever opens the file writes the front where it is not there, so that
-processes need no lock. A writer clears the entry of what was there, writes the pixels, and then the entry: a process
-that is killed at any moment leaves a slot without an entry, which nobody reads. Two writers of one slot write the same bytes, or the
-checksum shows that they did not. The file is sparse: it has its full length at once and takes room on the disk as
-slots are written. Nothing is synced to the disk: a power cut may cost images, which the checksum reveals.
+Front and offsets follow from the key alone: any process that opens the file writes the front if it is
+missing, so that processes need no lock. A writer clears the old entry, writes the pixels, and then the new
+entry: a process that is killed at any moment leaves a slot without an entry, which nobody reads. Two writers
+of one slot write the same bytes, or the checksum shows that they did not. The file is sparse: it has its full
+length at once and takes disk space as slots are written. Nothing is synced to the disk: a power cut may cost
+images, which the checksum reveals.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class Layout:
 
     @staticmethod
     def of(path: Path) -> Layout:
-        """The layout that a file's front tells.
+        """The layout that a file's front states.
 
         Raises:
-            Damaged: it is not what was written.
+            Damaged: the front is not what was written.
         """
         with path.open("rb") as file:
             head = file.read(_HEAD.size).ljust(_HEAD.size, b"\0")
@@ -77,7 +78,8 @@ class SlotFile:
     """An open slot file. Thread-safe; processes share it without a lock.
 
     Args:
-        room_bytes: the first slots that lie within are kept; None keeps all. What lies behind is given up.
+        room_bytes: slots that end within so many bytes of the file are kept, later ones are given up; None
+            keeps all.
 
     Raises:
         OSError: it cannot be opened, or made.
@@ -87,11 +89,11 @@ class SlotFile:
         self, path: Path, layout: Layout, *, writable: bool = True, room_bytes: int | None = None
     ) -> None:
         self.path, self.layout, self.num_kept = path, layout, len(layout.shapes)
-        # of each slot, since its checksum was compared
+        # of each slot, since its checksum was last compared
         self._num_reads = np.zeros(len(layout.shapes), np.uint8)
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         self._number = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        weakref.finalize(self, os.close, self._number)  # once nobody reads any more
+        weakref.finalize(self, os.close, self._number)  # once nothing uses this object any more
         if writable:
             self._prepare(room_bytes)
 
@@ -111,13 +113,14 @@ class SlotFile:
     def read(
         self, slot: int, source: bytes | None = None, out: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8] | None:
-        """The pixels of a slot; None where there are none of this source, or they are being written.
+        """The pixels of a slot; None if it holds none of this source, or they are being written.
 
         Their checksum is compared at the first read of a slot and at every 64th.
 
         Args:
             source: what they must have been decoded from; None takes whatever is there.
-            out: contiguous memory for the pixels, taken where it has their shape; it may then hold anything.
+            out: contiguous memory for the pixels, used if it has their shape; if nothing is returned, its
+                content is undefined.
 
         Raises:
             Damaged: they are not what was written.
@@ -142,7 +145,7 @@ class SlotFile:
         raise Damaged(f"{self.path}: the checksum of slot {slot} does not fit")
 
     def announce(self, slot: int) -> bool:
-        """Tell the system that a slot will be read; False where it is empty."""
+        """Tell the operating system that a slot will be read; False if it is empty."""
         start, end = self.layout.starts[slot : slot + 2].tolist()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._number, start, end - start, os.POSIX_FADV_WILLNEED)

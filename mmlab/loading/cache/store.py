@@ -28,7 +28,7 @@ class CacheStats:
     num_hits: int = 0
     num_misses: int = 0
     num_damaged: int = 0  # images whose checksum did not fit: each was a miss, and was made again
-    num_left_out: int = 0  # images that were not written, for want of room or after the disk failed
+    num_left_out: int = 0  # images that were not written, for lack of space or after the disk failed
     cache_bytes: int = 0  # of all files, on the disk
 
 
@@ -36,12 +36,13 @@ class SampleCache:
     """Decoded images of a data set, on disk. Thread-safe, fork-safe; picklable: a copy opens the folder.
 
     Args:
-        folder: made where it does not exist. One folder serves one configuration of images; every list of images has
-            a file of its own there.
+        folder: created if it does not exist. One folder serves one configuration of images; every list of
+            images has its own file there.
         key: from `cache_key(dataset)`. Files that were made with other settings are removed, with a warning that says
             what has changed.
-        limit_bytes: size of the folder. Files of other images make room first, least recently used first; of images
-            that still do not fit, the first by path are kept, the same in every epoch.
+        limit_bytes: limit on the folder's size. Files of other lists of images are removed first, the least
+            recently used first; if these images still do not fit, the first by path are kept, the same in
+            every epoch.
 
     Raises:
         OptionError: a folder that holds other things, or a limit below one byte.
@@ -71,8 +72,8 @@ class SampleCache:
         """The pixels (3, h, w) that `put` was given for this row's image; None where it is unknown or has changed.
 
         Args:
-            out: contiguous memory, such as a row of a batch, into which pixels of its shape are read. Without a hit it
-                may hold anything.
+            out: contiguous memory, such as a row of a batch, into which pixels of its shape are read. Without
+                a hit, its content is undefined.
         """
         file, slot = self._open(), int(self.key.slots[row])
         if slot < 0:
@@ -86,19 +87,20 @@ class SampleCache:
                 message = f"damaged cache: {error}; it is made again (mmlab cache verify lists all damage)"
                 warnings.warn(message, stacklevel=2)
         except OSError:
-            pass  # no image, or no disk: whoever makes the sample says so better
+            pass  # no image, or no disk: decoding the sample raises a better error
         if pixels is None and source is not None:
-            self._missed[row] = source  # as before the image is decoded: it may change meanwhile
+            self._missed[row] = source  # read before decoding: the file may change meanwhile
         self._count("num_misses" if pixels is None else "num_hits")
         return pixels
 
     def announce(self, row: int) -> bool:
-        """Tell the system that a row's pixels will be read; False where there are none."""
+        """Tell the operating system that a row's pixels will be read; False if there are none."""
         file, slot = self._open(), int(self.key.slots[row])
         return file is not None and 0 <= slot < file.num_kept and file.announce(slot)
 
     def put(self, row: int, pixels: NDArray[np.uint8]) -> None:
-        """Keep a row's pixels (3, h, w); call it after `get` found nothing. What is there already stays.
+        """Keep a row's pixels (3, h, w); call it after `get` found nothing. Valid pixels that are already
+        there stay.
 
         A disk that is full or fails ends all writing of this process, with one warning.
         """
@@ -110,7 +112,7 @@ class SampleCache:
             return
         try:
             with suppress(Damaged):
-                if file.read(slot, source) is not None:  # of another caption of the image, or another process
+                if file.read(slot, source) is not None:  # by another caption of the image, or another process
                     return
             file.write(slot, source, pixels)
         except OSError as error:
@@ -124,7 +126,7 @@ class SampleCache:
         return CacheStats(**counts, cache_bytes=sum(disk_bytes(stat) for _, stat in slot_files(self.folder)))
 
     def close(self) -> None:
-        """Let go of the file. It is opened again when it is needed."""
+        """Release the file. It is opened again when needed."""
         self._opened = None
 
     @property
@@ -155,7 +157,7 @@ class SampleCache:
         self._failed = True
 
     def _adopt(self) -> None:
-        """Make the folder this key's: say what has changed since it was made, and remove what no longer holds."""
+        """Take over the folder for this key: remove files made with other settings, and warn what changed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         strange = [path.name for path in self.folder.iterdir() if not is_slot_file(path)]
         if strange:
@@ -192,7 +194,7 @@ class SampleCache:
         return file
 
     def _make_room(self, num_bytes: int) -> int | None:
-        """Remove files of other images until so much fits under the limit; gives what there is room for."""
+        """Remove files of other images until `num_bytes` fit under the limit; returns the bytes available."""
         if self.limit_bytes is None:
             return None
         others = [(path, stat.st_size) for path, stat in slot_files(self.folder) if path != self.path]
