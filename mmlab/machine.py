@@ -10,6 +10,7 @@ import platform
 import re
 import signal
 import stat
+import sys
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from mmlab.errors import OptionError, check_numbers, first_line
 
 if TYPE_CHECKING:
     import torch
+    from tqdm import tqdm
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMORY_LIMITS = (  # of a container: control groups of version 2 and 1
@@ -316,6 +318,38 @@ def resolve_device(name: str) -> str:
         reason = first_line(error)
         raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
     return name
+
+
+def progress_bar(
+    items: Iterable[Any] | None = None,
+    name: str | None = None,
+    total: int | None = None,
+    *,
+    show: bool = True,
+    **options: Any,
+) -> tqdm[Any]:
+    """A bar of tqdm on a terminal or in a notebook; elsewhere, as in the log of a batch job, a line every 30 s.
+
+    Args:
+        show: whether to print anything.
+    """
+    from tqdm import asyncio, auto
+
+    if auto.tqdm is asyncio.tqdm_asyncio and not sys.stderr.isatty():  # auto has another class for notebooks
+        rarely = {"delay": 30, "mininterval": 30, "maxinterval": 30}
+        options |= {"file": _Lines(), **rarely}
+    return auto.tqdm(items, name, total, disable=not show, **options)
+
+
+class _Lines:
+    """Standard error for a bar that stays: each state on a line of its own, rather than over the one before."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def lock(file: int, *, wait: bool) -> None:

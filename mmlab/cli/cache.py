@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from mmlab.cli.printed import Printed
 from mmlab.errors import DataError
+from mmlab.machine import progress_bar
 
 CacheFolder = Annotated[str | Path, "the cache's folder"]
 
@@ -47,7 +48,6 @@ def cache_info(folder: CacheFolder) -> Printed:
 
 def verify_cache(folder: CacheFolder) -> Printed:
     """Read all of a cache and list what is damaged; change nothing."""
-    from tqdm.auto import tqdm
 
     from mmlab.loading.cache.slots import Damaged, Layout, SlotFile
 
@@ -59,7 +59,7 @@ def verify_cache(folder: CacheFolder) -> Printed:
         except Damaged as error:
             damage.append(str(error))
             continue
-        for slot in tqdm(file.filled().tolist(), "Verifying", disable=None):
+        for slot in progress_bar(file.filled().tolist(), "Verifying"):
             try:
                 pixels = file.read(slot)
                 num_bytes += 0 if pixels is None else pixels.nbytes

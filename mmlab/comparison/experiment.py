@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
@@ -36,7 +35,7 @@ from mmlab.data.conversations import Conversations
 from mmlab.data.records import Records
 from mmlab.errors import OptionError
 from mmlab.loading.loader import default_num_workers
-from mmlab.machine import resolve_device, signals_held, versions
+from mmlab.machine import progress_bar, resolve_device, signals_held, versions
 from mmlab.model.presets import PRESETS
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, fresh_folder, held
@@ -155,7 +154,6 @@ def _warm_page_cache(dataset: Any, progress: bool) -> None:
     records, paths = dataset.records, dataset.records.image_paths
     one_per_image = np.unique(records.group, return_index=True)[1]
     rows = [int(row) for row in one_per_image if paths[row] is not None]
-    hidden = None if progress else True
     with ThreadPoolExecutor(8) as pool:
-        for _ in tqdm(pool.map(dataset.read, rows), "reading files", len(rows), disable=hidden):
+        for _ in progress_bar(pool.map(dataset.read, rows), "reading files", len(rows), show=progress):
             pass

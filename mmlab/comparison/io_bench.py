@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
@@ -30,7 +29,7 @@ from mmlab.errors import DataError, OptionError
 from mmlab.loading.backends import Copier
 from mmlab.loading.speeds import MIB, ReadRates, read_rates, work_rate
 from mmlab.loading.stages import as_html, as_text
-from mmlab.machine import num_usable_cores, resolve_device
+from mmlab.machine import num_usable_cores, progress_bar, resolve_device
 from mmlab.model.presets import build_model
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
@@ -174,7 +173,7 @@ def bench_io(
     rows = np.flatnonzero(records.height)
     if (num_images := len(np.unique(records.group[rows]))) < 2:
         raise DataError(f"{data}: found {num_images} images in {len(records)} records, at least 2 are needed")
-    with tqdm(total=6, desc="preparing", disable=None if progress else True) as bar:
+    with progress_bar(total=6, name="preparing", show=progress) as bar:
 
         def show(stage: str) -> None:
             bar.set_description(stage)

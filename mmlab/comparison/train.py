@@ -16,11 +16,10 @@ from contextlib import ExitStack, closing, contextmanager
 from difflib import ndiff
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
-from tqdm.auto import tqdm
 
 from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
 from mmlab.comparison.options import names_of
@@ -36,7 +35,7 @@ from mmlab.comparison.preparation import (
 from mmlab.comparison.run import Run
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
-from mmlab.machine import replace_file, resolve_device
+from mmlab.machine import progress_bar, replace_file, resolve_device
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
@@ -50,6 +49,9 @@ from mmlab.training.checkpoint.keeping import Checkpoints, restore
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.names import parse_objectives
 from mmlab.training.strategy import CollectiveFailed
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
@@ -115,8 +117,8 @@ def train(
         run = stack.enter_context(Run(folder, rank=rank))
         if world_size > 1:
             stack.enter_context(RankWatch(run.write, timeout_s=config.parallel.timeout_s))
-        hidden = None if progress and rank == 0 else True
-        bar = stack.enter_context(tqdm(total=config.trainer.num_epochs, bar_format=_BAR, disable=hidden))
+        num_epochs, shown = config.trainer.num_epochs, progress and rank == 0
+        bar = stack.enter_context(progress_bar(total=num_epochs, bar_format=_BAR, show=shown))
         training = _Training(config, folder, run, bar, device, world_size=world_size)
         return training.train(training.checkpoint_of(resume, restarted=restarted))
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
 
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import augmentation, costs_of, held_out_loader, model_of, sampled, suit
@@ -31,6 +30,7 @@ from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import Sized
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
+from mmlab.machine import progress_bar
 from mmlab.pricing.step_prices import peak_of
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
@@ -276,8 +276,8 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
     num_epochs = setup.options.epochs
     held_out = held_out_loader(setup.held_out_set)
     try:
-        hidden = None if progress else True
-        with ExitStack() as stack, tqdm(total=num_epochs * len(runs), unit="epoch", disable=hidden) as bar:
+        total = num_epochs * len(runs)
+        with ExitStack() as stack, progress_bar(total=total, unit="epoch", show=progress) as bar:
             for run in runs:
                 stack.enter_context(run.begin())
             for epoch in range(num_epochs):

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
 
 from mmlab.data.conversations import Conversations, Message
 from mmlab.data.readers.sidecar import Size
 from mmlab.errors import OptionError
+from mmlab.machine import progress_bar
 from mmlab.types import PATCH, SampleSizes
 
 _NUM_CHECKED = 8  # samples that are measured to check the processor's rule
@@ -218,7 +218,7 @@ def _sizes(conversations: Conversations, processor: Any, progress: bool) -> Conv
         "calling it, on blank images of their sizes",
         stacklevel=3,
     )
-    bar = tqdm(range(len(sizes)), desc="measuring samples", disable=None if progress else True)
+    bar = progress_bar(range(len(sizes)), "measuring samples", show=progress)
     measured = np.array([_measured(conversations, processor, row) for row in bar], dtype=np.int32)
     return ConversationSizes(*np.ascontiguousarray(measured.reshape(-1, 3).T))
 
@@ -252,8 +252,8 @@ def _count_tokens(processor: Any, messages: Sequence[list[Message]], progress: b
     # an encoder-decoder's processor may rewrite a question, as Florence-2's does its tasks
     plain = reads_apart(processor) and processor.chat_template is None
     tokenize = processor if plain else processor.tokenizer
-    hidden = None if progress else True
-    for start in tqdm(range(0, len(messages), _BATCH_SIZE), desc="counting tokens", disable=hidden):
+    starts = range(0, len(messages), _BATCH_SIZE)
+    for start in progress_bar(starts, "counting tokens", show=progress):
         part = messages[start : start + _BATCH_SIZE]
         inputs = processor_inputs(processor, part)
         encoded = tokenize(text_pair=inputs.pop("suffix", None), verbose=False, **inputs)

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
-from tqdm.auto import tqdm
 
 from mmlab.errors import OptionError, check_name, check_numbers
-from mmlab.machine import cpu_name, num_usable_cores, resolve_device
+from mmlab.machine import cpu_name, num_usable_cores, progress_bar, resolve_device
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import PRESETS, build_model
 from mmlab.parallel.bench_report import ParallelBench
@@ -211,8 +210,8 @@ def _measure(options: BenchOptions, arms: Mapping[str, BuildArm], progress: bool
         torch.cuda.set_device(device)
     torch.set_num_threads(options.num_threads("ddp"))
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    hidden = None if progress and rank == 0 else True
-    with tqdm(total=1 + options.rounds * len(names), desc="probing", disable=hidden) as bar:
+    total = 1 + options.rounds * len(names)
+    with progress_bar(total=total, name="probing", show=progress and rank == 0) as bar:
         batches = [make_batch(options, 0, shares).to(device) for shares in (2 * options.ranks, options.ranks)]
         costs = probe_costs(_make_trainer(options, rank, Strategy()), batches)
         network = probe_network(device)

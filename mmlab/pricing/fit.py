@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
-from tqdm.auto import tqdm
 
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import OptionError, check_numbers
+from mmlab.machine import progress_bar
 from mmlab.pricing.closed_form import fit_rows, held_out_errors, step_terms
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
@@ -73,7 +73,7 @@ def fit_memory(
         tracer, patch, side = StepTracer(model, batches=batches, **setting), PATCH, None
         candidates, unseen, largest = batches.candidates(), batches.spread(num_held_out), batches.largest
     probes = _probes(candidates, patch)
-    bar = tqdm([*probes, *unseen], desc="pricing", unit="step", disable=None if progress else True)
+    bar = progress_bar([*probes, *unseen], "pricing", unit="step", show=progress)
     traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
     live = _aligned(traces[: len(probes)])
     rows = fit_rows(probes, live, step_peak_bytes=tracer.step_peak_bytes, patch=patch, largest=largest)

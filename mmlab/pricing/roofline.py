@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from tqdm.auto import tqdm
 
 from mmlab.data.conversation_dataset import ConversationDataset
+from mmlab.machine import progress_bar
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.devices import Device, find_device
 from mmlab.pricing.fingerprint import fingerprint
@@ -71,8 +71,7 @@ def predict_time(
         batches, patch = ProbeBatches(dataset), PATCH
         shapes = batches.spread(number)
     tracer = StepTracer(model, batches=batches, device=device.kind, **setting)
-    hidden = None if progress else True
-    bar = tqdm(shapes.tolist(), desc=f"predicting {device.name}", unit="step", disable=hidden)
+    bar = progress_bar(shapes.tolist(), f"predicting {device.name}", unit="step", show=progress)
     seconds = np.array([device.seconds(tracer(BatchShape(*shape)), precision) for shape in bar])
     rows = fit_polynomial(shapes[:_NUM_PROBES], seconds[:_NUM_PROBES], patch=patch)
     return TimeModel(

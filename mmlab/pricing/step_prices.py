@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from mmlab.data.conversation_batches import ConversationCollator
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversation_packs import Packer
 from mmlab.data.conversations import read_conversations
 from mmlab.errors import OptionError
-from mmlab.machine import cpu_name
+from mmlab.machine import cpu_name, progress_bar
 from mmlab.model.conversation_model import ConversationModel, named_processor
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
@@ -97,10 +96,10 @@ def price_steps(
     batch_of = prepare or (lambda rows: rows)
     costliest = batches[int(batch_costs(PaddedTokens(), shapes).argmax())]
     train_step(batch_of(costliest))  # makes the optimizer's state
-    total, hidden = (1 + repeats) * len(batches), None if progress else True
+    total = (1 + repeats) * len(batches)
     peaks, times = np.empty(len(batches)), np.empty((len(batches), repeats))
     rng = np.random.default_rng(0)
-    with tqdm(total=total, desc="pricing", unit="step", disable=hidden) as bar:
+    with progress_bar(total=total, name="pricing", unit="step", show=progress) as bar:
         for place, rows in enumerate(batches):
             peaks[place] = peak_of(lambda rows: train_step(batch_of(rows)), rows, holds)
             bar.update()

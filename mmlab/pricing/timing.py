@@ -25,11 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.quasirandom import SobolEngine
-from tqdm.auto import tqdm
 
 from mmlab.errors import OptionError
 from mmlab.loading.loader import PlannedLoader, default_num_workers
-from mmlab.machine import cpu_name, num_usable_cores
+from mmlab.machine import cpu_name, num_usable_cores, progress_bar
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import patch_of
@@ -220,8 +219,8 @@ def measure_steps(
         trainer.train_step([largest.part(slice(1, None)).to(trainer.device)])
     rng, started = np.random.default_rng(0), time.perf_counter()
     rounds: list[NDArray[np.float64]] = []
-    total, hidden = (1 + repeats) * len(shapes), None if progress else True
-    with tqdm(total=total, desc="timing", unit="step", disable=hidden) as bar:
+    total = (1 + repeats) * len(shapes)
+    with progress_bar(total=total, name="timing", unit="step", show=progress) as bar:
         while len(rounds) < max(_MIN_ROUNDS, 1 + repeats):
             used_s = time.perf_counter() - started
             if len(rounds) >= _MIN_ROUNDS and used_s * (1 + 1 / len(rounds)) > seconds:

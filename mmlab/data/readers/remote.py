@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tqdm.auto import tqdm
-
 from mmlab.errors import DataError
-from mmlab.machine import lock
+from mmlab.machine import lock, progress_bar
 
 _URL = re.compile(r"[a-z][\w+.-]*(::[a-z][\w+.-]*)*://", re.IGNORECASE)
 _NUM_AT_ONCE = 4  # downloads
@@ -57,7 +55,7 @@ def download(urls: Sequence[str], *, progress: bool = True) -> list[Path]:
     found = [place for url in urls for place in _found(url)]
     with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
         copies = pool.map(lambda place: _local_copy(*place), found)
-        return list(tqdm(copies, "shards", len(found), disable=None if progress else True))
+        return list(progress_bar(copies, "shards", len(found), show=progress))
 
 
 def _found(url: str) -> list[tuple[str, Any, str]]:

@@ -20,10 +20,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from tqdm.auto import tqdm
-
 from mmlab.data.decode import displayed_size
-from mmlab.machine import replace_file
+from mmlab.machine import progress_bar, replace_file
 
 Size = tuple[int, int]  # height, width in pixels, as displayed
 OpenImage = Callable[[str], AbstractContextManager[BinaryIO]]  # a file object at the start of an image
@@ -93,7 +91,7 @@ def measure_once(
         return outcomes
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         measured = pool.map(measure, new)
-        bar = tqdm(measured, f"image {name}", len(new), disable=None if progress else True)
+        bar = progress_bar(measured, f"image {name}", len(new), show=progress)
         for key, outcome in zip(new, bar, strict=True):
             outcomes[key] = outcome
             if (stamp := stamps[key]) is not None and not isinstance(outcome, str):

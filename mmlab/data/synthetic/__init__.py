@@ -19,13 +19,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from PIL import Image
-from tqdm.auto import tqdm
 
 from mmlab.data.synthetic.captions import write_captions
 from mmlab.data.synthetic.painting import paint
 from mmlab.data.synthetic.scenes import make_scene
 from mmlab.errors import OptionError, check_numbers
-from mmlab.machine import num_usable_cores
+from mmlab.machine import num_usable_cores, progress_bar
 
 __all__ = ["make_dataset"]
 
@@ -71,7 +70,7 @@ def make_dataset(
         (folder / "images").mkdir()
         make = partial(_make_image, folder, seed, max_side, captions_per_image)
         with closing(_run(make, num_images, num_workers)) as results:
-            made = tqdm(results, "making images", num_images, disable=None if progress else True)
+            made = progress_bar(results, "making images", num_images, show=progress)
             for index, (width, height, captions) in enumerate(made):
                 held_out = round((index + 1) * val_fraction) > round(index * val_fraction)
                 image = {"id": index, "file_name": _file_name(index), "width": width, "height": height}

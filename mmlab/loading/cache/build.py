@@ -16,10 +16,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from mmlab.errors import DataError, OptionError, RunError, check_numbers
-from mmlab.machine import num_usable_cores
+from mmlab.machine import num_usable_cores, progress_bar
 
 if TYPE_CHECKING:
     from mmlab.data.dataset import MultimodalDataset
@@ -137,7 +136,7 @@ def make_rows(
     blocks = [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
     pool = ThreadPoolExecutor(threads)
     try:
-        with tqdm(total=len(rows), desc="Caching", disable=None if progress else True) as bar:
+        with progress_bar(total=len(rows), name="Caching", show=progress) as bar:
             done = []
             for block, outcome in zip(blocks, pool.map(make, blocks), strict=True):
                 done.append(outcome)

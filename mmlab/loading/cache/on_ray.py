@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
 from mmlab.errors import OptionError, RunError
 from mmlab.loading.cache.build import BLOCK, BuildReport, check_build, image_rows, join_outcomes, make_rows
-from mmlab.machine import num_usable_cores
+from mmlab.machine import num_usable_cores, progress_bar
 
 if TYPE_CHECKING:
     from mmlab.data.dataset import MultimodalDataset
@@ -73,7 +71,7 @@ def build_cache_on_ray(
             compute=ray.data.ActorPoolStrategy(size=min(decoders, max(1, len(blocks)))),
         )
         outcomes: dict[str, dict[str, Any]] = {}  # by actor; counts add up, and so do lists
-        with tqdm(total=len(rows), desc="Caching", disable=None if progress else True) as bar:
+        with progress_bar(total=len(rows), name="Caching", show=progress) as bar:
             for row in found.iter_rows() if blocks else ():
                 outcome, actor = json.loads(row["outcome"]), row["actor"]
                 bar.update(row["num_rows"])
