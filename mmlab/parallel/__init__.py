@@ -1,5 +1,5 @@
-"""How several devices share a step: data parallel, sharded, and the image and text branches on a device each; and what
-each of them would cost.
+"""How several devices share a step (data parallel, sharded, or image and text branches on a device each), and
+what each of these would cost.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""`bench_parallel`: how strategies of parallel training compare on this machine, and what more devices would give.
+"""`bench_parallel`: compare strategies of parallel training on this machine, and predict more devices.
 
 Strategies take turns, so that whatever else the machine does affects all of them. Each turn builds its model from the
 same seed, and memory holds one model per rank at a time. `one core` and `single` run on rank 0 while the others wait.
@@ -47,11 +47,11 @@ class BenchOptions:
     Args:
         ranks: processes; on CUDA one per GPU.
         batch_size: samples of a step, over all ranks.
-        micro_batches: into which each process splits its samples of a step.
-        image_side: pixels.
-        num_tokens: of the longest text.
-        steps: timed in a row, after one that is not.
-        rounds: turns of every strategy.
+        micro_batches: number of micro-batches into which each process splits its samples of a step.
+        image_side: in pixels.
+        num_tokens: of every text.
+        steps: number of steps timed in a row, after one that is not timed.
+        rounds: number of turns of every strategy.
 
     Raises:
         OptionError: a value that cannot work; the message names it.
@@ -90,7 +90,7 @@ class BenchOptions:
         return torch.device(self.device, rank) if self.device == "cuda" else torch.device("cpu")
 
     def num_threads(self, name: str) -> int:
-        """Threads of one process of a strategy: together all have the same number, except `one core`."""
+        """Threads per process of a strategy: the total is the same for every strategy except `one core`."""
         threads = max(1, num_usable_cores() // self.ranks)
         return threads * self.ranks if name == "single" else threads
 
@@ -98,11 +98,11 @@ class BenchOptions:
 class Arm(NamedTuple):
     """A strategy that is ready to step."""
 
-    step: Callable[[], Mapping[str, Any]]  # returns `loss`, and whatever else its row is to keep
+    step: Callable[[], Mapping[str, Any]]  # returns `loss`, and any other values to keep in the report
     held: tuple[Any, ...]  # models, optimizers and tensors that stay between steps
 
 
-# from the rank, and the best cut of the image branch
+# makes an arm from the options, the rank, and the best cut of the image branch
 BuildArm = Callable[[BenchOptions, int, int | None], Arm]
 
 
@@ -184,7 +184,7 @@ def bench_parallel(
     if "branch" in strategies and options.ranks != 2:
         raise OptionError(f"strategy 'branch' needs 2 ranks, found {options.ranks}")
     names = [name for name in dict.fromkeys(strategies) if name != "one core"]
-    if options.device == "cpu":  # efficiency is measured against it; on GPUs `single` is it
+    if options.device == "cpu":  # the baseline of efficiency; on GPUs `single` is
         names.insert(0, "one core")
     arms = {name: known[name] for name in names}
     ranks = run_on_ranks(
@@ -202,7 +202,7 @@ def bench_parallel(
 
 
 def _measure(options: BenchOptions, arms: Mapping[str, BuildArm], progress: bool) -> dict[str, Any]:
-    """What one rank does: probes, then the strategies in turns, another one first in each round."""
+    """What one rank does: probes, then the strategies in turns, starting with another one in each round."""
     distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank, names = distributed.get_rank(), list(arms)
     device = options.device_of(rank)

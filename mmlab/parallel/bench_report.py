@@ -1,4 +1,4 @@
-"""`ParallelBench`: what the strategies reached, beside what is predicted for them and for more devices."""
+"""`ParallelBench`: what the strategies achieved, beside predictions for them and for more devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelBench:
-    """Every repetition, and what follows from it; printing it gives a table and the conclusion."""
+    """Every measurement, and what follows from it; printing it gives a table and the conclusion."""
 
     options: BenchOptions
     device: str
@@ -37,7 +37,7 @@ class ParallelBench:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What `predict` needs to know of the benchmark."""
+        """What `predict` needs to know about the benchmark."""
         options = self.options
         return {
             "batch_size": options.batch_size / options.ranks,
@@ -58,7 +58,7 @@ class ParallelBench:
     def _row(self, name: str) -> dict[str, Any]:
         options, ranks, is_cpu = self.options, self.turns[name], self.options.device == "cpu"
         threads, joins = options.num_threads(name), name not in ("one core", "single")
-        # a step lasts as long as that of its slowest rank
+        # a step takes as long as on its slowest rank
         steps_s = np.array([[turn["steps_s"] for turn in rank] for rank in ranks]).max(0)  # (rounds, steps)
         step_s = float(np.median(steps_s.mean(1)))
         predicted = None
@@ -68,7 +68,7 @@ class ParallelBench:
             "strategy": name,
             "processes": options.ranks if joins else 1,
             "threads": threads,
-            # on a CPU a device is the cores of one rank
+            # on a CPU, the cores of one rank count as a device
             "devices": options.ranks if joins or (name == "single" and is_cpu) else 1,
             "samples_per_s": options.batch_size / step_s,
             "step_s": step_s,
@@ -94,14 +94,14 @@ class ParallelBench:
 
     @property
     def branch_bound(self) -> float:
-        """What a second device for a whole branch adds to the throughput of one, if messages take no time."""
+        """The gain in throughput from a second device for a whole branch, if messages take no time."""
         size = self.options.batch_size
         whole_s = self.costs.step_s(size)
         return whole_s / (whole_s - min(self.costs.part_s(part, size) for part in ("image", "text"))) - 1
 
     @property
     def sentence(self) -> str:
-        """Who wins, and why."""
+        """Which strategy is fastest, and why."""
         best, *others = sorted(self.rows, key=lambda row: -row["samples_per_s"])
         text = f"{best['strategy']} is fastest: {best['samples_per_s']:.3g} samples/s"
         if others:

@@ -1,23 +1,25 @@
-"""`BranchStrategy`: the image branch on rank 0; the text branch, the fusion and the losses on rank 1; layers can move.
+"""`BranchStrategy`: the image branch on rank 0; the text branch, the fusion and the losses on rank 1.
 
     rank 0   image 0 | image 1 |        back 0 | image 2 | back 1 | ...
     rank 1   text 0  | fusion 0, back | text back 0 | text 1 | fusion 1, back | ...
 
-Features go forward and their gradients come back (`mmlab.parallel.wire`; gloo between CPUs, NCCL between GPUs is not tried
-yet). The image rank runs a few micro-batches ahead, and the gradient of a micro-batch's features is sent before the text
-branch is trained, so that both ranks compute. Both read the same batches. Images usually take longer than texts, so rank
-1 can compute the upper layers of a vision transformer too: what is sent is then the output of the lower layers.
+Features are sent forward and their gradients back (`mmlab.parallel.wire`; gloo between CPUs, NCCL between
+GPUs is not tried yet). The image rank runs a few micro-batches ahead, and the gradient of a micro-batch's
+features is sent before the text branch's backward pass, so that both ranks compute at the same time. Both
+read the same batches. Images usually take longer than texts, so rank 1 can compute the upper layers of a
+vision transformer too: what is sent is then the output of the lower layers.
 
-Loss and gradients are bitwise those of one process with as many threads, in fp32 and under bf16 autocast, wherever the cut
-is. Two exceptions: dropout in the image branch draws other masks (reproducible ones), and masked language modelling, which
-uses the text encoder twice, adds the same terms in another order over several micro-batches.
+Loss and gradients are bitwise those of one process with as many threads, in fp32 and under bf16 autocast,
+wherever the cut is. Two exceptions: dropout in the image branch draws other masks (reproducible ones), and
+masked language modelling, which uses the text encoder twice, adds the same terms in another order over
+several micro-batches.
 
-A rank has the gradients of its own weights alone, so an optimizer over all weights updates only these. Before an
-evaluation the ranks exchange weights, before a checkpoint also the optimizer's state.
+A rank has only the gradients of its own weights, so an optimizer over all weights updates only these. Before
+an evaluation the ranks exchange weights; before a checkpoint, the optimizer's state as well.
 
-Costs, per micro-batch: its image features and their gradient over the wire (only embeddings if all objectives are
-contrastive), and activations of `1 + ahead` micro-batches on rank 0. Does not split a step that ran out of memory, nor
-support fp16, whose loss scales would differ between the ranks.
+Costs, per micro-batch: sending its image features and their gradient (only embeddings if all objectives are
+contrastive). Rank 0 holds the activations of `1 + ahead` micro-batches. Does not split a step that ran out of
+memory, nor support fp16, whose loss scales would differ between the ranks.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ class BranchStrategy(RanksStrategy):
                 self._run_texts(batches, terms, window.trainer.seed)
         except Exception as error:
             (self._features if self.has_images else self._gradients).give_up()
-            if not isinstance(error, PeerFailed):  # whom the exchange below names
+            if not isinstance(error, PeerFailed):  # the exchange below names the peer that failed
                 problem = error
         self._failed = True
         self.raise_if_any_failed(problem, doing)
@@ -208,7 +210,7 @@ class BranchStrategy(RanksStrategy):
             )
 
     def _run_images(self, batches: Sequence[Batch]) -> None:
-        """Rank 0: encode ahead, and run each backward pass once its gradient has come."""
+        """Rank 0: encode ahead, and run each backward pass once its gradient has arrived."""
         waiting: deque[_ImagePart] = deque()
         for batch in batches:
             with self.precision.autocast():

@@ -1,16 +1,18 @@
 """`DDPStrategy`: gradients summed by torch's DistributedDataParallel while the backward pass still runs.
 
-Only the last micro-batch's pass of a window is handed to it, and of that only a root of the graph: losses and negatives
-may use weights outside the model's `forward`. The root reaches every trained weight, so that each bucket is sent whether
-or not this rank used its weights; a hook on each weight notes what was used, and a weight that no rank used has no
-gradient afterwards, as in a single process.
+DistributedDataParallel takes part only in the backward pass of a window's last micro-batch, and its `forward`
+gives only an extra root of the graph, because losses and negatives may use weights outside the model's
+`forward`. The root reaches every trained weight, so that each bucket is sent whether or not this rank used
+its weights; a hook on each weight records which were used, and a weight that no rank used has no gradient
+afterwards, as in a single process.
 
-A rank that fails within such a pass would leave the others waiting in it. So it takes part in the rest of the reduction
-(`drain_reduction`), then says that it failed, and all ranks run the window again, without overlap.
+A rank that fails in such a pass would leave the others waiting in it. So it takes part in the rest of the
+reduction (`drain_reduction`), then reports that it failed, and all ranks run the window again, without
+overlap.
 
-Costs: one more set of gradients, the buckets, while micro-batches are accumulated; a call into Python for each weight
-and backward pass. The reduction ends in a mean, so the losses are multiplied by the number of ranks.
-Running statistics of batch normalisation stay each rank's own.
+Costs: one more set of gradients, the buckets, while micro-batches are accumulated; a call into Python for
+each weight in each backward pass. The reduction averages, so the losses are multiplied by the number of
+ranks. Each rank keeps its own running statistics of batch normalisation.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from mmlab.parallel.reduce import ParallelOptions, ReduceStrategy
 from mmlab.parallel.torch_internals import finish_reduction
 from mmlab.training.strategy import CollectiveFailed
 
-NEAR_LIMIT = 0.9  # of the device's memory: from here on a step is likely enough to fail
+NEAR_LIMIT = 0.9  # share of the device's memory above which a step, likely to fail, does not overlap
 
 
 class DDPStrategy(ReduceStrategy):
@@ -40,8 +42,8 @@ class DDPStrategy(ReduceStrategy):
         super().__init__(options)
         self.scale = float(self.world_size)
         self._used: set[int] = set()
-        self._reduces = False  # in this micro-batch's backward pass
-        self.is_armed = False  # the reduction waits for every weight
+        self._reduces = False  # whether this micro-batch's backward pass reduces
+        self.is_armed = False  # whether the reduction waits for every weight
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         """Wrap the trained weights; a collective.
@@ -108,10 +110,11 @@ class DDPStrategy(ReduceStrategy):
                 weight.grad = None
 
     def _settle_buckets(self) -> None:
-        """Have torch order the buckets now, by the reverse of the model's order.
+        """Make torch order the buckets now, in the reverse of the model's order.
 
-        It orders them after the first backward pass, by the order in which weights got their gradients, and with three
-        ranks or more rounding depends on it: a resumed run would add in another order than the first run did.
+        torch orders them after the first backward pass, by when weights got their gradients, and with three
+        ranks or more rounding depends on that order: a resumed run would add in another order than the first
+        run did.
         """
         self._ddp()
         for weight in reversed(self.weights):
@@ -125,7 +128,7 @@ class DDPStrategy(ReduceStrategy):
             self._used.add(index)
 
     def _touch(self, weight: nn.Parameter) -> None:
-        """Count a weight as done, unless it was."""
+        """Mark a weight as ready for the reduction, unless it already is."""
         try:
             _Reached.apply(weight).backward()
         except RuntimeError as error:
@@ -148,7 +151,7 @@ class _Reduced(nn.Module):
 
 
 class _Reached(torch.autograd.Function):
-    """Zero, as a function of weights that says nothing of their gradients."""
+    """Zero, as a function of weights that adds nothing to their gradients."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:

@@ -1,19 +1,20 @@
-"""A rank that ends or hangs is named by the others, with its step.
+"""When a rank ends or hangs, the other ranks name it and its step.
 
-Every rank writes to the process group's store, about once a second and from a thread, how far it is (`RankWatch`). Once
-an exchange between ranks breaks off, or has lasted longer than `timeout_s`, the ranks that are left read there who is
-missing:
+Every rank writes its progress to the process group's store, about once a second and from a thread
+(`RankWatch`). When an exchange between ranks breaks off, or has lasted longer than `timeout_s`, the remaining
+ranks read there which rank is missing:
 
 - a rank that failed left its error as its last words;
-- one that was killed or stopped, or whose machine is cut off, writes nothing any more;
-- one that writes but has entered fewer exchanges than this rank is stuck.
+- one that was killed or stopped, or whose machine is cut off, no longer writes;
+- one that writes but has entered fewer exchanges than another is stuck.
 
-A broken exchange is an error in the training loop. One that never ends cannot be left in Python, so then the thread
-writes the events and ends the process; `torchrun` sees that and starts all ranks again, if it may. This needs nothing of
-the backend: NCCL's own timeout ends a process without naming a rank, and `monitored_barrier` is for gloo alone.
+A broken exchange raises an error in the training loop. Python cannot leave one that never ends, so then the
+thread writes the events and ends the process; `torchrun` notices and starts all ranks again, if restarts are
+left. This does not rely on the backend: NCCL's own timeout ends a process without naming a rank, and
+`monitored_barrier` is for gloo alone.
 
 Costs: an assignment at about ten points of a step, and a small message a second. Cannot tell a slow network from one
-that is cut, nor who is late inside a reduction that all ranks have entered.
+that is cut, nor which rank is late inside a reduction that all ranks have entered.
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ Write = Callable[..., object]  # `RunLog.write`: kind, step, **values
 
 
 class _Sign(NamedTuple):
-    """What a rank writes of itself."""
+    """What a rank writes about itself."""
 
     beat: int = 0  # how often it wrote
     step: int = 0  # optimizer steps done
     doing: str = STARTS
     num_exchanges: int = 0  # entered so far
     process: str = "not yet started"
-    words: str | None = None  # its last, after it ended; empty if it ended well
+    words: str | None = None  # its error, once it has ended; empty if it ended well
     guilty: tuple[int, ...] = ()  # ranks because of which it ended
 
 
 class RankWatch:
-    """Tells the other ranks how far this one is, and finds out who keeps it waiting; a context manager.
+    """Tells other ranks how far this one is, and finds out which rank keeps it waiting; a context manager.
 
-    Every rank uses it while there is a process group. If the block raises, the others can read the error. If this rank
-    hangs in an exchange, the process ends with exit code 1, because no exception reaches it there; the events file has
-    the reason.
+    Every rank uses it while there is a process group. If the block raises, the others can read the error. If
+    this rank hangs in an exchange, the process ends with exit code 1, because no exception reaches it there;
+    the events file states the reason.
 
     Args:
         write: `RunLog.write`, or anything that takes a kind of event, a step and values, from any thread.
@@ -77,7 +78,7 @@ class RankWatch:
         self._write = write or (lambda kind, step, **values: None)
         self._store = default_store()
         self._beat_s = min(_BEAT_S, timeout_s / 5)
-        self._here = (0, STARTS, time.monotonic())  # step, doing, since when: replaced as one
+        self._here = (0, STARTS, time.monotonic())  # step, doing, since when: replaced as a whole
         self._own = _Sign(process=f"process {os.getpid()} on {platform.node()}")
         self._num_exchanges = 0
         self._is_explaining = False
@@ -101,15 +102,15 @@ class RankWatch:
             self._beat(words="" if error is None else _words(error))
 
     def note(self, step: int, doing: str) -> None:
-        """This rank has done so many steps and now does something."""
+        """Record the number of steps that this rank has done and what it does now."""
         self._here = (step, doing, time.monotonic())
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Around a collective.
+        """The context to run a collective in.
 
         Raises:
-            RunError: it failed; the rank is named.
+            RunError: it failed; the message names the rank at fault.
         """
         before = self._here
         self._num_exchanges += 1
@@ -126,7 +127,7 @@ class RankWatch:
     def explained(self, error: Exception) -> RunError:
         """The error that names the rank because of which an exchange broke off; takes some seconds.
 
-        The lowest rank that is left also writes it into its events file, as a `warning`.
+        The lowest rank that is not at fault also writes it to its events file, as a `warning`.
         """
         self._is_explaining = True
         guilty, message = self._blame(f"the exchange between ranks broke off ({first_line(error)})")
@@ -158,14 +159,14 @@ class RankWatch:
                 self._write("warning", self._here[0], message=message, source="ranks")
 
     def _blame(self, what: str) -> tuple[tuple[int, ...], str]:
-        """Ranks that failed, are silent or are late, in this order, and a message; takes some beats to find out."""
+        """The ranks at fault (failed, else silent, else late) and a message; takes a few beats."""
         try:
             first = self._signs()
             deadline_s = time.monotonic() + 3 * self._beat_s + 1
             while True:
                 signs = self._signs()
                 for rank, sign in signs.items():
-                    if sign.words and sign.guilty:  # it ended because of another, and says of which
+                    if sign.words and sign.guilty:  # it ended because of another rank, which it names
                         return tuple(sign.guilty), sign.words.partition(": ")[2]
                     if sign.words:
                         place = _place(rank, sign)
@@ -174,7 +175,7 @@ class RankWatch:
                 if not silent or time.monotonic() >= deadline_s:
                     break
                 time.sleep(self._beat_s / 10)
-                self._beat()  # another rank may be looking for who is silent, too
+                self._beat()  # another rank may be looking for silent ranks, too
         except RuntimeError as lost:
             what = f"{what}, and the process that connects the ranks does not answer ({first_line(lost)})"
             return (), f"{what}; {_REMEDY}"
@@ -184,7 +185,7 @@ class RankWatch:
                 f"{self._here[0]}: killed, stopped or cut off; look at its last lines and the system's log (out of "
                 f"memory?), and {_REMEDY}"
             )
-        # this rank may itself be the one that is late: its own step, too, lasts longer than the limit
+        # this rank may itself be late: its own step, too, has lasted longer than the limit
         signs = dict(sorted({**signs, self.rank: self._own}.items()))
         most = max(sign.num_exchanges for sign in signs.values())
         late = {rank: sign for rank, sign in signs.items() if sign.num_exchanges < most}
@@ -208,7 +209,7 @@ class RankWatch:
         return found
 
     def _beat(self, words: str | None = None, guilty: tuple[int, ...] = ()) -> None:
-        """Write this rank's sign; words, once said, stay."""
+        """Write this rank's sign; last words, once set, stay."""
         with self._lock, suppress(RuntimeError):  # the store ends with its process
             step, doing, _ = self._here
             changes: dict[str, Any] = {} if words is None else {"words": words, "guilty": guilty}
@@ -217,7 +218,7 @@ class RankWatch:
             self._store.set(_key(self.rank), json.dumps(self._own))
 
 
-_watch: RankWatch | None = None  # of this process, as the process group is
+_watch: RankWatch | None = None  # one for the process, like the process group
 
 
 def current_watch() -> RankWatch | None:
@@ -226,7 +227,7 @@ def current_watch() -> RankWatch | None:
 
 
 def broke_off(error: BaseException) -> bool:
-    """Whether an error may be that of a broken exchange between ranks, torch's own exchanges included."""
+    """Whether an error may come from a broken exchange between ranks, including torch's own exchanges."""
     return isinstance(error, distributed.DistError) or (
         isinstance(error, RuntimeError)
         and not isinstance(error, MmlabError)

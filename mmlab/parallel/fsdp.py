@@ -4,12 +4,13 @@ Blocks of encoders and fusion are gathered one at a time, for the forward and ag
 (embeddings, projections, heads) makes one more group, which stays whole in between. Losses may use weights outside the
 model's `forward`, so forward pass and losses together are one call of the module that torch sees.
 
-Every rank runs the model equally often: one with fewer micro-batches, or with nothing to learn from, runs a dummy batch
-whose loss is multiplied by zero. Within a step all ranks must use the same weights. Under `bf16` weights are still
-gathered, and gradients summed, in 32 bits: on a CPU normalisation does not take 16-bit weights beside 32-bit inputs.
+Every rank runs the model equally often: one with fewer micro-batches, or with nothing to learn from, runs a
+dummy batch whose loss is multiplied by zero. Within a step all ranks must use the same weights. Under `bf16`
+weights are still gathered, and gradients summed, in 32 bits: on a CPU, normalisation does not accept 16-bit
+weights with 32-bit inputs.
 
-Costs: gathering every block twice a micro-batch. Gradients of micro-batches before the last add up unsharded, so that
-they need not be sent.
+Costs: gathering every block twice a micro-batch. Gradients of micro-batches before the last are accumulated
+unsharded, so that they need not be sent.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class FSDPStrategy(ReduceStrategy):
     }
 
     def _prepare(self, model: nn.Module) -> nn.Module:
-        """Share the weights out, block by block, so that no device ever holds all of them.
+        """Shard the weights block by block, so that no device ever holds all of them.
 
         Raises:
-            OptionError: the model runs packed, or keeps its weights in another memory order.
+            OptionError: the model runs packed, or its weights are not contiguous.
         """
         if getattr(model, "is_packed", False):
             raise OptionError(
@@ -63,7 +64,7 @@ class FSDPStrategy(ReduceStrategy):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        # torch does not share these out
+        # torch does not shard scalars
         scalars = [weight for weight in model.parameters() if not weight.dim()]
         for weight in scalars:
             weight.data = weight.data.to(self.device)
@@ -76,7 +77,7 @@ class FSDPStrategy(ReduceStrategy):
         for module in whole.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+                module.set_force_sum_reduction_for_comms(True)  # gloo only sums
         return model
 
     def sync(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -107,14 +108,14 @@ class FSDPStrategy(ReduceStrategy):
     def part_norms(self, parts: Parts) -> dict[str, float]:
         gradients = gradients_of(parts)
         tensors = [tensor for of_part in gradients.values() for tensor in of_part]
-        # what every rank holds whole is counted once
+        # a gradient that every rank holds whole is counted once
         factors = [1.0 if hasattr(tensor, "to_local") else 1 / self.world_size for tensor in tensors]
         squares = iter(factor * norm**2 for factor, norm in zip(factors, tensor_norms(tensors), strict=True))
         of_parts = [sum(islice(squares, len(of_part))) for of_part in gradients.values()]
         return dict(zip(gradients, map(math.sqrt, self.total(of_parts)), strict=True))
 
     def optimizer_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Each group in two: sharded weights and whole ones, which no operation of the optimizer takes together."""
+        """Each group in two, sharded and whole weights, which an operation of the optimizer cannot mix."""
         self._groups = list(groups)
         self._order = [weight for group in groups for weight in group["params"]]
         return [
@@ -125,8 +126,8 @@ class FSDPStrategy(ReduceStrategy):
         ]
 
     def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """This rank's shares. Moments are numbered as in one process, whose groups are not split in two, so that any
-        number of ranks can read them under any strategy."""
+        """This rank's shares. Moments are indexed as in one process, where groups are not split in two, so
+        that any number of ranks can read them under any strategy."""
         names = {weight: name for name, weight in model.named_parameters()}
         places = {weight: place for place, weight in enumerate(self._order)}
         common = optimizer.param_groups[0]
@@ -145,7 +146,7 @@ class FSDPStrategy(ReduceStrategy):
     def load_state_dict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Take this rank's shares of what one process has, or shares that were read already."""
+        """Load this rank's shares: cut from whole tensors, or already read as shares."""
         own = model.state_dict()
         shares = {name: _share_of(tensor, own.get(name)) for name, tensor in state["model"].items()}
         model.load_state_dict(shares)
@@ -159,14 +160,14 @@ class FSDPStrategy(ReduceStrategy):
 
 
 def _share_of(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """This rank's share of a tensor, sharded as one like it; a share, or what is not sharded, as it is."""
+    """This rank's share of a tensor, sharded like `like`; unchanged if either is not to be sharded."""
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 class _Whole(nn.Module):
-    """What torch sees of a model: a call in which anything may be computed with its weights."""
+    """The module that torch sees: a call in which anything may be computed with the model's weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""Several ranks from a notebook or a program: real processes, started by torch's own launcher.
+"""Run several ranks from a notebook or a program: real processes, started by torch's own launcher.
 
-Ranks are never copies of this process, because a GPU context does not survive a fork. They are forked from a server that
-has torch and mmlab imported and nothing else done, so the first start waits some seconds for that import, and later ones
-do not. The function they call must be in a module; they cannot find one of a notebook's cell.
+Ranks are never forks of this process, because a GPU context does not survive a fork. They are forked from a
+server that has only imported torch and mmlab, so the first start waits some seconds for that import, and
+later ones do not. The function they call must be in a module; they cannot find one that is defined in a
+notebook cell.
 
-An error in a rank is raised in the caller, with the rank and its own traceback, and the other ranks are ended. An interrupt
-reaches all ranks once; each has 30 s to finish its step and write a checkpoint. On several machines start
-`torchrun -m mmlab train CONFIG.toml` on each.
+An error in a rank is raised in the caller, with the rank and its own traceback, and the other ranks are
+ended. An interrupt reaches all ranks once; each has 30 s to finish its step and write a checkpoint. On
+several machines start `torchrun -m mmlab train CONFIG.toml` on each.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from mmlab.machine import num_usable_cores, share_cores
 from mmlab.parallel.faults import broke_off
 
 _USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
-# those that the launcher takes over
+# signals that the launcher takes over
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TOLD_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-# what it sets for each rank
+# variables that the launcher sets for each rank
 _OF_A_RANK = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC.*)$"
 )
-# repeat each failure
+# loggers that repeat each failure
 _NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 _SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
 
@@ -54,11 +55,11 @@ _SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
 def run_on_ranks(
     function: Callable[..., Any], *arguments: Any, num_processes: int = 2, shows_progress: bool = False
 ) -> list[Any]:
-    """Call a function in several processes, which find the variables that `torchrun` sets.
+    """Call a function in several processes, which have the environment variables that `torchrun` sets.
 
     Args:
-        function: from a module, not from a notebook's cell.
-        arguments: what can be pickled; all ranks get the same.
+        function: defined in a module, not in a notebook cell.
+        arguments: picklable; all ranks get the same.
         shows_progress: leave rank 0's stderr on the terminal, for a progress bar.
 
     Returns:
@@ -85,7 +86,7 @@ def run_on_ranks(
             shutdown_timeout=_SHUTDOWN_S,
         )
         before = multiprocessing.active_children()
-        # what `train_on` runs; ranks import for themselves what else is called
+        # the module that `train_on` runs; ranks import any other themselves
         multiprocessing.get_context(START_METHOD).set_forkserver_preload(["mmlab.comparison.train"])
         variables = {name: value for name, value in os.environ.items() if not _OF_A_RANK.match(name)}
         try:
@@ -94,7 +95,7 @@ def run_on_ranks(
             _raise(failure, Path(folder), config.run_id)
         except SignalException as stopped:
             for process in set(multiprocessing.active_children()).difference(before):
-                process.kill()  # the launcher ends those that it knows: none while it still starts them
+                process.kill()  # the launcher ends those that it knows: none while it is still starting them
             code = 128 + stopped.sigval
             raise (KeyboardInterrupt() if stopped.sigval == signal.SIGINT else SystemExit(code)) from None
     return [found[rank] for rank in range(num_processes)]
@@ -104,11 +105,12 @@ def _on_rank(
     function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int, variables: dict[str, str]
 ) -> Any:
     """What each process does; the launcher writes its error into a file."""
-    os.setsid()  # Jupyter interrupts its whole group; the launcher's would be the second, which waits for no step
+    # else Jupyter interrupts the ranks, then the launcher does: a second interrupt does not wait for the step
+    os.setsid()
     caller: Any = multiprocessing.parent_process()
     threading.Thread(target=_follow, args=[caller], daemon=True).start()
-    os.environ |= variables  # the server has those of its own start
-    np.random.seed()  # noqa: NPY002 - or all ranks would go on from the server's state
+    os.environ |= variables  # the server still has those from its own start
+    np.random.seed()  # noqa: NPY002 - else all ranks would continue from the server's state
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_usable_cores() // num_processes))
     found = function(*arguments)
@@ -118,7 +120,7 @@ def _on_rank(
 
 
 def _follow(caller: Any) -> None:
-    """Where the caller is killed, end as at an interrupt: with a checkpoint after the step, or at last without."""
+    """If the caller is killed, end as after an interrupt: with a checkpoint, or at last without one."""
     caller.join()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(_SHUTDOWN_S)
@@ -126,12 +128,12 @@ def _follow(caller: Any) -> None:
 
 
 def _raise(failure: ChildFailedError, logs: Path, run_id: str) -> NoReturn:
-    """Raise what went wrong first: ranks fail in each other's wake."""
+    """Raise the first error: one rank's failure makes others fail."""
     found = []
     for path in logs.glob(f"{run_id}_*/attempt_0/*/error.json"):
-        with suppress(ValueError):  # ended while it was written
+        with suppress(ValueError):  # the rank ended while it wrote the file
             about = json.loads(path.read_text("utf-8"))["message"]
-            # an exchange that broke off is the echo of another rank's failure
+            # an exchange that broke off follows from another rank's failure
             is_echo = broke_off(RuntimeError(about["message"]))
             found.append((is_echo, path.stat().st_mtime_ns, int(path.parent.name), about))
     if found:
@@ -167,7 +169,7 @@ def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_process
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Give back what the launcher changes in this process: signals and a variable."""
+    """Restore what the launcher changes in this process: signal handlers and an environment variable."""
     share_cores()
     for name in _NOISY:
         logging.getLogger(name).disabled = True
@@ -176,6 +178,6 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_TOLD_SIGNALS, None)
-        with suppress(ValueError):  # only the main thread may, and only there were they changed
+        with suppress(ValueError):  # only the main thread may set handlers, and only there were they changed
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -1,12 +1,14 @@
-"""Joining the ranks of a launch of `torchrun`, and knowing that launch again: a run that it starts again goes on.
+"""Join the ranks of a `torchrun` launch, and recognise the launch after a restart, so that the run resumes.
 
-`torchrun --max-restarts` starts all ranks again with the same command line, `--resume never` or none included. What
-tells that from a new launch is a small file in the run's folder, written when the run begins: by which launch. A rank
-cannot go by its own count of restarts, because only the agents of failed ranks count one.
+`torchrun --max-restarts` starts all ranks again with the same command line, even if it has `--resume never`
+or no `--resume`. A small file in the run's folder, written when the run begins, names the launch and so tells
+a restart from a new launch. A rank cannot rely on its own count of restarts, because only the agents of
+failed ranks count one.
 
-For the same reason, and because agents keep their store from one start to the next, ranks first make sure that they
-talk to each other and not to what an earlier start left there (`meet`). torch's own `init_process_group` was seen to
-hang there, with two agents of which one had counted a restart (torch 2.15).
+For the same reason, and because agents keep their store across restarts, ranks first make sure that they talk
+to each other and do not read what an earlier start left in the store (`meet`). torch's own
+`init_process_group` was seen to hang in this case, with two agents of which one had counted a restart (torch
+2.15).
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ _POLL_S, _LONGEST_POLL_S = 0.02, 0.5
 
 
 def join(backend: str, *, timeout_s: float) -> None:
-    """`init_process_group` for the ranks that this launch has started now, from the variables that `torchrun` sets.
+    """`init_process_group` for the ranks of the current start, from the variables that `torchrun` sets.
 
     Args:
-        timeout_s: to find each other, and of each exchange.
+        timeout_s: limit for the ranks to find each other, and for each exchange.
 
     Raises:
-        RunError: a rank did not come.
+        RunError: a rank did not join in time.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_s)
@@ -53,13 +55,13 @@ def join(backend: str, *, timeout_s: float) -> None:
 
 
 def meet(store: distributed.Store, rank: int, world_size: int, *, timeout_s: float) -> str:
-    """A name that all ranks of this start agree on, whatever earlier ones left in the store.
+    """A name that all ranks of this start agree on, whatever earlier starts left in the store.
 
-    Every rank says a new word. Rank 0 waits until all others have repeated its word, then says all words; the others
-    wait until theirs is among them.
+    Every rank makes a new random word. Rank 0 stores its word, waits until all other ranks have stored that
+    word beside their own, and then stores all words; the others wait until theirs is among them.
 
     Raises:
-        RunError: not all have come in time.
+        RunError: not all ranks joined in time.
     """
     word, deadline_s, poll_s = uuid.uuid4().hex, time.monotonic() + timeout_s, _POLL_S
     if rank == 0:
@@ -84,24 +86,25 @@ def meet(store: distributed.Store, rank: int, world_size: int, *, timeout_s: flo
 
 
 def was_restarted() -> bool:
-    """Whether `torchrun` has started any rank of this launch again; asks all ranks where there are several."""
+    """Whether `torchrun` has restarted any rank of this launch; asks all ranks if there are several."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not distributed.is_initialized():
         return int(count) > 0
     store = default_store()
     keys = [f"mmlab/restarts/{rank}" for rank in range(distributed.get_world_size())]
     store.set(keys[distributed.get_rank()], count)
-    return any(int(told) > 0 for told in store.multi_get(keys))  # waits until all have said
+    return any(int(told) > 0 for told in store.multi_get(keys))  # waits until all ranks have set theirs
 
 
 def begun_by_this_launch(path: Path, *, restarted: bool) -> bool:
-    """Whether the run that lies here was begun by this launch, before it was started again.
+    """Whether this launch, before a restart, began the run in this folder.
 
-    The agent that started this process tells, or, on a machine where another agent has taken over, the launch's id.
+    The launch's id and the agent that started this process must both match; after a restart, when another
+    agent may have taken over, the id is enough.
 
     Args:
-        path: what `note_launch` wrote.
-        restarted: whether a rank was started again.
+        path: the file that `note_launch` wrote.
+        restarted: whether a rank was restarted.
     """
     own = _this_launch()
     if own is None or not path.exists():
@@ -111,7 +114,7 @@ def begun_by_this_launch(path: Path, *, restarted: bool) -> bool:
 
 
 def note_launch(path: Path) -> None:
-    """Write down by which launch the run is trained; nothing where it is no `torchrun`'s."""
+    """Record which launch trains the run; does nothing without `torchrun`."""
     own = _this_launch()
     if own is not None:
         replace_file(path, json.dumps(own))

@@ -3,8 +3,8 @@
 single   one device computes everything
 reduce   gradients are summed after the backward pass
 ddp      gradients are summed in buckets; all but the last hide behind the backward pass
-fsdp     blocks are gathered one ahead, forward and backward, and their gradients scattered; all but the first of each
-         pass hides behind the computation
+fsdp     blocks are gathered one ahead, forward and backward, and their gradients reduced and scattered; all
+         but the first gather of each pass hide behind the computation
 branch   images on one device, texts and fusion on another, with the best cut of the image branch: simulated piece by
          piece. More than two devices are predicted as data parallel pairs, which mmlab does not run
 
@@ -22,7 +22,7 @@ import numpy as np
 from mmlab.errors import OptionError, check_name, check_numbers
 
 STRATEGIES = ("single", "reduce", "ddp", "fsdp", "branch")
-PARTS = ("image", "text", "fusion")  # of a step; the fusion's has the heads and the losses
+PARTS = ("image", "text", "fusion")  # of a step; "fusion" includes the heads and the losses
 _BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel
 _NUM_UNITS = 12  # blocks that `fsdp` gathers one by one
 
@@ -57,7 +57,7 @@ Network = Mapping[str, Line]  # by collective: all_reduce, all_gather, reduce_sc
 def exchange_s(
     network: Network, collective: str, num_bytes: float, num_devices: int = 2, num_parts: int = 1
 ) -> float:
-    """Seconds of a collective over a tensor of `num_bytes` that is sent in so many parts."""
+    """Seconds of a collective over a tensor of `num_bytes` that is sent in `num_parts` parts."""
     if num_devices < 2 or not num_bytes:
         return 0.0
     messages, sent_bytes = ring(collective, num_bytes, num_devices)
@@ -78,23 +78,23 @@ def ring(collective: str, num_bytes: float, num_devices: int) -> tuple[int, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What one device computes in a step, part by part, and the sizes of what is sent."""
+    """Seconds of one device's work in a step, part by part, and the sizes of what is sent."""
 
     forward: Mapping[str, Line]  # by part, over the samples of a micro-batch
     backward: Mapping[str, Line]
     gradient_bytes: Mapping[str, float]  # by part
-    optimizer_s: float  # of all parameters
-    other_s: float  # the trainer's own: counting, clipping, the event
-    image_output_bytes: float  # per sample, that the image branch hands to fusion and losses
+    optimizer_s: float  # for all parameters
+    other_s: float  # of the trainer itself: counting, clipping, the event
+    image_output_bytes: float  # per sample, from the image branch to fusion and losses
     image_layer_bytes: float  # per sample, between two layers of the image encoder
-    num_image_layers: int = 0  # after which the image branch can be cut; 0 if it cannot
+    num_image_layers: int = 0  # layers between which the image branch can be cut; 0 if it cannot
 
     def part_s(self, part: str, num_samples: float) -> float:
-        """Forward and backward pass of one part."""
+        """Seconds of the forward and backward pass of one part."""
         return self.forward[part](num_samples) + self.backward[part](num_samples)
 
     def step_s(self, num_samples: float) -> float:
-        """A step of one micro-batch on one device."""
+        """Seconds of a step of one micro-batch on one device."""
         return sum(self.part_s(part, num_samples) for part in PARTS) + self.optimizer_s + self.other_s
 
 
@@ -129,9 +129,11 @@ def predict(
 
     Args:
         batch_size: samples per device.
-        num_micro_batches: into which each device's samples are split (data parallel), or those of a pair (`branch`).
-        hides: gradients are sent while a device computes, as GPUs do. On a CPU both need the same cores.
-        ahead: micro-batches that the image device may be ahead (`branch`).
+        num_micro_batches: number of micro-batches of each device (data parallel), or of a pair of devices
+            (`branch`).
+        hides: whether gradients are sent while a device computes, as on GPUs. On a CPU both need the same
+            cores.
+        ahead: number of micro-batches that the image device may be ahead (`branch`).
 
     Raises:
         OptionError: an unknown strategy, or a number of devices that it cannot use.
@@ -157,7 +159,7 @@ def predict(
     def seconds(collective: str, num_parts: int) -> float:
         return exchange_s(network, collective, gradient_bytes, num_devices, num_parts)
 
-    # what is sent, what of it nothing hides, and the computation that hides the rest
+    # time of all sending, the part that nothing hides, and the computation that hides the rest
     if strategy == "fsdp" and num_devices > 1:
         gathers_s = 2 * num_micro_batches * seconds("all_gather", _NUM_UNITS)
         sending_s = gathers_s + seconds("reduce_scatter", _NUM_UNITS)
@@ -187,12 +189,12 @@ def _branch(
     ahead: int,
     cut: int | None,
 ) -> Prediction:
-    """Pairs of devices: one has the image branch up to the cut, the other what is above it, texts and fusion.
+    """Pairs of devices: one has the image branch up to the cut, the other the rest of it, texts and fusion.
 
-    Each device and each link does its work in order, and a piece starts when what it needs has arrived.
+    Each device and each link does its work in order, and a piece of work starts when its inputs have arrived.
     """
     size = pair_size / num_micro_batches
-    # when each device and link is idle
+    # when each device and link becomes free
     free_s = dict.fromkeys(("images", "texts", "features", "gradients"), 0.0)
 
     def add(place: str, seconds: float, after_s: float = 0.0) -> float:

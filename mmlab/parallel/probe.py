@@ -1,8 +1,8 @@
-"""What a prediction of a step needs, measured: seconds of each part on one device, and of messages of several sizes.
+"""Measure what `predict` needs: seconds of each part of a step on one device, and of messages by size.
 
-Parts are measured on all ranks at once, without communication between them: if ranks share memory or cores, as on one
-machine, that is in the figures. Links are measured between the same ranks while nothing else runs. All ranks get the
-same result.
+Parts are measured on all ranks at once, without communication between them: if ranks share memory or cores,
+as on one machine, the figures include that. Links are measured between the same ranks while nothing else
+runs. All ranks get the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def probe_costs(trainer: Any, batches: Sequence[Batch]) -> StepCosts:
     """Measure every part of a step, several times for each batch; a collective.
 
     Args:
-        trainer: a `FusionTrainer` of a `FusionModel`, without a strategy; it is trained meanwhile.
+        trainer: a `FusionTrainer` of a `FusionModel`, without a strategy; its weights change.
         batches: of two sizes, on the trainer's device.
     """
     group, device, model = ProcessGroup(trainer.device), trainer.device, trainer.model
@@ -80,7 +80,7 @@ def probe_costs(trainer: Any, batches: Sequence[Batch]) -> StepCosts:
 
 
 def _one_step(trainer: Any, batch: Batch) -> dict[str, float]:
-    """Seconds of each part of one step; the graph is cut behind the encoders."""
+    """Seconds of each part of one step; the graph is cut after the encoders."""
     model, device, precision = trainer.model, trainer.device, trainer.precision
     times: dict[str, float] = {}
 
@@ -124,7 +124,7 @@ def _num_layers(model: Any) -> int:
 
 
 def probe_network(device: torch.device) -> Network:
-    """Measure collectives of several sizes; a collective."""
+    """Measure collectives over tensors of several sizes; itself a collective."""
     group = ProcessGroup(device)
     points: dict[str, list[tuple[float, float, float]]] = {}
     for size in _MESSAGE_BYTES:
@@ -148,7 +148,7 @@ def probe_network(device: torch.device) -> Network:
                 started = clock(device)
                 run()
                 times.append(math.inf if name == "send" and group.rank > 1 else clock(device) - started)
-            # a rank that comes early waits for the others: the shortest time is that of the collective itself
+            # a rank that arrives early waits for the others: the shortest time is the collective's own
             shortest = [-negative for negative in group.largest_of([-seconds for seconds in times[1:]])]
             seconds = median(shortest) / (2 if name == "send" else 1)
             points.setdefault(name, []).append((*ring(name, whole.nbytes, group.world_size), seconds))

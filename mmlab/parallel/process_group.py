@@ -1,6 +1,6 @@
-"""`ProcessGroup`: what the ranks of a run tell each other: sums and maxima of numbers, small objects, gradients.
+"""`ProcessGroup`: what the ranks of a run exchange: sums and maxima of numbers, small objects, gradients.
 
-Built on `torch.distributed`; a lone process exchanges nothing and pays nothing.
+Built on `torch.distributed`; a single process exchanges nothing, at no cost.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from mmlab.parallel.faults import current_watch
 from mmlab.training.out_of_memory import retried
 
 Result = TypeVar("Result")
-_BUCKET_BYTES = 4 << 20  # of gradients in a message, and of memory for it
+_BUCKET_BYTES = 4 << 20  # about as many bytes of gradients in a message, and of memory for it
 
 
 class ProcessGroup:
-    """The process group of a run, or a lone process.
+    """The process group of a run, or a single process.
 
-    Every method but `note` and `waiting` is a collective: all ranks call it, in the same order.
+    Every method except `note`, `begin_step` and `waiting` is a collective: all ranks call it, in the same
+    order.
 
     Args:
         device: on which numbers are exchanged: a GPU for NCCL.
 
     Attributes:
-        waited_s: since the step began, in short exchanges and for what other ranks send.
+        waited_s: seconds waited since the step began, in short exchanges and for what other ranks send.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -42,18 +43,18 @@ class ProcessGroup:
         self.waited_s = 0.0
 
     def note(self, step: int, doing: str) -> None:
-        """Where this rank is, for the others to know should they wait for it; see `mmlab.parallel.faults`."""
+        """Record what this rank does, for ranks that wait for it; see `mmlab.parallel.faults`."""
         if (watch := current_watch()) is not None:
             watch.note(step, doing)
 
     def begin_step(self) -> None:
-        """Count the waiting from here."""
+        """Measure waiting from here."""
         self.waited_s = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a short exchange, or a wait for what another rank sends: a rank that fails there is named."""
-        if self.device.type == "cuda":  # what it still has to do is this rank's own time
+        """The context to exchange numbers or wait for a rank in; its errors name the rank that failed."""
+        if self.device.type == "cuda":  # work that is still queued is this rank's own time
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         with _exchange():
@@ -69,14 +70,14 @@ class ProcessGroup:
         return self.largest_of([number])[0]
 
     def largest_of(self, numbers: Sequence[float]) -> list[float]:
-        """The same of several numbers, each by itself."""
+        """The same for several numbers, each by itself."""
         return self._reduced(numbers, distributed.ReduceOp.MAX)
 
     def raise_if_any_failed(self, problem: Exception | None, doing: str) -> None:
-        """Go on only if no rank has a problem.
+        """Return only if no rank has a problem.
 
         Raises:
-            RunError: another rank has one, and it is named; this rank's own is raised as it is.
+            RunError: another rank has one; the message names it. This rank's own problem is raised unchanged.
         """
 
         def work() -> None:
@@ -90,13 +91,14 @@ class ProcessGroup:
                 raise problem or failures from None
 
     def gather_objects(self, work: Callable[[], Result], doing: str) -> list[Result]:
-        """What `work` returns on every rank, by rank; small things that can be pickled.
+        """What `work` returns on every rank, by rank; small picklable objects.
 
         Args:
-            doing: what it does, for the error: "save a checkpoint".
+            doing: what `work` does, for the error: "save a checkpoint".
 
         Raises:
-            RunError: it failed on some ranks, and they are named; on every rank. A lone process has its own error.
+            RunError: it failed on some ranks, which the message names; raised on every rank. A single process
+                raises its own error.
         """
         if self.world_size == 1:
             return [work()]
@@ -114,7 +116,7 @@ class ProcessGroup:
         return [found for found, _ in answers]
 
     def run_on_main(self, work: Callable[[], Result], doing: str) -> Result:
-        """What `work` returns on rank 0, which alone does it; see `gather_objects`."""
+        """What `work` returns on rank 0, the only rank that calls it; see `gather_objects`."""
         return self.gather_objects(lambda: work() if self.rank == 0 else None, doing)[0]  # type: ignore[return-value]
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -149,7 +151,7 @@ class ProcessGroup:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one type, in their order, some megabytes together: a small tensor costs a message like a large one."""
+    """Gradients of one type, in order, some megabytes a group: a small message costs as much as a big one."""
     bucket: list[Tensor] = []
     num_bytes = 0
     for gradient in gradients:

@@ -2,7 +2,7 @@
 
 ========  ==================================================================================================
 ddp       every rank holds the model; gradients are summed during the window's last backward pass
-reduce    the same, but they are summed after it, so that no rank waits inside a pass that may yet fail
+reduce    the same, but gradients are summed after it, so that no rank waits inside a pass that may still fail
 fsdp      every rank holds a share of the weights, gradients and optimizer state (`mmlab.parallel.fsdp`)
 branch    two ranks see all samples: one trains the images, one texts and fusion (`mmlab.parallel.branch`)
 ========  ==================================================================================================
@@ -36,9 +36,9 @@ class ParallelOptions:
 
     Args:
         strategy: a name in `STRATEGIES`.
-        ahead: micro-batches that the image rank may be ahead of the other (`branch`).
-        image_layers: first blocks of the image encoder that the image rank computes, where the other rank computes the
-            rest; None leaves all to the image rank (`branch`).
+        ahead: number of micro-batches that the image rank may be ahead of the other (`branch`).
+        image_layers: number of image encoder blocks that the image rank computes; the other rank computes the
+            rest. None leaves all to the image rank (`branch`).
 
     Raises:
         OptionError: an unknown name, a number out of range, or a combination that has no meaning.
@@ -91,7 +91,7 @@ class ReduceStrategy(RanksStrategy):
         return self._prepare(model)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
-        """What a strategy does to the model, whose weights are alike on all ranks."""
+        """Prepare the model, whose weights are now the same on all ranks."""
         model = model.to(self.device)
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
         return model
@@ -129,7 +129,7 @@ class ReduceStrategy(RanksStrategy):
         return {name: total for name, total in zip(counts, sums, strict=False) if counts[name]}
 
     def _exchange_counts(self, window: Window) -> tuple[dict[str, float], int, bool]:
-        """Counts over all ranks; micro-batches that each rank must run; whether the backward pass reduces."""
+        """Counts over all ranks; least micro-batches to run on each; whether the backward pass reduces."""
         counts, equal = window.counts, self.requires_equal_steps
         wants = equal or (not window.gathers and self.should_overlap(window.predicted_bytes))
         by_rank = [0.0] * self.world_size
@@ -141,8 +141,8 @@ class ReduceStrategy(RanksStrategy):
     def _overlapped(
         self, window: Window, counts: Mapping[str, float]
     ) -> tuple[LossTerms | None, Exception | None]:
-        """The window's losses, its gradient reduced in the last backward pass. None where that failed on some rank;
-        and this rank's own error, which running the window again would not mend."""
+        """The window's losses, its gradient reduced in the last backward pass, or None if a rank failed; and
+        this rank's own error, if any, which running the window again would not avoid."""
         terms: LossTerms | None = None
         problem: Exception | None = None
         try:
@@ -164,7 +164,7 @@ class ReduceStrategy(RanksStrategy):
     def _reduced_afterwards(
         self, window: Window, counts: Mapping[str, float], problem: Exception | None
     ) -> LossTerms:
-        """The window's losses, its gradient summed over the ranks once all of them are through."""
+        """The window's losses, with its gradient summed over the ranks once all of them have finished."""
         terms = LossTerms(counts)
         try:
             if problem is None:
@@ -181,26 +181,26 @@ class ReduceStrategy(RanksStrategy):
         return terms
 
     def should_overlap(self, predicted_bytes: float | None) -> bool:
-        """Whether this rank would have the coming window reduced during its backward pass; all must want it.
+        """Whether this rank wants the next window reduced during its backward pass; all ranks must want it.
 
         Args:
-            predicted_bytes: peak of the window's costliest micro-batch; None where nothing predicts it.
+            predicted_bytes: peak of the window's costliest micro-batch; None if nothing predicts it.
         """
         return False
 
     def drain_reduction(self, problem: Exception | None) -> None:
-        """After a failure here: take part in the reduction that the other ranks wait in, whose result is dropped.
+        """After a failure here, complete the reduction that the other ranks wait in; its result is discarded.
 
         Args:
-            problem: None where memory ran out.
+            problem: the failure; None if memory ran out.
 
         Raises:
             CollectiveFailed: the reduction itself failed.
         """
 
     def extra_stats(self) -> list[float]:
-        """Numbers to sum over the ranks after a window that was reduced."""
+        """Numbers to sum over the ranks after a window that was reduced in its backward pass."""
         return []
 
     def apply_extra_stats(self, sums: Sequence[float]) -> None:
-        """The sums of `extra_stats`, to correct the gradients by; none after a window that was not reduced."""
+        """Correct the gradients by the sums of `extra_stats`; empty if the backward pass did not reduce."""

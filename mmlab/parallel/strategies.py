@@ -1,4 +1,4 @@
-"""The strategy of a name: which class shares a step among the ranks that `torchrun` started."""
+"""Strategies by name: the class that shares a step among the ranks that `torchrun` started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmlab.training.strategy import Strategy
 
 
 def make_strategy(options: str | ParallelOptions = "ddp") -> Strategy:
-    """The strategy of a name or of options, for the ranks that `torchrun` started; hand it to `FusionTrainer`.
+    """A strategy by name or by options, for the ranks that `torchrun` started; pass it to `FusionTrainer`.
 
     >>> make_strategy("ddp").world_size
     1

@@ -1,4 +1,4 @@
-"""What this package needs of torch that torch does not make public; `tests/parallel/test_torch_internals.py` tries each."""
+"""The private parts of torch that this package needs; `tests/parallel/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def default_store() -> distributed.Store:
-    """The store of the default process group, over a connection of its own: the group's is held while it waits."""
+    """The default process group's store, over its own connection: the group's is blocked while it waits."""
     store: distributed.Store = distributed.distributed_c10d._get_default_store().clone()
     return store
 

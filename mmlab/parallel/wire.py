@@ -1,8 +1,8 @@
-"""Tensors from one rank to another: a message of fixed size that describes them, then the bytes of each.
+"""Send tensors from one rank to another: a message of fixed size that describes them, then the bytes of each.
 
-Batches differ in shape, so the receiver learns from the description what follows. Tensors keep their order in memory,
-because rounding depends on it (features of a ResNet are stored channel by channel). Sending does not block: the sender
-goes on with its next micro-batch.
+Batches differ in shape, so the receiver learns from the description what follows. Tensors keep their memory
+order, because rounding depends on it (features of a ResNet are stored channel by channel). Sending does not
+block: the sender continues with its next micro-batch.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ class Wire:
 
     Args:
         group: of the two ranks, for this direction alone: NCCL keeps the messages of a group in one order, and with a
-            shared group both ranks would wait for each other.
-        ranks: all ranks; tensors are on its device, and it measures how long this rank waits.
+            group for both directions the ranks would wait for each other.
+        ranks: the process group of all ranks; gives the device of the tensors, and measures how long this
+            rank waits.
     """
 
     def __init__(self, peer: int, group: Any, ranks: ProcessGroup) -> None:
         self.peer, self.device = peer, ranks.device
         self._group, self._ranks = group, ranks
-        self._sent: list[tuple[Any, Tensor]] = []  # work in progress and the bytes that it reads
+        self._sent: list[tuple[Any, Tensor]] = []  # sends in progress and the tensors that they read
 
     def send(self, tensors: Sequence[Tensor | None]) -> None:
-        """Start to send tensors; None stays None."""
+        """Start sending tensors; None is received as None."""
         self._sent = [(work, held) for work, held in self._sent if not work.is_completed()]
         described: list[Any] = [None] * len(tensors)
         messages: list[Tensor] = []
@@ -51,7 +52,7 @@ class Wire:
         self._start(described, *messages)
 
     def receive(self) -> list[Tensor | None]:
-        """Wait for the peer's tensors; those that wanted a gradient there are leaves that want one here.
+        """Wait for the peer's tensors; those that require a gradient there are leaves that require one here.
 
         Raises:
             PeerFailed: the other rank gave up.
@@ -64,11 +65,11 @@ class Wire:
         return [None if each is None else self._rebuilt(*each) for each in described]
 
     def give_up(self) -> None:
-        """Send a message that nothing more comes, in the place of what the peer waits for."""
+        """Tell the peer, in place of what it waits for, that nothing more will come."""
         self._start(None)
 
     def wait(self) -> None:
-        """Until the peer has received everything."""
+        """Wait until the peer has received everything."""
         for work, _ in self._sent:
             work.wait()
         self._sent = []
@@ -81,7 +82,7 @@ class Wire:
     def _take(self, message: Tensor) -> Tensor:
         with self._ranks.waiting():
             distributed.recv(message, self.peer, group=self._group)
-            # NCCL returns at once, and the wait would count as the next kernel's
+            # NCCL returns at once, and the wait would count as time of the next kernel
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         return message

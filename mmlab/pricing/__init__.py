@@ -1,6 +1,8 @@
-"""What a padded shape costs before it is spent: a training step traced on fake tensors, a closed form fitted to a few of
-them (`MemoryModel`), budgets that follow it, and seconds (`TimeModel`), fitted to
-a few measured steps or predicted for a named device from the same trace.
+"""Predict what a training step costs from a batch's padded shape, before any training.
+
+Bytes (`MemoryModel`) are a closed form, fitted to a few steps traced on fake tensors. Seconds (`TimeModel`)
+are fitted to a few measured steps, or predicted for a named device from the same traces.
+`ResourceAwareScheduler` corrects the budget as training uses memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Fused attention on a CUDA device that is not there.
 
-torch asks the GPU which attention kernels it has; without one it takes the slow path, whose memory grows with the
-square of the length. `cuda_attention` takes torch's place in that choice and calls the fused kernels, whose results
-fake mode knows by their shapes. They keep query, key, value, output and one number for each query and head.
+torch asks the GPU which attention kernels it supports; without a GPU it takes the slow path, whose memory
+grows with the square of the length. `cuda_attention` makes that choice in torch's place and calls the fused
+kernels, for which fake mode knows the shapes of the results. They save query, key, value, output and one
+number for each query and head.
 
-The rules are those of a GPU of compute capability 8.0 or later: flash attention for 16 bits without a mask, memory-
-efficient attention otherwise, with the mask as a bias padded to 16 columns. cuDNN's attention, which torch prefers on
-some GPUs, keeps the same tensors.
+The rules are those of a GPU of compute capability 8.0 or later: flash attention for 16 bits without a mask,
+memory-efficient attention otherwise, with the mask as a bias padded to a multiple of 16 columns. cuDNN's
+attention, which torch prefers on some GPUs, saves the same tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` on CUDA tensors, by the kernel that a GPU would take."""
+    """`scaled_dot_product_attention` on CUDA tensors, by the kernel that torch would choose on a GPU."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -48,8 +49,8 @@ def cuda_attention(
     if not is_usual or dim % step or value.shape[-1] % step:
         return math_attention(query, key, value, bias, dropout_p, is_causal, None, scale=scale)[0]
     if bias is not None:
-        # torch makes no copy where nothing is to be padded; the bytes that stay are the same, and this way the order
-        # of operations does not depend on the shape
+        # torch makes no copy if there is nothing to pad; the bytes that stay are the same, and this way the
+        # order of operations does not depend on the shape
         columns = bias.shape[-1]
         bias = F.pad(bias, (0, -columns % _ALIGNMENT)).narrow(-1, 0, columns)
         bias = bias.expand(*query.shape[:-1], key.shape[-2])

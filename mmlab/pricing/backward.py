@@ -1,13 +1,13 @@
-"""Backward passes in Python: a walk of the autograd graph that asks nothing of the device.
+"""Backward passes in Python: a walk of the autograd graph that does not need the device.
 
-torch's own engine needs a CUDA context as soon as a graph has CUDA tensors, fake ones too. Within `python_backward()`
-`Tensor.backward` walks the graph in Python instead, in the order of torch's engine: the node that was made last runs
-first, a leaf receives its gradient as soon as it is complete, and the tensors that a node saved are freed when it has
-run. On real tensors the gradients are the same, bit for bit; on fake tensors the bytes that live at each moment are
-those of torch's engine.
+torch's own engine needs a CUDA context as soon as a graph has CUDA tensors, even fake ones. Within
+`python_backward()` `Tensor.backward` walks the graph in Python instead, in the order of torch's engine: the
+node that was made last runs first, a leaf receives its gradient as soon as it is complete, and the tensors
+that a node saved are freed when it has run. On real tensors the gradients are the same, bit for bit; on fake
+tensors the bytes that live at each moment are those of torch's engine.
 
-Costs about 30 us a node. Does not run tensor hooks, keep the graph for a second pass, differentiate the gradient, or
-give gradients of chosen inputs only.
+Costs about 30 us a node. Does not run tensor hooks, keep the graph for a second pass, compute second
+derivatives, or compute gradients of chosen inputs only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mmlab.pricing.torch_internals import (
 
 @contextmanager
 def python_backward() -> Iterator[None]:
-    """Within it `backward()` runs in Python. Forward pass and backward pass both belong inside."""
+    """Within it `backward()` runs in Python. Run both the forward and the backward pass inside."""
     walk = _Walk()
     with (
         backward_replaced(walk.backward, lambda: walk.task),
@@ -52,7 +52,7 @@ class _Saved:
     def __init__(self, tensor: Tensor) -> None:
         self.number = next_sequence_number()  # above the number of the node that saves it
         node = tensor.grad_fn
-        # a node's own output would keep the node, and so itself, where no backward pass comes by
+        # a node that saves its own output would be a reference cycle, never freed if no backward pass runs
         is_output = node is not None and sequence_number(node) == self.number - 1
         self.tensor: Tensor | None = tensor.detach() if is_output else tensor
 
@@ -61,7 +61,7 @@ class _Walk:
     def __init__(self) -> None:
         self.task = -1  # the backward pass that is running; -1 outside
         self._tasks = count()
-        # by nodes that have run, or by a checkpointed block that is computed again
+        # unpacked by nodes that have run, or by a checkpointed block that is recomputed
         self._used: list[_Saved] = []
 
     def unpack(self, saved: _Saved) -> Tensor:
@@ -70,7 +70,7 @@ class _Walk:
         return saved.tensor
 
     def _free(self, number: int) -> None:
-        """Free what was saved by nodes made after the one of this number: all of them have run."""
+        """Free what nodes made after the node of this number have saved: all of them have run."""
         for saved in self._used:
             if saved.number > number:
                 saved.tensor = None
@@ -87,7 +87,7 @@ class _Walk:
         """`torch.autograd.backward` without its options.
 
         Raises:
-            OptionError: a graph that is to be kept, a second derivative, or chosen inputs.
+            OptionError: `retain_graph`, `create_graph` or `inputs` is given.
         """
         if retain_graph or create_graph or inputs is not None:
             raise OptionError(
@@ -104,7 +104,7 @@ class _Walk:
             self.task = outer
 
     def _walk(self, roots: list[tuple[Node, int, Tensor]]) -> None:
-        """Run every node once all nodes that use its outputs have run; of those that are ready, the newest first."""
+        """Run every node that has received all its gradients, the newest first."""
         received: dict[Node, dict[int, Tensor]] = {}  # gradients by node, by its output in the forward pass
         while roots:
             _add(received, *roots.pop())
@@ -150,7 +150,7 @@ def _number(node: Node) -> int:
 
 
 def _num_users(roots: list[Node]) -> dict[Node, int]:
-    """How many gradients each node behind the roots will be given."""
+    """How many gradients each node behind the roots will receive."""
     num_users: dict[Node, int] = {}
     seen, stack = set(roots), roots
     while stack:
@@ -187,7 +187,7 @@ def _add(received: dict[Node, dict[int, Tensor]], node: Node, index: int, gradie
 
 
 def _fitted(gradient: Tensor, target: Node, index: int) -> Tensor:
-    """In the shape and type of what it is the gradient of."""
+    """The gradient in the shape and type of the tensor that it belongs to."""
     form = target.variable if _is_leaf(target) else output_forms(target)[index]
     if gradient.shape != form.shape:
         gradient = gradient.sum_to_size(form.shape)
@@ -195,7 +195,7 @@ def _fitted(gradient: Tensor, target: Node, index: int) -> Tensor:
 
 
 def _accumulate(node: Node, received: dict[int, Tensor]) -> None:
-    """Add to a leaf's gradient; the first one becomes it, where nobody else has it and its layout is the leaf's."""
+    """Add to a leaf's gradient; the first is not copied if nothing else holds it and its strides match."""
     if not received:
         return
     leaf, gradient = node.variable, received.pop(0)
@@ -209,7 +209,7 @@ def _accumulate(node: Node, received: dict[int, Tensor]) -> None:
 
 
 def _references_in_accumulate(received: dict[int, object]) -> int:
-    """What `_accumulate` counts for an object that nobody else holds."""
+    """The reference count that `_accumulate` sees for an object that nothing else holds."""
     gradient = received.pop(0)
     return sys.getrefcount(gradient)
 

@@ -29,13 +29,13 @@ class MemoryBreakdown:
     workspace: int  # of cuBLAS; 0 on a CPU
     gradients: int  # of parameters, those that exist at the peak
     batch: int
-    saved_activations: int  # what the forward pass leaves for the backward pass, as far as it still lives
+    saved_activations: int  # what the forward pass saves for the backward pass, as far as it is still live
     transient: int  # the rest: what the operation at the peak works on
     peak_bytes: int
     peak_operation: str
-    context_bytes: int  # beside the peak: CUDA's own, see `CONTEXT_BYTES`; 0 on a CPU
-    conditions: Mapping[str, Any]  # what the price was asked for
-    assumptions: tuple[str, ...]  # numbers that the model reads from tensors, and what was put in their place
+    context_bytes: int  # not part of the peak: the CUDA context, see `CONTEXT_BYTES`; 0 on a CPU
+    conditions: Mapping[str, Any]  # the setting that was priced
+    assumptions: tuple[str, ...]  # numbers that the model reads from tensors, and the values assumed for them
 
     def __str__(self) -> str:
         size, num_tokens, height, width = self.shape
@@ -61,7 +61,7 @@ def price(
     optimizer: str | OptimizerFactory = "adamw",
     **setting: Any,
 ) -> MemoryBreakdown:
-    """What one training step on a batch of this shape needs, without the device and without the memory.
+    """Memory that one training step on a batch of this shape needs, without using the device or the memory.
 
     >>> from mmlab.model import build_model
     >>> needed = price(build_model("tiny", vocab_size=100), (4, 16, 64, 64), "bf16")
@@ -70,7 +70,7 @@ def price(
     True
 
     Args:
-        model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.
+        model: any model that `FusionTrainer` accepts; it is not changed, and may be on the meta device.
         shape: (B, T, H, W).
         precision, optimizer, setting: the fields of `mmlab.pricing.trace.StepSetting`: `device`, `checkpointing`, ...
 

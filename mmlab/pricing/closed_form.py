@@ -1,10 +1,11 @@
-"""From traced shapes to a closed form of what any padded shape needs.
+"""Fit a closed form of what any padded shape needs to traced shapes.
 
-The peak of live bytes is a maximum of many polynomials in batch size B, text tokens T and image patches P: one for each
-operation of the step, since each operation is a place where the peak may be. A polynomial fitted to the peaks misses by
-several per cent, and by tens of per cent where one branch takes over from another. So `fit_rows` fits the bytes that
-are live after *every* operation, and keeps the few operations that can be the largest. Coefficients are never negative,
-as no tensor has a negative size, so a prediction never falls when a batch grows.
+The peak of live bytes is a maximum of many polynomials in batch size B, text tokens T and image patches P:
+one for each operation of the step, since the peak may be at any of them. One polynomial fitted to the peaks
+is off by several per cent, and by tens of per cent where the peak moves to another operation. So `fit_rows`
+fits the bytes that are live after *every* operation, and keeps the few operations at which the peak can be.
+Coefficients are never negative, as no tensor has a negative size, so a prediction never falls when a batch
+grows.
 
 A fit of some thousand operations takes about a second.
 """
@@ -28,7 +29,7 @@ EXPONENTS = (
     *((1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
 )
 LARGEST = (4096, 2048, 4096)  # B, T, P up to which rows are kept
-_KEPT_RATIO = 1 - 5e-4  # of the maximum over all rows, which those kept reach everywhere
+_KEPT_RATIO = 1 - 5e-4  # share of the maximum over all rows that the kept rows reach everywhere
 
 
 def fit_rows(
@@ -39,16 +40,16 @@ def fit_rows(
     patch: int = PATCH,
     largest: tuple[int, int, int] = LARGEST,
 ) -> MaxPolynomial:
-    """Fit the bytes that are live after every operation, and keep the operations that can be the largest.
+    """Fit the bytes that are live after every operation, and keep the operations at which the peak can be.
 
-    Each is fitted by least squares of the relative error, with coefficients that are not negative. Rows are kept until
-    they reach 99.95 % of the maximum over all, anywhere up to `largest`. A dimension that does not vary in `shapes` has
-    no part in the fit: the rows then hold for that value of it only.
+    Each is fitted by least squares of the relative error, with coefficients that are not negative. Rows are
+    added until they reach 99.95 % of the maximum over all rows, everywhere up to `largest`. A dimension that
+    does not vary in `shapes` takes no part in the fit: the rows then hold for that value of it only.
 
     Args:
         shapes: (n, 4) batch size, tokens, height and width of the traced steps.
         live_bytes: (n, E) after each of the E operations of each step.
-        step_peak_bytes: the most that is live within the optimizer's step, which has no shape.
+        step_peak_bytes: peak of the optimizer's step, which does not depend on the shape.
         patch: side of a patch in pixels.
         largest: B, T and P up to which the rows hold.
 
@@ -56,7 +57,7 @@ def fit_rows(
         The rows, in bytes.
 
     Raises:
-        OptionError: fewer shapes than the terms to be fitted.
+        OptionError: fewer shapes than terms to fit.
     """
     from scipy.optimize import nnls
 
@@ -75,8 +76,9 @@ def fit_rows(
 
 
 def held_out_errors(predicted: NDArray[np.floating], found: NDArray[Any]) -> dict[str, float]:
-    """Relative errors of predictions: `p50_ratio`, `p95_ratio`, `max_ratio` of the absolute ones, and
-    `worst_under_ratio`, the largest that a prediction fell short by; with `num_shapes`. Without any there are none."""
+    """Relative errors of predictions: `p50_ratio`, `p95_ratio` and `max_ratio` of their absolute values,
+    `worst_under_ratio`, the most by which a prediction was too low, and `num_shapes`. Empty without
+    predictions."""
     if not len(found):
         return {}
     error = np.asarray(predicted) / np.asarray(found) - 1
@@ -94,7 +96,7 @@ def step_terms(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The terms that a fit to these shapes can tell apart: (n, M) values and (M, 3) powers of B, T and P.
 
-    Of terms that differ only in what the shapes have all alike, the first is kept.
+    Of terms that differ only in dimensions that are the same in all shapes, the first is kept.
     """
     count, text, height, width = np.asarray(shapes, dtype=np.int64).T
     at = np.stack([count, text, -(-height // patch) * -(-width // patch)], axis=1)
@@ -109,14 +111,14 @@ def _values(at: NDArray[np.integer], exponents: NDArray[np.integer]) -> NDArray[
 
 
 def _box(largest: tuple[int, int, int]) -> NDArray[np.int64]:
-    """(m, 3) points spread by equal ratios over all B, T, P up to `largest`; without text and without image too."""
+    """(m, 3) points in B, T, P up to `largest`, evenly spaced on log scales; also without text or image."""
     size, *others = (np.unique(np.geomspace(1, most, 16).astype(np.int64)) for most in largest)
     axes = [size, *(np.append(0, axis) for axis in others)]
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 3)
 
 
 def _needed(heights: NDArray[np.float64]) -> list[int]:
-    """Rows of `heights` (K, m) whose maximum is nearly that of all at every point, the most needed first."""
+    """Rows of `heights` (K, m) whose maximum is nearly that of all rows everywhere, the most needed first."""
     most = np.maximum(heights.max(axis=0), 1.0)  # one byte
     kept = [int(np.argmax(heights.sum(axis=1)))]
     while True:

@@ -1,9 +1,9 @@
-"""Public specifications of devices, and how long a traced step would take on one: a roofline over its operations.
+"""Public specifications of devices, and the time of a traced step on one: a roofline over its operations.
 
-An operation takes as long as its arithmetic at the peak rate or its bytes at the full bandwidth, whichever is longer
-(Williams, Waterman and Patterson 2009), and at least as long as starting it takes. Kernels reach neither peak, so a
-prediction from specifications alone is a lower bound more than a forecast; `Device.calibrated` brings the three rates to
-what measured steps show.
+An operation takes as long as its arithmetic at the peak rate or its bytes at the full bandwidth, whichever is
+longer (Williams, Waterman and Patterson 2009), and at least as long as its launch. Kernels reach neither
+peak, so a prediction from specifications alone is a lower bound rather than a forecast; `Device.calibrated`
+fits the three rates to measured steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from mmlab.errors import OptionError, unknown_name
 from mmlab.pricing.trace import StepTrace
 
-_LAUNCH_S = 5e-6  # an assumption, no specification: eager torch starts some 200,000 kernels a second
-# how much calibration holds to specified rates; the last one is assumed
+_LAUNCH_S = 5e-6  # an assumption, not a specification: eager torch launches some 200,000 kernels a second
+# how strongly calibration holds each rate to its initial value; launch time, an assumption, is free
 _STIFFNESS = np.array([1e-3, 1e-3, 0.0])
 _TERA, _GB = 1e12, 1e9
 
@@ -31,11 +31,11 @@ class Device:
     Args:
         flops_per_s: peak of dense arithmetic, by precision: "fp32", "tf32", "bf16", "fp16".
         bytes_per_s: bandwidth of its memory.
-        memory_bytes: how much of it there is.
+        memory_bytes: size of its memory.
         launch_s: least time from one operation to the next.
-        source: where the figures stand.
-        kind: "cuda" or "cpu", whose kernels a step is traced with. On a CPU starting an operation comes before its work;
-            on a GPU it is hidden behind the work of the one before.
+        source: where the figures come from.
+        kind: "cuda" or "cpu": the kernels that a step is traced with. On a CPU an operation's launch adds to
+            its work; on a GPU it is hidden behind the work of the operation before.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Device:
     kind: str = "cuda"
 
     def check_precision(self, precision: str) -> None:
-        """Refuse arithmetic that the device does not have.
+        """Refuse a precision that the device does not support.
 
         Raises:
-            OptionError: names those that it has.
+            OptionError: it is not supported; the message names those that are.
         """
         if precision not in self.flops_per_s:
             raise OptionError(f"{self.name} has no {precision}; choose one of {', '.join(self.flops_per_s)}")
@@ -59,19 +59,19 @@ class Device:
         """How long a traced step takes.
 
         Args:
-            precision: of the training; under "tf32" operations in 32 bits run at that rate.
+            precision: of the training; under "tf32", 32-bit operations run at the TF32 rate.
         """
         return float(self._seconds(self._rates(), _demands([trace], self, precision))[0])
 
     def calibrated(
         self, traces: Sequence[StepTrace], measured_s: Sequence[float], precision: str = "fp32"
     ) -> Device:
-        """The same device with rates that explain measured steps.
+        """The same device with rates fitted to measured steps.
 
-        Arithmetic (all precisions by one factor), bandwidth and launch time are moved to where the squares of the
-        logarithms of predicted over measured seconds are least (Powell 1964). Arithmetic and bandwidth, where the
-        steps hardly depend on them, stay where they were. Steps of small matrices reach less of the arithmetic: calibrate
-        with steps as heavy as those in question.
+        Arithmetic (all precisions by one factor), bandwidth and launch time are chosen to minimise the mean
+        square of log(predicted / measured seconds) (Powell 1964). Arithmetic and bandwidth stay where they
+        were if the steps hardly depend on them. Small matrices reach a smaller share of the peak rate:
+        calibrate with steps as heavy as those you want to predict.
 
         Args:
             traces: of the steps, with `StepTracer(model, device=self.kind)`.
@@ -95,7 +95,7 @@ class Device:
         )
 
     def _rates(self) -> NDArray[np.float64]:
-        """Factor on arithmetic, bytes a second, seconds a launch."""
+        """Factor on the arithmetic rates, bytes a second, seconds a launch."""
         return np.array([1.0, self.bytes_per_s, self.launch_s])
 
     def _seconds(
@@ -108,7 +108,7 @@ class Device:
 
 
 def _demands(traces: Sequence[StepTrace], device: Device, precision: str) -> list[NDArray[np.float64]]:
-    """For each trace (2, n): seconds of arithmetic at the peak rate, and bytes, of each operation that runs."""
+    """For each trace, (2, n): seconds of arithmetic at the peak rate, and bytes, of each kernel."""
     device.check_precision(precision)
     peaks = {**device.flops_per_s, "fp32": device.flops_per_s["tf32" if precision == "tf32" else "fp32"]}
     found = []
@@ -120,7 +120,7 @@ def _demands(traces: Sequence[StepTrace], device: Device, precision: str) -> lis
 
 
 def find_device(name: str) -> Device:
-    """A device of `DEVICES`, whatever the case and the spaces.
+    """A device of `DEVICES` by name, ignoring case and spaces.
 
     >>> find_device("a100 80gb").name
     'A100 80GB'
@@ -154,7 +154,7 @@ def _device(name: str, tera: Mapping[str, float], bandwidth_gb: float, memory_gb
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989}
 _SITE = "https://www.nvidia.com/en-us/data-center"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
-DEVICES = (  # dense arithmetic: data sheets that state it with sparsity state twice as much
+DEVICES = (  # dense arithmetic: half of what data sheets state with sparsity
     _device("H200", _HOPPER, 4800, 141, f"{_SITE}/h200/"),
     _device("H100 SXM", _HOPPER, 3350, 80, f"{_SITE}/h100/"),
     _device("A100 80GB", {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}, 2039, 80, f"{_SITE}/a100/"),

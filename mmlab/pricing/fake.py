@@ -3,7 +3,7 @@
 Within a `FakeDevice` a model's forward pass, backward pass and optimizer step run on a machine without a GPU, in
 seconds and in almost no memory, whatever the batch. It is torch's FakeTensorMode, made quicker, with what that lacks on
 such a machine: a backward pass (`backward`), autocast that does not switch itself off, fused attention (`attention`), and
-answers where a model reads a number (`values`).
+stand-ins for the numbers that a model reads (`values`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class FakeDevice:
-    """A context in which tensors are fake and the device is there. It can be entered again.
+    """A context in which tensors are fake and the device seems to exist. It can be entered more than once.
 
     As on a real device, a tensor that is made without naming a device is on the CPU.
 
@@ -71,22 +71,22 @@ class FakeDevice:
 
     @property
     def reads(self) -> Counter[str]:
-        """How often a model read a number that is not known, by place."""
+        """How often a model read an unknown number, by module and line."""
         return self._answers.reads
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Let a fake tensor have the values of a real one on the CPU."""
+        """Give a fake tensor the values of a real one on the CPU."""
         self._answers.known[fake] = value
         return fake
 
     def copy(self, batch: Batch) -> Batch:
-        """A batch on the host, on this device, with all its values known."""
+        """A copy on this device of a batch on the host, with all its values known."""
         return batch.map_tensors(
             lambda real: self.know(torch.empty(real.shape, dtype=real.dtype, device=self.device), real)
         )
 
     def clone(self, model: Module) -> Module:
-        """The model on this device. The original is left as it is, nothing is allocated, tied weights stay tied."""
+        """A copy of the model on this device. Nothing is allocated, and tied weights stay tied."""
         with self:
             memo: dict[int, Any] = {id(buffer): self._fake(buffer) for buffer in model.buffers()}
             for module in model.modules():

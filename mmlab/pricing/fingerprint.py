@@ -1,4 +1,4 @@
-"""One line that says whether two models need the same memory."""
+"""A hash that tells whether two models need the same memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def fingerprint(model: nn.Module) -> str:
             key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)
         }
         settings.pop("training", None)
-        # Hugging Face's
+        # set by Hugging Face models
         settings["gradient_checkpointing"] = getattr(module, "gradient_checkpointing", False)
         digest.update(f"{name} {type(module).__qualname__} {sorted(settings.items())}\n".encode())
         digest.update(f"{type(vars(module).get('forward')).__name__}\n".encode())
     first: dict[int, str] = {}
     weights, buffers = model.named_parameters, model.named_buffers
     for name, tensor in [*weights(remove_duplicate=False), *buffers(remove_duplicate=False)]:
-        same = first.setdefault(id(tensor), name)  # tied weights are there once
+        same = first.setdefault(id(tensor), name)  # tied weights exist once
         digest.update(f"{name} {same} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n".encode())
     return digest.hexdigest()[:16]

@@ -1,10 +1,11 @@
-"""From traces of a few small steps to a closed form of the memory that any batch needs.
+"""Fit a closed form of the memory that any batch needs to traces of a few small steps.
 
-Which operations a step has depends on the shape in a few places: attention pads its bias unless a length is a multiple
-of 8; an image of the size that a vision transformer was made for needs no other position embedding; a batch of one
-leaves out an operation. Probes avoid all of these by lengths of 8k + 1, where padding is largest. So all probes have
-the same, most general sequence of operations, and a shape that leaves some out is predicted at or above what it needs.
-Operations that some probes have more often than others are taken together (`_aligned`).
+Which operations a step has depends on the shape in a few places: attention pads its bias unless a length is a
+multiple of 8; an image of the size that a vision transformer was made for needs no resized position
+embedding; a batch of one leaves out an operation. Probes avoid all of these by lengths of 8k + 1, where
+padding is largest. So all probes have the same, most general sequence of operations, and a shape that leaves
+some out is predicted at or above what it needs. Operations that occur more often in some probes than in
+others are merged with their predecessors (`_aligned`).
 
 A fit costs a trace for each probe and each held-out shape: 10 to 20 CPU seconds for the base preset.
 """
@@ -33,8 +34,8 @@ from mmlab.types import PATCH, BatchShape
 
 _SIZES = (2, 3, 4, 6, 8, 12, 16)  # samples in a probe
 _TEXTS = (9, 17, 33, 65, 97, 129)  # tokens
-_GRIDS = ((3, 3), (3, 11), (5, 5), (5, 13), (9, 9), (7, 15), (11, 11), (13, 13))  # patches: 8k + 1 together
-_UNSEEN = (128, 256, 24, 24)  # samples, tokens and patches high and wide that held-out shapes go up to
+_GRIDS = ((3, 3), (3, 11), (5, 5), (5, 13), (9, 9), (7, 15), (11, 11), (13, 13))  # patches; product 8k + 1
+_UNSEEN = (128, 256, 24, 24)  # largest held-out shape: samples, tokens, patches high and wide
 _LARGEST_SIZE, _LONGEST_TEXT, _LARGEST_IMAGE = 4096, 512, 48**2  # up to which the fit's rows are kept
 
 
@@ -50,15 +51,19 @@ def fit_memory(
     """Fit the memory that a training step of a model needs, for batches of any shape.
 
     Args:
-        dataset: of a `ConversationModel`, whose processor makes the batches; None makes them of pixels and tokens.
-        num_held_out: traced steps, of larger batches than those that are fitted, that its errors are reported on.
-        patch: side in pixels of the cells that image sides are counted in, rounded up. None takes the vision model's
-            patch, else 16. For a ResNet, 32 is exact where all sides are multiples of 32; with 16 its last stage counts
-            as large as at the next odd number of cells, a per cent or two too much elsewhere.
+        dataset: for a `ConversationModel`; its processor makes the batches. None makes them of pixels and
+            tokens.
+        num_held_out: traced steps, of larger batches than the fitted ones, on which the fit's errors are
+            reported.
+        patch: side in pixels of the cells in which image sides are counted, rounded up. None takes the vision
+            model's patch, else 16. For a ResNet, 32 is exact if all sides are multiples of 32; with 16, its
+            last stage is priced as at the next odd number of cells, a per cent or two too high for other
+            sides.
         setting: the fields of `mmlab.pricing.trace.StepSetting`: `precision`, `device`, `checkpointing`, ...
 
     Raises:
-        OptionError: fewer than 0 held-out shapes, a step that cannot be priced, or one that depends on the shape in other ways.
+        OptionError: fewer than 0 held-out shapes, a step that cannot be priced, or one whose operations
+            depend on the shape in other ways.
     """
     check_numbers({"num_held_out": num_held_out})
     if dataset is None:
@@ -94,13 +99,13 @@ def _candidates(patch: int, most_tokens: int, side: int | None) -> NDArray[np.in
 
 
 def _probes(shapes: NDArray[np.int64], patch: int) -> NDArray[np.int64]:
-    """Those of the shapes that tell the terms apart best, two more than there are terms.
+    """The shapes that tell the terms apart best, two more than there are terms.
 
-    The idea is that of a D-optimal design, chosen greedily: `covariance` is that of the coefficients after the probes so
-    far, up to a factor, and the next probe is the shape whose prediction would vary most under it.
+    A D-optimal design, chosen greedily: `covariance` is, up to a factor, that of the coefficients after the
+    probes so far, and the next probe is the shape whose prediction varies most under it.
     """
     terms = step_terms(shapes, patch)[0]
-    # a fit weighs errors by one over the bytes, which grow about as the sum of the terms
+    # a fit divides errors by the bytes, which grow roughly like the sum of the terms
     terms /= (terms / terms.max(axis=0)).sum(axis=1, keepdims=True)
     terms /= terms.max(axis=0)
     covariance, chosen = np.eye(terms.shape[1]) * 1e6, []
@@ -121,10 +126,10 @@ def _unseen(num: int, patch: int, most_tokens: int, side: int | None) -> NDArray
 
 
 def _aligned(traces: Sequence[StepTrace]) -> NDArray[np.int64]:
-    """(n, E) the most that lives from each operation that all traces have alike until the next.
+    """(n, E) peak bytes from each operation that occurs equally often in all traces until the next such one.
 
-    A few operations come more often in one step than in another: a vision tower may loop over images, and a mask that
-    hides nothing is left out. Those are not told apart.
+    A few operations occur more often in one step than in another: a vision tower may loop over images, and a
+    mask that hides nothing is left out. Those count with the operation before them.
     """
     counts = [Counter(trace.operations) for trace in traces]
     alike = {name for name, count in counts[0].items() if all(other[name] == count for other in counts)}
@@ -152,7 +157,7 @@ def _most_tokens(model: nn.Module) -> int:
 
 
 def patch_of(model: nn.Module) -> int:
-    """Side in pixels of the patches that a model's image encoder makes, 16 where it does not say."""
+    """Side in pixels of the image encoder's patches, 16 if the model does not state it."""
     return getattr(_vision_config(model), "patch_size", None) or PATCH
 
 
@@ -163,14 +168,14 @@ def _vision_config(model: nn.Module) -> Any:
 
 
 def _only_side(tracer: StepTracer, vision: Any, patch: int) -> int | None:
-    """The side of the one square image that a model takes; None where it takes any, which a trace shows."""
+    """The side of the one square image size that a model takes; None if a trace of another size works."""
     side = getattr(vision, "image_size", None)
     if not isinstance(side, int):
         return None
     try:
         tracer(BatchShape(2, 9, 3 * patch, 5 * patch))
     except (ValueError, RuntimeError):
-        return side  # so transformers refuses a size; any other reason comes up again at the first probe
+        return side  # transformers refuses a size with these; any other cause comes up at the first probe
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a fitted closed form holds for, and its file: the base of `MemoryModel` and `TimeModel`."""
+"""`FittedModel`, a fitted closed form with its conditions and its file, and `MemoryModel`, built on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmlab.machine import replace_file, versions
 from mmlab.schedule.cost import MaxPolynomial, max_batch_size
 from mmlab.types import BatchShape
 
-_NOTABLE_RATIO = 0.03  # between prediction and measurement: more is not fragmentation but another step
+_NOTABLE_RATIO = 0.03  # a larger gap between prediction and measurement is another step, not fragmentation
 _LIBRARIES = ("torch", "transformers")
 
 
@@ -30,9 +30,9 @@ class FittedModel:
     Args:
         rows: the closed form, in `unit`.
         fingerprint: of the model, see `mmlab.pricing.fingerprint`.
-        conditions: what the step was.
+        conditions: of the step: precision, device and others.
         held_out: errors on shapes that were not fitted, see `mmlab.pricing.closed_form.held_out_errors`.
-        versions: of the libraries that decide which operations a step has.
+        versions: of the libraries that determine which operations a step has.
     """
 
     unit: ClassVar[str]
@@ -74,7 +74,7 @@ class FittedModel:
             conditions: of the training; those not named are not compared.
 
         Raises:
-            DataError: the file is no such model.
+            DataError: the file holds no such model.
             OptionError: it was fitted for another model, under other conditions or with other versions.
         """
         try:
@@ -104,12 +104,13 @@ class FittedModel:
         fingerprint: str,
         conditions: Callable[[], Mapping[str, Any]],
     ) -> Self:
-        """What `path` holds, so that a run that goes on has the same plans; else what `fit` makes, which is kept there.
+        """Load what `path` holds, so that a resumed run has the same plans; otherwise fit, and save it there.
 
-        A file that is damaged, or of another model or other conditions, is fitted anew, and a warning says why.
+        If the file is damaged, or describes another model or other conditions, it is replaced by a new fit,
+        and a warning says why.
 
         Args:
-            conditions: asked for only where there is a file: those of a time model take a copy of the model.
+            conditions: called only if there is a file: a time model needs a copy of the model to state them.
         """
         if path.exists():
             try:
@@ -135,7 +136,7 @@ class MemoryModel(FittedModel):
 
     Args:
         rows: one polynomial for each operation at which the peak can be, in bytes.
-        conditions: what the step was, see `mmlab.pricing.trace.StepSetting`.
+        conditions: of the step, see `mmlab.pricing.trace.StepSetting`.
         offset_bytes: what `calibrated` has added to every row.
     """
 
@@ -149,9 +150,10 @@ class MemoryModel(FittedModel):
         return max_batch_size(self, num_tokens, height, width, limit_bytes)
 
     def calibrated(self, shape: BatchShape, measured_bytes: int) -> MemoryModel:
-        """The same model raised by what a measured step needed beyond the prediction; never lowered.
+        """The same model, raised by what a measured step needed beyond the prediction; never lowered.
 
-        Warns where the two are more than 3 % apart: then the step that was measured is probably another one.
+        Warns if the two are more than 3 % apart: then the measured step is probably not the one that was
+        fitted.
         """
         predicted = self(shape)
         gap = measured_bytes / predicted - 1

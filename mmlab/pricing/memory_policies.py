@@ -1,11 +1,13 @@
-"""How a run's memory use changes the size of its batches: by a memory model that is corrected, or by halving.
+"""How a run's memory use changes the size of its batches: by correcting a memory model, or by halving.
 
-A policy takes the values of each step and says what it wants now. The ranks agree on the least that any of them wants,
-and the policy settles on a new value from that. It works with plain numbers; a step costs a few microseconds.
+A policy takes the values of each step and says which value (a budget or a batch size) it wants now. The ranks
+agree on the least that any of them wants, and the policy settles on a new value from that. It works with
+plain numbers; a step costs a few microseconds.
 
-`Predictive` keeps a factor on the predicted bytes. The factor rises at once to what a peak shows and falls slowly; it
-is never below 1, because a model that predicts too much is safe. An out-of-memory tells only that more than the limit
-was needed: the value then falls by a guess, which the next measured batch replaces. `Halving` is article A's rule.
+`Predictive` keeps a factor on the predicted bytes. The factor rises at once to what a peak shows and falls
+slowly; it is never below 1, because a model that predicts too much is safe. An out-of-memory error tells only
+that more than the limit was needed: the value then falls by a guess, until the next batch has been measured.
+`Halving` is article A's rule.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ DECAY = 0.002  # share of the way to a lower peak that the correction falls in a
 MAX_CORRECTION = 2.0
 CAUTION = 1.2  # factor on predictions after an out-of-memory, until a batch has been measured
 MARGIN_STEP, MAX_MARGIN = 0.02, 0.2  # added to the margin by an out-of-memory
-HYSTERESIS, PATIENCE = 0.01, 20  # the value rises by more than this only, wanted for so many steps
-MAX_CHANGE = 0.25  # most that one decision changes the value
+HYSTERESIS, PATIENCE = 0.01, 20  # the value rises only by more than this, after that many steps that want it
+MAX_CHANGE = 0.25  # the largest relative change in one decision
 # share of the system's memory below which batches shrink; above twice that they grow again
 RAM_RESERVE = 0.05
 RAM_STEP, LEAST_FOR_RAM = 0.8, 0.25
@@ -39,7 +41,7 @@ Wish = tuple[float, str]  # the value that is wanted now, and why
 
 
 class MemoryPolicy(ABC):
-    """Turns step values into the value that planners get. Deterministic but for what it reads of the system."""
+    """Turns step values into the value that planners get. Deterministic but for readings of system memory."""
 
     STATE: ClassVar[tuple[str, ...]]  # attributes that a resumed run needs
     value: float
@@ -50,21 +52,21 @@ class MemoryPolicy(ABC):
 
     @abstractmethod
     def planner(self, planner: Scheduler, value: float) -> Scheduler:
-        """The planner with a value of this policy."""
+        """A copy of the planner with this value: a budget or a batch size."""
 
     def bind(self, sizes: SampleSizes) -> None:  # noqa: B027
-        """Learn which samples will be planned."""
+        """Note which samples will be planned."""
 
     def next_epoch(self) -> Wish:
         """What is wanted at the start of a later epoch."""
         return self.value, ""
 
     def settle(self, agreed: float) -> float:
-        """The new value, alike on ranks that agreed."""
+        """The new value, the same on all ranks."""
         return agreed
 
     def figures(self) -> dict[str, float]:
-        """What the event of a decision tells."""
+        """The policy's own values in a `decision` event."""
         return {}
 
     def state_dict(self) -> dict[str, float]:
@@ -103,11 +105,11 @@ class Predictive(MemoryPolicy):
         self.cost, self.limit_bytes, self._free_ram = cost, limit_bytes, free_ram
         self.margin_ratio = 1 - getattr(planner, "target_ratio", 0.97)  # share of the limit that is kept free
         self.measured = 1.0  # factor on predictions, from peaks
-        self.caution = 1.0  # and what is added to it by guess
+        self.caution = 1.0  # a further factor, by guess, after an out-of-memory
         self.ram_factor = 1.0
         self._num_above = 0  # steps in a row in which a higher value was wanted
-        self._num_since_lower = PATIENCE  # steps
-        self._num_unwatched = 0  # steps since the system's memory was read: it follows batches with a delay
+        self._num_since_lower = PATIENCE  # steps since the value was lowered
+        self._num_unwatched = 0  # steps since the system's memory was read, which lags behind batches
         self._floor = 0.0
         self.value = self._wanted()
 
@@ -119,11 +121,11 @@ class Predictive(MemoryPolicy):
     def planner(self, planner: Scheduler, value: float) -> Scheduler:
         options: dict[str, Any] = {"budget": value}
         if hasattr(planner, "target_ratio"):
-            options["target_ratio"] = 1.0  # the value has the margin already
+            options["target_ratio"] = 1.0  # the value already leaves the margin
         return replace(planner, **options)
 
     def bind(self, sizes: SampleSizes) -> None:
-        """No budget may be below the costliest sample's price, or it could not be planned."""
+        """Keep the budget at or above the costliest sample, which could not be planned otherwise."""
         self._floor = costliest_sample(self.cost, sizes, enough=0)[1]
 
     def observe(self, values: Values) -> Wish:
@@ -142,7 +144,7 @@ class Predictive(MemoryPolicy):
             self._num_above = self._num_since_lower = 0
             return max(agreed, (1 - MAX_CHANGE) * self.value)
         self._num_above = self._num_above + 1 if agreed > self.value * (1 + HYSTERESIS) else 0
-        # a value that was lowered just now was perhaps a guess: one batch that shows otherwise is enough to raise it
+        # a value just lowered may have been a guess: one batch that shows it was too low raises it again
         if self._num_above < (1 if self._num_since_lower <= PATIENCE else PATIENCE):
             return self.value
         self._num_above, self._num_since_lower = 0, PATIENCE
@@ -156,7 +158,7 @@ class Predictive(MemoryPolicy):
         return max(wanted, self._floor)
 
     def _predicted(self, values: Values) -> float:
-        """The prediction for a step of a trainer without a memory model; exact where the step has one batch."""
+        """The prediction for a step if the trainer has no memory model; exact if the step has one batch."""
         batch_size = -(-values["num_samples"] // values["num_batches"])
         return self.cost(BatchShape(batch_size, values["num_tokens"], values["height"], values["width"]))
 
@@ -170,7 +172,7 @@ class Predictive(MemoryPolicy):
         return text
 
     def _measure(self, predicted: float, peak: float) -> str:
-        # a constant error is a large share of a small batch, and must not count as a factor there
+        # a constant error is a large share of a small batch's bytes, and must not be taken for a factor
         shown = 1 + (peak - predicted) / max(predicted, self.value / 2)
         is_full = predicted >= self.value / 2
         if is_full:
@@ -200,7 +202,7 @@ class Predictive(MemoryPolicy):
 class Halving(MemoryPolicy):
     """A batch size: halved above 80 % of the limit, doubled (up to 64) below 30 %, at the end of each epoch.
 
-    It is halved at once when memory ran out, where the article's run would have ended.
+    It is halved at once when memory runs out, where the article's run would have ended.
 
     Raises:
         OptionError: the planner has no batch size.
@@ -216,7 +218,7 @@ class Halving(MemoryPolicy):
                 "use 'random' or another with batches of fixed size"
             )
         self.limit_bytes, self.value = limit_bytes, float(batch_size)
-        self._peak_bytes = 0.0  # since the last decision; 0 where no step has a counted peak
+        self._peak_bytes = 0.0  # since the last decision; 0 if no step has a counted peak
         self._num_steps = 0  # of the epoch
 
     def adjust(self, current: int) -> int:
@@ -248,7 +250,7 @@ class Halving(MemoryPolicy):
         return float(wanted), f"{share:.0%} of the limit was used"
 
     def used_bytes(self) -> float:
-        """The highest peak of the steps; without any, what the system and the device hold now, as the article reads it."""
+        """The steps' highest peak; without one, memory in use on system and device, as in the article."""
         if self._peak_bytes:
             return self._peak_bytes
         used_bytes = total_memory_bytes() - available_memory_bytes()
@@ -259,6 +261,6 @@ class Halving(MemoryPolicy):
 
 
 def _peak(values: Values) -> float | None:
-    """A step's peak where tensors were counted; a process's resident memory is no peak of the step."""
+    """A step's peak if tensors were counted; a process's resident memory does not show a step's peak."""
     counted = values.get("memory_source") in ("torch allocator", "live tensors")
     return values.get("peak_bytes") if counted else None

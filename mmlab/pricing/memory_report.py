@@ -1,8 +1,9 @@
 """What a data set's batches need on a device of a given size, before any training: `mmlab memory`.
 
-The model's memory is fitted without a device (`mmlab.pricing`), for the training asked for and for its alternatives:
-the other precision, and activation checkpointing the other way round. For each, an epoch is planned that fills the
-memory. Costs three fits (10 to 20 s each for the base preset) and three plans; no image is decoded.
+The model's memory is fitted without a device (`mmlab.pricing`), for the training asked for and for two
+alternatives: the other precision, and activation checkpointing switched on or off. For each, an epoch is
+planned that fills the memory. Costs three fits (10 to 20 s each for the base preset) and three plans; no
+image is decoded.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class PlannedMemory:
     memory: MemoryModel
     sizes: SampleSizes
     limit_bytes: int  # of the device
-    target_bytes: float  # of those, what a batch is planned for
-    plan: BatchPlan | None  # None where a sample alone needs more than the limit
+    target_bytes: float  # the part of the limit that a batch may take
+    plan: BatchPlan | None  # None if a sample alone needs more than the target
 
     @property
     def sample_bytes(self) -> NDArray[np.float64]:
@@ -61,7 +62,7 @@ class PlannedMemory:
         return np.empty(0) if self.plan is None else batch_costs(self.memory, self.plan.shape_columns)
 
     def figures(self) -> dict[str, float | None]:
-        """The figures of the epoch; those of the plan are None where there is none."""
+        """The figures of the epoch; those of the plan are None if there is none."""
         alone, sizes = self.sample_bytes, self.sizes
         longest, highest, widest = (int(side.max()) for side in (sizes.num_tokens, sizes.height, sizes.width))
         names = ("num_batches", "mean_batch_size", "mean_use_ratio", "max_use_ratio", "combined_waste")
@@ -78,7 +79,7 @@ class PlannedMemory:
         }
 
     def figure(self) -> Figure:
-        """Every planned batch: its samples, and its predicted bytes below the limit."""
+        """A figure of every planned batch: its samples, and its predicted bytes below the limit."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 2.8), layout="constrained")
@@ -112,12 +113,12 @@ class MemoryReport:
     source: str
     model: str
     limit: MemoryLimit
-    plans: dict[str, PlannedMemory]  # the training asked for, then its alternatives, by what they are
+    plans: dict[str, PlannedMemory]  # by precision and checkpointing; the training asked for is the first
     of_conversations: bool = False
 
     @property
     def planned(self) -> PlannedMemory:
-        """Of the training asked for."""
+        """The epoch of the training asked for."""
         return next(iter(self.plans.values()))
 
     @property
@@ -135,14 +136,14 @@ class MemoryReport:
 
     @property
     def largest_shapes(self) -> pd.DataFrame:
-        """The distinct shapes of single samples that need most, with the most of them that a batch may have."""
+        """The distinct shapes of samples that need most, each with the largest batch of such samples."""
         shapes, counts = np.unique(self.planned.sizes.alone, axis=0, return_counts=True)
         costliest = np.argsort(-batch_costs(self.memory, shapes), kind="stable")[:_SHOWN]
         return self._shapes(shapes[costliest], counts[costliest])
 
     @property
     def common_shapes(self) -> pd.DataFrame:
-        """The commonest image sizes, each with its longest text and the most such samples that a batch may have."""
+        """The commonest image sizes, each with its longest text and the largest batch of such samples."""
         sizes = self.planned.sizes
         both = np.stack([sizes.height, sizes.width], axis=1)
         images, image, counts = np.unique(both, axis=0, return_inverse=True, return_counts=True)
@@ -182,7 +183,7 @@ class MemoryReport:
         }
 
     def figure(self) -> Figure:
-        """The batches of the training asked for."""
+        """A figure of the batches of the training asked for."""
         return self.planned.figure()
 
     def __str__(self) -> str:
@@ -230,12 +231,13 @@ def memory_report(
             configuration is read.
         data: anything that `read_records` takes.
         memory_gb: GiB to plan for; None asks the device, see `memory_limit`.
-        device: "cuda" or "cpu": whose kernels and allocator are priced.
+        device: "cuda" or "cpu": the device whose kernels and allocator are priced.
         image: image policy in short form, see `parse_image_policy`.
         tokenizer: see `load_tokenizer`.
-        limit: use so many samples, drawn from every split.
-        images: folder of the images, where they are not beside the data.
-        processor: name of a vision-language model's, where the data are conversations; it decides on images and tokens.
+        limit: number of samples to use, drawn from every split.
+        images: folder of the images, if they are not beside the data.
+        processor: name of a vision-language model's processor, if the data are conversations; it determines
+            the sizes of images and texts.
         setting: other fields of `mmlab.pricing.trace.StepSetting`: `precision`, `checkpointing`, ...
 
     Raises:

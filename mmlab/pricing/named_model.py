@@ -1,4 +1,4 @@
-"""Models by name as pricing needs them: the shapes of their weights, without the weights or with first ones."""
+"""Models by name, for pricing: on the meta device, without weights, or with newly initialised weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def named_model(name: str, *, vocab_size: int, tokenizer: Any = None, device: st
     Args:
         vocab_size: of a preset.
         device: "meta" makes no weights and takes no memory.
-        tokenizer: of the data; a model that predicts hidden tokens is priced with its mask token.
+        tokenizer: of the data; its mask token is used to price a model that predicts hidden tokens.
 
     Raises:
         OptionError: neither a preset nor a configuration that transformers finds.

@@ -1,4 +1,4 @@
-"""What a plan's epoch takes on a device: seconds, the largest batch's bytes and, for a rented device, money."""
+"""Cost of a plan's epoch on a device: seconds, the largest batch's bytes and, for a rented device, money."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlanPrices:
 
     memory: MemoryModel
     time: TimeModel
-    limit_bytes: int  # what the tensors of a step may take
+    limit_bytes: int  # the most that the tensors of a step may take
     packs: tuple[MemoryModel, TimeModel] | None = None  # of packed conversations
     price_per_hour: float | None = None
 
@@ -61,7 +61,7 @@ class PlanPrices:
 def prices_of(
     plan: BatchPlan, memory: Any, time: Any, packs: tuple[MemoryModel, TimeModel] | None
 ) -> tuple[Any, Any]:
-    """What predicts bytes and seconds of a plan's batches; the bytes of packs only where packs were measured."""
+    """The models for a plan's bytes and seconds; None for the bytes of packs, unless packs were measured."""
     return (memory, time) if plan.limits.streams is None else packs or (None, time)
 
 
@@ -69,7 +69,7 @@ def side_of_patch(model: str, given: int | None = None) -> int:
     """Side in pixels of a named model's image patches.
 
     Raises:
-        OptionError: an unknown model, or another side was given.
+        OptionError: an unknown model, or `given` is another side.
     """
     side = patch_of(named_model(model, vocab_size=_VOCAB_SIZE))
     if given not in (None, side):
@@ -90,16 +90,16 @@ def price_plans(
     packed: bool = False,
     progress: bool = True,
 ) -> PlanPrices:
-    """Price the steps of a model on a named device, or measure them here.
+    """Predict bytes and seconds of a model's steps on a named device, or measure steps here.
 
     Args:
         model: a preset's name, or the path or name of a transformers model, of which only the configuration is read.
         sizes: of the data, after the image policy.
         dataset: the conversations of a vision-language model.
-        device_name: a name in `mmlab.pricing.devices.DEVICES`, whose seconds are predicted; None measures the device at
-            hand.
+        device_name: a name in `mmlab.pricing.devices.DEVICES`, for which seconds are predicted; None measures
+            on the device at hand.
         packed: measure packs of conversations, too.
-        progress: say on stderr what is done and for how long, and show bars if that is a terminal.
+        progress: say on stderr what is done and how long it takes, and show bars if stderr is a terminal.
 
     Raises:
         OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device.

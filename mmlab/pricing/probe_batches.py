@@ -1,8 +1,8 @@
-"""Batches of conversations to be priced: as many samples and tokens as asked for, around images of the data set.
+"""Batches of conversations for pricing: as many samples and tokens as asked for, with images of the data set.
 
-Which inputs a vision-language model has, and how they follow from images and text, only its processor knows. So a batch
-repeats one sample of the data set, as the processor collates it, and its text (that of the answer, for an
-encoder-decoder) is continued with its last token.
+Only its processor knows which inputs a vision-language model has, and how they follow from images and text.
+So a batch repeats one sample of the data set, as the processor collates it, and its text (the answer's, for
+an encoder-decoder) is extended by repeating its last token.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mmlab.data.conversation_dataset import ConversationBatch, ConversationDatas
 from mmlab.data.conversation_packs import IGNORED
 from mmlab.types import PATCH, BatchShape
 
-_NUM_ROWS, _NUM_TEXTS = 8, 5  # samples that are repeated, and lengths for each, that probes are chosen from
+_NUM_ROWS, _NUM_TEXTS = 8, 5  # candidates for probes: samples to repeat, and text lengths of each
 _SIZES = (2, 3, 4, 6, 8)  # samples in a probe: some towers go through images one by one
-_LARGEST_SIZE, _MOST_PRICED = 16, 4096  # samples in a batch that is made, and that prices hold for
-_MORE_TOKENS = 64  # than the longest row has, in some batches
-_MOST_VALUES = 2**25  # in an input of a batch of more than four samples
+_LARGEST_SIZE, _MOST_PRICED = 16, 4096  # most samples in a batch that is made, and for which prices hold
+_MORE_TOKENS = 64  # by which the longest batches exceed the longest sample
+_MOST_VALUES = 2**25  # most elements of an input, in batches of more than four samples
 
 
 class ProbeBatches:
-    """Makes batches of the shapes that it names: each of one sample of the data set, several times.
+    """Makes batches of the shapes that `candidates` and `spread` give, each by repeating one sample.
 
     Args:
-        dataset: its samples without images are left out, unless none has one.
+        dataset: samples without images are left out, unless no sample has one.
     """
 
     def __init__(self, dataset: ConversationDataset) -> None:
@@ -45,7 +45,7 @@ class ProbeBatches:
 
     @property
     def largest(self) -> tuple[int, int, int]:
-        """Samples, tokens and patches up to which prices are to hold."""
+        """Samples, tokens and patches up to which prices must hold."""
         return _MOST_PRICED, 2 * self._longest, 2 * int(self._shapes[:, 2:].prod(axis=1).max()) // PATCH**2
 
     def candidates(self) -> NDArray[np.int64]:
@@ -68,7 +68,7 @@ class ProbeBatches:
         return np.array(shapes, dtype=np.int64).reshape(-1, 4)
 
     def __call__(self, shape: BatchShape) -> ConversationBatch:
-        """The batch, whose first sample is a token short."""
+        """A batch of this shape; its first sample has one token less, so that something is padded."""
         size, num_tokens, height, width = shape
         place = int((self._shapes[:, 2:] == (height, width)).all(axis=1).argmax())
         row, more = int(self.rows[place]), num_tokens - int(self._shapes[place, 1])
@@ -85,7 +85,7 @@ class ProbeBatches:
 
     @cached_property
     def _inputs(self) -> list[dict[str, Tensor]]:
-        """Of each row what the processor makes."""
+        """For each row, what the processor makes of it."""
         return [self.dataset.collator.padded([self.dataset[row]]) for row in self.rows.tolist()]
 
     def _most_samples(self, place: int) -> int:

@@ -1,10 +1,10 @@
-"""`ResourceAwareScheduler`: batches that follow the memory that a run uses.
+"""`ResourceAwareScheduler`: adapts batches to the memory that a run uses.
 
-It stands between a planner and a loader. `observe` takes each step's values. Where a policy
-(`mmlab.pricing.memory_policies`) settles on another budget or batch size, the samples that have not been handed out yet
-are planned anew (`mmlab.schedule.live`), and a `decision` event says why. With a good memory model no decision is made.
-A step costs some tens of microseconds, a decision the time to plan the rest. It does not catch an out-of-memory: the
-trainer does, and reports it in its step's values.
+It stands between a planner and a loader. `observe` takes each step's values. When a policy
+(`mmlab.pricing.memory_policies`) settles on another budget or batch size, the samples that have not been
+handed out yet are planned anew (`mmlab.schedule.live`), and a `decision` event says why. With a good memory
+model no decision is made. A step costs some tens of microseconds, a decision the time to plan the rest.
+Out-of-memory errors are caught by the trainer, not here; it reports them in its step's values.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ def free_ram_ratio() -> float:
 
 
 class ResourceAwareScheduler:
-    """Plans epochs, and plans what is left of one again when memory use asks for it.
+    """Plans epochs, and plans the rest of an epoch again when memory use calls for it.
 
     >>> ResourceAwareScheduler(max_memory_gb=2**20).adjust_batch_size(8)  # far below 30 % of a pebibyte
     16
 
-    A `PlannedLoader` takes it in place of a scheduler. A plain torch `DataLoader` takes each epoch's `plan(sizes, epoch=epoch)`
-    as its `batch_sampler`; then call `observe` after each step.
+    A `PlannedLoader` takes it in place of a scheduler. A plain torch `DataLoader` takes each epoch's
+    `plan(sizes, epoch=epoch)` as its `batch_sampler`; then call `observe` after each step.
 
     Args:
         max_memory_gb: GiB that training may use; None takes the planner's budget, or 16 as in the article.
-        planner: for policy `predictive` a scheduler with a budget in bytes (`memory`), for `halving` one with a
-            `batch_size`.
+        planner: a scheduler with a budget in bytes (`memory`) for policy `predictive`, one with a
+            `batch_size` for `halving`.
         policy: "predictive" corrects the planner's memory model; "halving" is the article's rule.
         rank: of this process, among the planner's `world_size`.
-        emit: takes each decision as a `RunEvent`.
-        agree: gives the largest of the ranks' numbers, for example by an all-reduce; called once a step, and once more
-            at a decision, so every rank must observe every step.
-        free_ram: share of the system's memory that is available.
+        emit: called with a `RunEvent` for each decision.
+        agree: returns the largest of the ranks' numbers, for example by an all-reduce; called once a step,
+            once more at a decision, and when a later epoch is planned, so every rank must observe every step
+            and plan every epoch.
+        free_ram: returns the share of the system's memory that is available.
 
     Raises:
         OptionError: an unknown policy, a planner that does not suit it, no limit, or several ranks without `agree`.
 
-    Source: article A, which reads the memory that is allocated between two steps. Here peaks count where the steps'
-        values have them.
+    Source: article A, which reads the memory that is allocated between two steps. Here the peak within a step
+        is used if the step's values include it.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ResourceAwareScheduler:
         return self._policy.value
 
     def get_available_resources(self) -> dict[str, float]:
-        """The article's call: GiB of this machine's memory that are free, of the limit, and what `adjust_batch_size` counts."""
+        """The article's call: GiB free on this machine, of the limit, and in use by the article's rule."""
         used_bytes = self._article_rule().used_bytes()
         found = {"free": available_memory_bytes(), "limit": self.limit_bytes, "used": used_bytes}
         return {f"{name}_gb": num_bytes / GIB for name, num_bytes in found.items()}
@@ -112,13 +113,13 @@ class ResourceAwareScheduler:
     def adjust_batch_size(self, current: int) -> int:
         """The article's rule, whatever the policy: half above 80 % of the limit, twice (up to 64) below 30 %.
 
-        What counts is the highest peak since the last decision under policy `halving`; else the memory that the whole
-        system has in use, or the device's peak where CUDA is in use and that is more.
+        Under policy `halving` memory use is the highest peak since the last decision. Without one it is what
+        the whole system has in use, or the CUDA device's peak if that is more.
         """
         return self._article_rule().adjust(current)
 
     def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> LivePlan:
-        """This rank's share of an epoch. Asked for again, it is the same, with all decisions that were made in it.
+        """This rank's share of an epoch. A second call for the same epoch includes all decisions made so far.
 
         Raises:
             OptionError: no planner, or a sample that no batch may hold.
@@ -137,7 +138,7 @@ class ResourceAwareScheduler:
         return self._live.shard(self.rank, self.planner.world_size)
 
     def observe(self, values: Mapping[str, Any]) -> None:
-        """Take the values of a `step` event; the rest of the epoch may be planned anew.
+        """Take the values of a `step` event; this may plan the rest of the epoch anew.
 
         Args:
             values: `num_out_of_memory`, `peak_bytes` with its `memory_source`, `predicted_bytes` (or the batch's
@@ -151,7 +152,7 @@ class ResourceAwareScheduler:
             self._tell("hold", reason, self.value, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """All decisions of this epoch and the policy's numbers, without the position of the reader."""
+        """All decisions of this epoch and the policy's numbers, but not the reader's position."""
         return {
             **self._identity(),
             "epoch": self._epoch,
@@ -161,12 +162,12 @@ class ResourceAwareScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`: `plan` gives the same batches again; `skip` those that were trained on.
+        """Resume from a `state_dict`: `plan` gives the same batches again; `skip` those already trained on.
 
         Call `plan` with the samples first.
 
         Raises:
-            DataError: the state is of other samples, another planner or another policy.
+            DataError: the state belongs to other samples, another planner or another policy.
         """
         for name, value in self._identity().items():
             if state[name] != value:
@@ -210,7 +211,7 @@ class ResourceAwareScheduler:
         return -self._agree(-number)
 
     def _settle(self, agreed: float, reason: str, *, replan: bool) -> bool:
-        """Let the policy settle on a value, given what the ranks agreed on; whether that changed anything."""
+        """Let the policy settle on a value, given what the ranks agreed on; returns whether it changed."""
         old, new = self.value, self._policy.settle(agreed)
         if new == old:
             return False
@@ -219,7 +220,7 @@ class ResourceAwareScheduler:
         if replan and self._live is not None:
             try:
                 num_replanned = self._live.replan(new, agree=self._agree)
-            except OptionError as error:  # too few samples for the ranks; the next epoch can be planned so
+            except OptionError as error:  # too few samples left for the ranks; the next epoch takes the value
                 reason = f"{reason}; the rest of this epoch stays as it is: {error}"
         self._tell("lower" if new < old else "raise", reason, old, num_replanned)
         return True

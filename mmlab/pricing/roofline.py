@@ -1,8 +1,9 @@
 """Seconds of a training step on a device that need not be there, from the traces that price its memory.
 
-Every operation of a traced step has its arithmetic and its bytes (`mmlab.pricing.work`), and a device its rates
-(`mmlab.pricing.devices`). The seconds of a few shapes are fitted by the same closed form as measured ones. It is a
-prediction, and says so; nothing of data loading, communication, fragmentation or clocks that fall under heat is in it.
+Every operation of a traced step has its arithmetic and its bytes (`mmlab.pricing.work`), and a device its
+rates (`mmlab.pricing.devices`). The seconds of a few shapes are fitted by the same closed form as measured
+ones. The model is labelled as a prediction. It leaves out data loading, communication, fragmentation and
+thermal throttling.
 """
 
 from __future__ import annotations
@@ -45,20 +46,22 @@ def predict_time(
     Costs 16 traces, about 12 CPU seconds for the base preset.
 
     Args:
-        model: what `FusionTrainer` accepts; it is left as it is, and may be on the meta device.
-        sizes: of the data, after the image policy: shapes are drawn from what batches of them can be.
+        model: any model that `FusionTrainer` accepts; it is not changed, and may be on the meta device.
+        sizes: of the data, after the image policy: the shapes are those that batches of these samples can
+            have.
         device: a name in `mmlab.pricing.devices.DEVICES`, or a `Device`.
-        dataset: of a `ConversationModel`, whose processor makes the batches, of up to 16 samples whatever the budget.
-        cost: what bounds the batches, for example a `MemoryModel`; None counts padded tokens.
+        dataset: for a `ConversationModel`; its processor makes the batches, of up to 16 samples whatever the
+            budget.
+        cost: the cost that limits the batches, for example a `MemoryModel`; None counts padded tokens.
         budget: the most that a batch costs. Larger batches are extrapolated.
         setting: fields of `mmlab.pricing.trace.StepSetting` but `device`: `precision`, `checkpointing`, ...
 
     Returns:
         A time model whose condition `method` is "predicted, not measured". `held_out` has its errors against the
-        roofline on four further shapes, not against a device.
+        roofline on four further shapes, not against measurements.
 
     Raises:
-        OptionError: an unknown device, a precision that it does not have, or a step that cannot be priced.
+        OptionError: an unknown device, a precision that it does not support, or a step that cannot be priced.
     """
     device = find_device(device) if isinstance(device, str) else device
     precision = setting.get("precision", "fp32")

@@ -1,7 +1,8 @@
 """Bytes and seconds of a training step of any model in any loop, from a dozen real steps.
 
-`price_steps` is for models that mmlab cannot price by a trace, such as decoders that read images among the text. The steps
-are your own, on batches of your samples; what is fitted to them is a plan's cost model: for `fastest`, or for `memory`.
+`price_steps` is for models that mmlab cannot price by a trace, such as decoders that read images among the
+text. It runs your own steps on batches of your samples and fits cost models for plans: seconds for `fastest`,
+bytes for `memory`.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _NUM_HELD_OUT = 4
 
 
 class StepPrices(NamedTuple):
-    """Cost models of a step by its padded shape, and how far they are off."""
+    """Cost models of a step by its padded shape, and their errors."""
 
     seconds: MaxPolynomial
     bytes: MaxPolynomial  # at least what every measured step needed
     seconds_held_out: dict[str, float]  # relative errors on four steps that were not fitted
     bytes_held_out: dict[str, float]  # before the margin was added
-    spread_ratio: float  # how far repeats of one step lay apart in time
+    spread_ratio: float  # how far apart repeats of one step were in time
 
 
 def price_steps(
@@ -74,17 +75,17 @@ def price_steps(
             optimizer.step()
             optimizer.zero_grad()
 
-    The steps change the weights: save them before, or give a learning rate of 0. On a GPU the peak is the allocator's,
-    on a CPU live tensors are counted, in a step of each batch that is not timed.
+    The steps change the weights: save them before, or set the learning rate to 0. The peak is measured in a
+    step of each batch that is not timed: on a GPU it is the allocator's, on a CPU live tensors are counted.
 
     Args:
-        train_step: trains the samples of these rows, or what `prepare` makes of them.
+        train_step: trains on the samples of these rows, or on what `prepare` makes of them.
         sizes: of all samples.
-        prepare: what a loader does ahead of a step, and is not timed.
-        holds: the model and the optimizer, whose tensors are there before a step.
-        budget: padded tokens and patches that no probed batch is above; beyond it prices are extrapolated.
-        packed: the step lays its samples end to end: what is priced are packs, for the scheduler `packed`.
-        num_probes: batches that are fitted.
+        prepare: what a loader does ahead of a step; it is not timed.
+        holds: the model and the optimizer, whose tensors exist before a step.
+        budget: the most padded tokens and patches of a measured batch; beyond it prices are extrapolated.
+        packed: the step lays its samples end to end; packs are priced, for the scheduler `packed`.
+        num_probes: batches that the cost models are fitted to.
         repeats: timed steps of each batch.
 
     Raises:
@@ -131,15 +132,16 @@ def price_model(
     precision: str = "fp32",
     **options: Any,
 ) -> StepPrices:
-    """`price_steps` for a model whose output has a `.loss`, on the device where it is; its weights stay as they are.
+    """`price_steps` for a model whose output has a `.loss`, on the model's device; its weights do not change.
 
-    A step reads its samples, collates them, and goes forward, backward and through AdamW, whose learning rate is 0.
-    Weights that take no gradient, as those around adapters (LoRA), have no moments and cost none.
+    A step reads its samples, collates them, and runs forward pass, backward pass and AdamW with a learning
+    rate of 0. Frozen weights, such as those around adapters (LoRA), have no moments.
 
     Args:
         dataset: with items for `collate`, in the order of `sizes`.
-        collate: makes of a list of items the model's arguments, by name. Where it packs them, packs are priced.
-        precision: of the forward pass, as autocast has it: fp32, tf32, bf16 or fp16.
+        collate: makes the model's arguments, by name, from a list of items. If it packs them, packs are
+            priced.
+        precision: of the forward pass under autocast: fp32, tf32, bf16 or fp16.
         options: `budget` and others of `price_steps`.
     """
     from transformers import BatchFeature
@@ -167,10 +169,10 @@ def price_dataset(
     precision: str = "fp32",
     num_workers: int | None = None,
 ) -> tuple[MemoryModel, TimeModel]:
-    """Bytes and seconds of steps of mmlab's own trainer, on the device where the model is; its weights stay as they are.
+    """Bytes and seconds of steps of mmlab's own trainer, on the model's device; its weights do not change.
 
-    Batches of up to 32 mean samples are measured, or of two of the largest; packs where the model packs them. And what
-    loading them takes.
+    Measures batches that cost up to as much as 32 mean samples, or as two of the largest if that is more;
+    packs if the model packs its batches. Measures their loading as well.
 
     Args:
         num_workers: of the loader.
@@ -194,7 +196,7 @@ def price_dataset(
 
 
 def packing(model: ConversationModel, dataset: ConversationDataset) -> ConversationModel:
-    """The model, which from now on packs its batches.
+    """The same model, which packs its batches from now on.
 
     Raises:
         OptionError: a model that cannot be packed.
@@ -206,7 +208,7 @@ def packing(model: ConversationModel, dataset: ConversationDataset) -> Conversat
 def saved_or_priced(
     saved: Path, model: ConversationModel, dataset: ConversationDataset, **options: Any
 ) -> tuple[MemoryModel, TimeModel]:
-    """The prices in a file and the one beside it, so that a run that goes on has the same plans; else `price_dataset`'s."""
+    """The prices in `saved` and beside it, so that a resumed run has the same plans; else new ones."""
     priced = cache(lambda: price_dataset(model, dataset, **options))
     about: dict[str, Any] = {"fingerprint": fingerprint(model)}
     about["conditions"] = lambda: _conditions(model, options["precision"])
@@ -221,7 +223,7 @@ def _conditions(model: ConversationModel, precision: str) -> dict[str, Any]:
 
 
 def named_dataset(data: str, images: str | None, processor: str, **options: Any) -> ConversationDataset:
-    """The conversations of a file under a named processor.
+    """The conversations of a file, as a named processor prepares them.
 
     Args:
         options: of `ConversationDataset`.
@@ -236,7 +238,7 @@ def named_dataset(data: str, images: str | None, processor: str, **options: Any)
 def _probes(
     sizes: SampleSizes, number: int, budget: float, packed: bool
 ) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """Batches of neighbours in order of tokens, or of patches, of a number spread evenly on a logarithmic scale."""
+    """Batches of neighbours in order of tokens or of area; batch sizes are spread evenly on a log scale."""
     rng = np.random.default_rng(0)
     areas = sizes.height.astype(np.int64) * sizes.width
     orders = [np.argsort(column, kind="stable") for column in (sizes.num_tokens, areas)]
@@ -255,7 +257,7 @@ def _probes(
         batches.append(rows[: max(1, round(allowed ** ((probe + 1) / number)))].tolist())
     limits = Limits(streams=(0, 0) if packed else None)
     shapes = BatchPlan.from_batches(batches, sizes, limits).step_shapes()
-    mixed = rng.permutation(number)  # what is held out is of all sizes
+    mixed = rng.permutation(number)  # so that held-out batches are of all sizes
     return [batches[place] for place in mixed], shapes[mixed]
 
 
@@ -263,7 +265,7 @@ def peak_of(train_step: Callable[[Any], Any], batch: Any, holds: Sequence[Any]) 
     """Peak bytes of one training step: of the allocator where the model is on a GPU, else of live tensors.
 
     Args:
-        holds: the model and the optimizer, whose tensors are there before the step.
+        holds: the model and the optimizer, whose tensors exist before the step.
     """
     devices = [next(thing.parameters()).device for thing in holds if isinstance(thing, nn.Module)]
     gpu = next((device for device in devices if device.type == "cuda"), None)

@@ -1,9 +1,9 @@
 """How many seconds one training step takes for a batch of a given padded shape: a closed form, fitted beforehand.
 
-A step has a constant (launching kernels, Python, the optimizer), and terms that grow with batch size B, text tokens T
-and image patches P. So the least padding is not the least time: a batch that is half as large takes more than half as
-long. `fit_time` (`mmlab.pricing.timing`) measures it on the device at hand; `predict_time` (`mmlab.pricing.roofline`)
-predicts it for a device that is not there.
+A step's time has a constant (launching kernels, Python, the optimizer), and terms that grow with batch size
+B, text tokens T and image patches P. So the least padding is not the least time: a batch half as large takes
+more than half as long. `fit_time` (`mmlab.pricing.timing`) measures it on the device at hand; `predict_time`
+(`mmlab.pricing.roofline`) predicts it for a device that is not there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIME_EXPONENTS = (
     *((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)),
     *((1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
 )
-_NUM_ALWAYS, _WORTH_A_TERM = 4, 0.8  # terms of every fit; what another one must leave of the error
+_NUM_ALWAYS, _WORTH_A_TERM = 4, 0.8  # terms in every fit; share of the error that one more may leave at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +42,15 @@ class TimeModel(FittedModel):
 
     Args:
         rows: one polynomial, in seconds.
-        conditions: what the step was, and on which device; `method` is "measured" or "predicted, not measured".
-        spread_ratio: how far repeats of the same step lay apart when they were measured: the upper quartile over the
-            lower one, less 1, the median over the shapes. A prediction is hardly better than that.
-        new_shape_s: what the first step of a shape takes longer than later ones of that shape: libraries prepare for it,
-            and memory of these sizes is taken for the first time.
-        data_s_per_sample: seconds a sample that the loader takes by itself, with the workers that it will have; 0 where
-            it never is the slower stage.
-        shared_s_per_sample: seconds a sample by which loading makes a step longer: it runs in the training thread, or on
-            the cores that a step on a CPU computes on. `loading_seconds` measures both.
+        conditions: of the step, including the device; `method` is "measured" or "predicted, not measured".
+        spread_ratio: how far apart the measured repeats of one step were: upper quartile over lower quartile,
+            less 1, the median over the shapes. Predictions can hardly be more accurate than that.
+        new_shape_s: by how much the first step of a shape is slower than later ones: libraries prepare for
+            the shape, and memory of these sizes is allocated for the first time.
+        data_s_per_sample: seconds a sample that the loader takes by itself, with the workers that it will
+            have; 0 if it is never the slower stage.
+        shared_s_per_sample: seconds a sample by which loading makes a step longer, because it runs in the
+            training thread or on the cores that compute the steps. `loading_seconds` measures both.
     """
 
     unit: ClassVar[str] = "seconds"
@@ -62,11 +62,12 @@ class TimeModel(FittedModel):
     shared_s_per_sample: float = 0.0
 
     def batch_s(self, plan: BatchPlan) -> NDArray[np.float64]:
-        """(M,) seconds of each batch of a plan: of its step, or of loading its samples where that takes longer.
+        """(M,) seconds of each batch of a plan: of its step, or of loading its samples if that takes longer.
 
-        The first batch of each shape in the plan takes `new_shape_s` more. A loader works ahead while the device
-        computes, so the longer of the two stages counts; what both need the same cores for is added to the step. A
-        packed batch counts as so many samples of its mean lengths, unless packs are what was measured.
+        The first batch of each shape in the plan takes `new_shape_s` more. A loader works ahead while the
+        device computes, so the longer of the two stages counts; loading that competes with the step for cores
+        is added to the step. A packed batch counts as that many samples of its mean lengths, unless packs
+        were measured.
         """
         shapes, counts = plan.step_shapes(self.patch), plan.columns.counts
         if plan.limits.streams is None or self.conditions.get("packed"):
@@ -90,11 +91,12 @@ class TimeModel(FittedModel):
 def fit_seconds(
     shapes: NDArray[np.integer], seconds: NDArray[np.floating], *, patch: int = PATCH
 ) -> MaxPolynomial:
-    """The polynomial for measured steps: as `fit_polynomial`, with as few terms as explain them.
+    """The polynomial for measured steps: like `fit_polynomial`, with no more terms than needed.
 
-    A constant and the terms in B, BT and BP are always there. The terms that grow faster join one at a time, each only if
-    the error on shapes left out of the fit falls by a fifth. Noise would give all of them a share, and they make large
-    batches look expensive, so that `fastest` plans too small ones.
+    A constant and the terms in B, BT and BP are always included. The terms that grow faster are added one at
+    a time, each only if the error on shapes left out of the fit falls by a fifth. Otherwise noise would give
+    all of them some weight; they would make large batches look expensive, and `fastest` would plan batches
+    that are too small.
 
     Args:
         shapes: (n, 4) batch size, tokens, height and width.
@@ -127,9 +129,10 @@ def fit_polynomial(
     patch: int = PATCH,
     exponents: Sequence[tuple[int, int, int]] = TIME_EXPONENTS,
 ) -> MaxPolynomial:
-    """The polynomial with coefficients that are not negative that is nearest to the values, by relative error.
+    """The polynomial without negative coefficients that is nearest to the values, by relative error.
 
-    A dimension that does not vary in `shapes` has no part in the fit: the polynomial holds for that value of it only.
+    A dimension that does not vary in `shapes` takes no part in the fit: the polynomial holds for that value
+    of it only.
 
     Args:
         shapes: (n, 4) batch size, tokens, height and width.

@@ -1,11 +1,12 @@
 """Measure a few short training steps on the device at hand, and fit the seconds that any batch takes.
 
-Shapes are spread evenly on a logarithmic scale over what the data can give: cost of the batch, length of the texts and
-size of the images apart. Every round measures all shapes once, in another order, so that what else the machine does
-meets all of them. Other work only ever adds time, so a low quantile of a shape's repeats is kept. In the first round
-each shape is new to the libraries and the allocator, which costs time of its own (`TimeModel.new_shape_s`). Shapes that
-are not fitted are measured in the same rounds: `TimeModel.held_out` has the errors on them, and
-`TimeModel.spread_ratio` says how far repeats of one shape lay apart.
+Shapes are spread evenly, on logarithmic scales, over what the data can give: batch size, length of the texts
+and size of the images, independently of each other. Every round measures all shapes once, in another order,
+so that other load on the machine affects all of them. Other load only ever adds time, so a low quantile of a
+shape's repeats is kept. In the first round each shape is new to the libraries and the allocator, which takes
+extra time (`TimeModel.new_shape_s`). Shapes that are not fitted are measured in the same rounds:
+`TimeModel.held_out` has the errors on them, and `TimeModel.spread_ratio` says how far apart repeats of one
+shape were.
 
 Costs `seconds` at most (and three rounds at least), a copy of the model and AdamW's state.
 """
@@ -40,12 +41,12 @@ from mmlab.training.noise import noise_batch
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 _LOW_QUANTILE = 0.25
-_MIN_ROUNDS = 3  # in the first of which the shapes are new
+_MIN_ROUNDS = 3  # including the first, in which the shapes are new
 _WARM_UP_STEPS = 2
 _NOISY_RATIO = 0.15
 _NUM_PADDED = 512  # padded image sizes that shapes are chosen from
-_LOADED, _NUM_LOADED = 16, 8  # samples of a batch that is loaded for its time, and such batches
-_MIN_ROWS = 16  # of an embedding table; those of token types are smaller
+_LOADED, _NUM_LOADED = 16, 8  # samples in a batch whose loading is timed, and number of such batches
+_MIN_ROWS = 16  # of an embedding table of tokens; those of token types are smaller
 
 
 def fit_time(
@@ -64,21 +65,25 @@ def fit_time(
 ) -> TimeModel:
     """Fit the seconds that a training step of a model takes here, for batches of any shape.
 
-    The steps are those of `FusionTrainer`, on a copy: the model's weights and torch's generators stay as they are.
+    The steps are those of `FusionTrainer`, on a copy: the model's weights and torch's generators do not
+    change.
 
     Args:
-        sizes: of the data, after the image policy: shapes are drawn from what batches of them can be.
-        cost: what bounds the measured batches, for example a `MemoryModel`; None counts padded tokens.
+        sizes: of the data, after the image policy: the shapes are those that batches of these samples can
+            have.
+        cost: the cost that limits the measured batches, for example a `MemoryModel`; None counts padded
+            tokens.
         budget: the most that a measured batch costs. Larger batches are extrapolated.
         num_probes: shapes that the closed form is fitted to.
-        num_held_out: further shapes that its errors are reported on.
+        num_held_out: further shapes on which its errors are reported.
         repeats: rounds after the first one.
-        seconds: after which no further round begins, once three are done.
-        loading: what `loading_seconds` found; None leaves loading out of the epochs that the model predicts.
+        seconds: time limit; once three rounds are done, no round begins that would probably exceed it.
+        loading: what `loading_seconds` returned; None leaves loading out of the epochs that the model
+            predicts.
         options: fields of `TrainOptions`: `device`, `precision`, `checkpointing`, `objectives`, ...
 
     Raises:
-        OptionError: too few probes, a model without weights, or a budget that does not hold two of the largest samples.
+        OptionError: too few probes, a model without weights, or a budget below two of the largest samples.
     """
     if num_probes < len(TIME_EXPONENTS) or num_held_out < 0 or repeats < 1:
         raise OptionError(
@@ -93,10 +98,10 @@ def fit_time(
     shapes = probe_shapes(sizes, num_probes + num_held_out, cost or PaddedTokens(patch), budget)
     trainer = timed_trainer(model, **options)
     first_s, times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
-    # other work spoils later rounds as often as new shapes the first one
+    # the first round counts too: other load spoils later rounds as often as new shapes spoil the first
     low_s, spread_ratio = low_seconds(np.column_stack([first_s, times]))
     rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
-    # an epoch has its share of other programs' work as well: as much as the repeats had
+    # other programs slow an epoch down as well: as much as they did the repeats
     usual_ratio = float(np.median(times.mean(axis=1) / low_s))
     return TimeModel(
         rows=replace(rows, coefficients=usual_ratio * rows.coefficients),
@@ -114,13 +119,13 @@ def loading_seconds(
 ) -> dict[str, float]:
     """What loading adds to the seconds of an epoch: the fields of a `TimeModel` that end in `_s_per_sample`.
 
-    Some batches are loaded in this thread, and its processor time is counted: other programs do not disturb it, and
-    waiting for a disk is not in it. Workers share it. Steps on a CPU use all cores that torch is given, and what
-    workers take of these makes them longer.
+    Some batches are loaded in this thread, and its CPU time is measured: other programs do not disturb it,
+    and waiting for a disk is not included. Workers divide that time among themselves. Steps on a CPU use all
+    cores that torch is given, and become longer by what workers use of these.
 
     Args:
         dataset: with its cache, if there is one.
-        device: that computes the steps.
+        device: the one that computes the steps.
         num_workers, options: of the `PlannedLoader`.
     """
     workers, cores = default_num_workers() if num_workers is None else num_workers, num_usable_cores()
@@ -138,12 +143,12 @@ def loading_seconds(
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
-    """The trainer whose steps are measured, of a copy of the model."""
+    """A trainer of a copy of the model, whose steps are measured."""
     return FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
 
 
 def time_conditions(trainer: FusionTrainer) -> dict[str, Any]:
-    """What a trainer's step time depends on beside model and shape, to be compared by `TimeModel.load`."""
+    """What a trainer's step time depends on besides model and shape, for `TimeModel.load` to compare."""
     on_gpu, options = trainer.device.type == "cuda", trainer.options
     return {
         "method": "measured",
@@ -158,8 +163,8 @@ def time_conditions(trainer: FusionTrainer) -> dict[str, Any]:
 def probe_shapes(sizes: SampleSizes, num: int, cost: CostModel, budget: float) -> NDArray[np.int64]:
     """(num, 4) shapes of batches of two samples or more that cost at most `budget`; the same for the same data.
 
-    Batch size, tokens and patches are spread apart from each other, each evenly on a logarithmic scale. An image size is
-    that of a batch of two of the data's images.
+    Batch size, tokens and image area are spread independently, each evenly on a logarithmic scale. Each image
+    size is that of a batch of two images of the data.
     """
     if not len(sizes):
         raise OptionError("no samples: their sizes decide which batches are measured")
@@ -195,7 +200,7 @@ def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]
     Args:
         times: (n, r) seconds of r repeats of n shapes.
     """
-    low_s = np.quantile(times, _LOW_QUANTILE, axis=1, method="lower")  # of few repeats the shortest
+    low_s = np.quantile(times, _LOW_QUANTILE, axis=1, method="lower")  # with few repeats, the shortest
     high_s = np.quantile(times, 1 - _LOW_QUANTILE, axis=1)
     spread_ratio = float(np.median(high_s / low_s)) - 1
     if spread_ratio > _NOISY_RATIO:
@@ -227,7 +232,7 @@ def measure_steps(
                 break
             times = np.empty(len(batches))
             for place in rng.permutation(len(batches)):
-                batch = batches[place].to(trainer.device)  # as the loader, ahead of the step
+                batch = batches[place].to(trainer.device)  # ahead of the step, like the loader
                 times[place] = trainer.train_step([batch])["step_s"]
                 bar.update()
             rounds.append(times)

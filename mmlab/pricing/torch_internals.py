@@ -1,6 +1,7 @@
-"""What pricing uses of torch that torch does not document. Nothing else in `mmlab.pricing` names a private part of torch.
+"""The private parts of torch that pricing uses. No other module of `mmlab.pricing` names one.
 
-tests/pricing/test_torch_internals.py has a test of each, so that a new version of torch fails there first.
+tests/pricing/test_torch_internals.py tests each of them, so that an incompatible version of torch fails there
+first.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class QuickFakeMode(FakeTensorMode):
-    """A FakeTensorMode in which a training step takes about half the time. The tensors that it gives are the same.
+    """A FakeTensorMode in which a training step takes about half the time, with the same resulting tensors.
 
-    torch's mode looks for symbolic sizes, constants and much else in every operation, and finds a result that it has
-    given before by some twenty properties of each tensor. Here shapes, strides and types decide: where an operation has
-    had the same, its results are made again, else its kernel for tensors without data gives them. What is not as simple
-    (several devices, constants, no tensors at all, a result that depends on values) goes torch's way.
+    torch's mode checks every operation for symbolic sizes, constants and much else, and keys its cache of
+    results by some twenty properties of each tensor. Here the key is shapes, strides and types: after the
+    first call with a key, the operation's results are copied from the cache; the first call runs its kernel
+    for meta tensors. Anything less simple (several devices, constants, no tensors at all, a result that
+    depends on values) is left to torch's mode.
     """
 
-    _known: ClassVar[dict[Any, Any]] = {}  # the results of operations, without data, by what went in
+    _known: ClassVar[dict[Any, Any]] = {}  # the results of operations, without data, by their inputs
 
     def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kind, tensors = _kind(func), tensors_in((*args, *kwargs.values()))
@@ -77,15 +79,15 @@ class QuickFakeMode(FakeTensorMode):
 
 
 class _Kind(NamedTuple):
-    """Of an operation."""
+    """What `QuickFakeMode` needs to know about an operation."""
 
-    gives_memory: bool  # its results share none with what goes in
-    has_rules: bool  # torch's mode does not ask the kernel alone
+    gives_memory: bool  # its results share no memory with its inputs
+    has_rules: bool  # torch's mode has rules for it besides its kernel
 
 
 @cache
 def _kind(operation: Any) -> _Kind | None:
-    """None where more than the forms of what goes in decides, or nothing would be gained."""
+    """None if the results depend on more than the inputs' forms, or if the cache would gain nothing."""
     if getattr(operation, "namespace", "") != "aten" or _BY_VALUE.intersection(operation.tags):
         return None
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(operation.name(), "Meta")
@@ -97,8 +99,8 @@ def _kind(operation: Any) -> _Kind | None:
 
 
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that its schema does not call one
-# whose rules are about symbolic sizes
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, although its schema does not say so
+# views whose rules concern symbolic sizes only
 _VIEWS = (torch.ops.aten.view.default, _UNSAFE_VIEW, torch.ops.aten.slice.Tensor)
 
 
@@ -107,27 +109,27 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """What of an argument can decide on the results' forms."""
+    """The part of an argument that can determine the results' shapes, strides and types."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     return tuple(map(_form, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
 def _is_whole(result: Any, device: torch.device) -> bool:
-    """Whether it is all that its memory holds, on this device."""
+    """Whether a result is on this device and fills its storage."""
     if not _is_plain(result) or result.fake_device != device:
         return False
     return result.untyped_storage().nbytes() == _like(result).untyped_storage().nbytes()
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A new tensor of the same form without data."""
+    """A new tensor of the same shape, strides and type, without data."""
     with torch._C._DisableTorchDispatch():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _each(change: Callable[[Any], Any], out: Any) -> Any:
-    """What an operation gives, its one result or each of several changed."""
+    """Apply `change` to an operation's result, or to each of several results."""
     if not isinstance(out, list | tuple):
         return change(out)
     return [*map(change, out)] if isinstance(out, list) else tuple(map(change, out))
@@ -139,12 +141,12 @@ def schema_of(operation: Any) -> Any:
 
 
 def sequence_number(node: Node) -> int:
-    """Rises from each node of an autograd graph to the next one made."""
+    """A number that rises with each autograd node made."""
     return node._sequence_nr()
 
 
 def next_sequence_number() -> int:
-    """Of the node that will be made next in this thread."""
+    """The sequence number of the next node made in this thread."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -158,8 +160,8 @@ def backward_replaced(backward: Callable[..., None], task: Callable[[], int]) ->
     """Within it `Tensor.backward` calls `backward`.
 
     Args:
-        task: the number of the backward pass that is running, -1 outside. Activation checkpointing asks for it, to
-            compute a block once more in each pass.
+        task: returns the number of the running backward pass, -1 outside one. Activation checkpointing asks
+            for it to recompute a block once in each pass.
     """
     with (
         patch.object(torch.autograd, "backward", backward),
@@ -170,7 +172,7 @@ def backward_replaced(backward: Callable[..., None], task: Callable[[], int]) ->
 
 @contextmanager
 def cuda_attention_replaced(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Within it `scaled_dot_product_attention` of CUDA tensors calls `attend`, whoever imported it by whatever name."""
+    """Within it `scaled_dot_product_attention` of CUDA tensors calls `attend`, however it was imported."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")  # below autocast
         yield
@@ -178,8 +180,10 @@ def cuda_attention_replaced(attend: Callable[..., Tensor]) -> Iterator[None]:
 
 @contextmanager
 def reading_known_values(known: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Within it fake tensors are read as real ones are, where their values are known: by `tolist`, by `torch.tensor` of a
-    list that has some, and by transformers, which else keeps every mask, even one that hides nothing.
+    """Within it fake tensors whose values are known can be read like real ones.
+
+    `tolist` reads them, `torch.tensor` of a list that contains them, and transformers, which otherwise keeps
+    every mask, even one that hides nothing.
     """
     make, to_list = torch.tensor, FakeTensor.tolist
 

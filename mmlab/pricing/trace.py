@@ -1,12 +1,12 @@
 """The live bytes of one training step after every operation, on a device that need not be there.
 
-`StepTracer` clones the model onto a fake device and takes steps on it as the trainer does: the same losses, precision,
-clipping and optimizer, whose state exists already. Bytes are counted as `LiveBytes` counts them, each storage rounded
-up as the device's allocator rounds it: to 512 bytes on CUDA, not at all on a CPU.
+`StepTracer` clones the model onto a fake device and takes steps on it as the trainer does: the same losses,
+precision, clipping and optimizer, whose state already exists. Bytes are counted by `LiveBytes`, with each
+storage rounded up as the device's allocator rounds it: to 512 bytes on CUDA, not at all on a CPU.
 
-A trace costs about as long as two thousand operations take in Python (0.6 s for the base preset) and almost no memory.
-It does not know scratch memory inside an operation (of cuDNN's convolutions above all), fragmentation, or the CUDA
-context.
+A trace takes as long as some two thousand operations take in Python (0.6 s for the base preset) and almost no
+memory. It leaves out scratch memory inside an operation (of cuDNN's convolutions above all), fragmentation,
+and the CUDA context.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 # an allocation is a multiple of this; on CUDA torch's kMinBlockSize
 ALLOCATION_BYTES = {"cuda": 512, "cpu": 1}
-# cuBLAS keeps one for the thread of the forward pass and one for that of the backward pass; torch gives each 32 MiB on
-# GPUs of compute capability 9 and 8 MiB on others
+# cuBLAS keeps one for the thread of the forward pass and one for that of the backward pass; torch gives each
+# 32 MiB on GPUs of compute capability 9, 8 MiB on others
 WORKSPACE_BYTES = {"cuda": 2 * 32 * 2**20, "cpu": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSetting:
-    """What decides a step's memory beside the model and the shape; the options of everything that prices a step."""
+    """What determines a step's memory besides model and shape; options of everything that prices a step."""
 
-    precision: str = "fp32"  # "fp32", "bf16" or "fp16"
-    # or "sgd" (momentum 0.9), or a function from parameters to one
+    precision: str = "fp32"  # "fp32", "tf32" (on "cuda"), "bf16" or "fp16"
+    # "adamw", "sgd" (momentum 0.9), or a function that makes an optimizer of the parameters
     optimizer: str | OptimizerFactory = "adamw"
-    device: str = "cuda"  # or "cpu": whose kernels and allocator are priced
+    device: str = "cuda"  # "cuda" or "cpu": the device whose kernels and allocator are priced
     checkpointing: bool = False  # turn activation checkpointing on; a model that has it keeps it
     objectives: Sequence[str] | Mapping[str, Objective] = ("contrastive",)  # as the trainer takes them
-    accumulating: bool = False  # earlier micro-batches of the step have left their gradients
-    # every weight that learns has its place in a bucket all the time, as under `ddp`
+    accumulating: bool = False  # gradients of earlier micro-batches of the step exist
+    # buckets with a place for every trained weight exist throughout, as under `ddp`
     gradient_buckets: bool = False
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """The setting in plain words, to be stored with prices that hold for it."""
+        """The setting as plain values, to be stored with the prices that hold for it."""
         named = getattr(self.optimizer, "__name__", None) or str(self.optimizer)
         changed = {"optimizer": named, "objectives": " + ".join(self.objectives)}
         return {name: changed.get(name, getattr(self, name)) for name in self.__slots__}
@@ -78,19 +78,19 @@ class StepTrace:
     shape: BatchShape
     live_bytes: NDArray[np.int64]  # (n,) after each operation, while its inputs and outputs live
     operations: tuple[str, ...]  # n names
-    work: tuple[Work, ...]  # n, what each asks of the device
-    static_bytes: int  # between steps: parameters, buffers, optimizer state, workspace
-    parameter_bytes: int  # of those, parameters and buffers
+    work: tuple[Work, ...]  # n, of each operation
+    static_bytes: int  # live between steps: parameters, buffers, optimizer state, workspace
+    parameter_bytes: int  # the part of those that is parameters and buffers
     batch_bytes: int
-    saved_bytes: int  # live between forward and backward beyond those two: what the graph keeps
-    gradient_bytes: NDArray[np.int64]  # (n,) of the parameters, in `live_bytes`
+    saved_bytes: int  # what the forward pass adds to all that was live before it: what the graph keeps
+    gradient_bytes: NDArray[np.int64]  # (n,) the part of `live_bytes` that is the parameters' gradients
     step_peak_bytes: int  # of the first optimizer step, which makes the state; the same for all shapes
-    # numbers that the model read though pricing has none, see `mmlab.pricing.values`
+    # unknown numbers that the model read, see `mmlab.pricing.values`
     reads: Mapping[str, int]
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lives at once."""
+        """The most bytes live at once."""
         return max(int(self.live_bytes.max()), self.step_peak_bytes)
 
     @property
@@ -102,7 +102,7 @@ class StepTrace:
 
 
 class StepTracer:
-    """Traces steps of one model on a fake device; the model itself is left as it is.
+    """Traces steps of one model on a fake device; the model itself does not change.
 
     >>> from mmlab.model import build_model
     >>> trace = StepTracer(build_model("tiny", vocab_size=100), precision="bf16")(BatchShape(4, 16, 64, 64))
@@ -110,12 +110,12 @@ class StepTracer:
     True
 
     Args:
-        model: what `FusionTrainer` accepts.
-        batches: makes the batch of a shape, on the host; None makes one of pixels and tokens.
+        model: any model that `FusionTrainer` accepts.
+        batches: makes a batch of a shape, on the host; None makes one of pixels and tokens.
         setting: the fields of `StepSetting`.
 
     Raises:
-        OptionError: an unknown name; when it is called: an operation that cannot be priced, with the module it is in.
+        OptionError: an unknown name; in a call, an operation that cannot be priced, with the module it is in.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StepTracer:
                 kind = self.setting.device
                 self.workspace = torch.empty(WORKSPACE_BYTES[kind], dtype=torch.uint8, device=kind)
                 self.precision.scaled(torch.zeros((), device=self.fake.device))  # makes the loss scale
-        self._statistics = running_statistics(self.model)  # of which the trainer keeps a copy
+        self._statistics = running_statistics(self.model)  # the trainer keeps a copy of them
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
         self._learnt: list[nn.Parameter] = []  # weights with a gradient, known after the first step
         self._step: Any = None  # those weights, and what a step over their gradients did
@@ -152,7 +152,7 @@ class StepTracer:
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether gradients are there when a micro-batch begins."""
+        """Whether gradients exist when a micro-batch begins."""
         return self.setting.accumulating or self.setting.gradient_buckets
 
     def _trace(self, shape: BatchShape) -> StepTrace:
@@ -227,7 +227,7 @@ class StepTracer:
             return torch.stack(sums).sum()
 
     def _make_gradients(self) -> list[torch.Tensor]:
-        """Make what is there before a micro-batch: gradients in their places; what buckets hold beside is returned."""
+        """Make the gradients that exist before a micro-batch; returns what buckets hold besides."""
         if not (self._has_gradients and self._learnt):
             return []
         for weight in self._learnt:
@@ -239,7 +239,7 @@ class StepTracer:
         return [torch.zeros_like(weight) for weight in self.parameters if weight not in in_place]
 
     def _take_first_step(self, gradient_bytes: int) -> None:
-        """Make the optimizer's state, as if it had been there since this trace began; the gradients are there again."""
+        """Make the optimizer's state and count it from the start of this trace; make the gradients again."""
         live = self._live
         others_bytes = live.current_bytes - gradient_bytes
         num_operations = len(live.after)
@@ -254,7 +254,7 @@ class StepTracer:
         live.after = [num_bytes + state_bytes for num_bytes in live.after[:num_operations]]
 
     def _take_step(self) -> None:
-        """Clip, step and clear the gradients: for real once, for no shape changes what that asks for."""
+        """Clip, step and clear the gradients; traced once, then replayed: no shape changes its memory."""
         live, reads, start = self._live, self.fake.reads, len(self._live.after)
         before_bytes, read = live.current_bytes, reads.copy()
         if self._step is None or self._step[0] != self._learnt:
@@ -272,7 +272,7 @@ class StepTracer:
 
 
 class _Trace(LiveBytes):
-    """Keeps what lived after every operation, and which operation each storage came from."""
+    """Records the live bytes after every operation, and which operation made each storage."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(granule_bytes=ALLOCATION_BYTES[device_type], device_type=device_type)
@@ -297,7 +297,7 @@ class _Trace(LiveBytes):
         return out
 
     def born(self, tensors: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """After which operation each was there, and its bytes."""
+        """For each tensor's storage, the operation that made it, and its bytes."""
         keys = {*map(storage_key, tensors)}
         return [self._maker[key] for key in keys], [self._sizes[key] for key in keys]
 

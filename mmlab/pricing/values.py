@@ -1,10 +1,11 @@
-"""Values where shapes are not enough: what is known of fake tensors, and answers where nothing is.
+"""Values for models that need more than shapes: known values of fake tensors, and stand-ins for unknown ones.
 
-A model may look at its masks: skip a mask that is all True, or gather the patches that are there. So the values of a
-batch's masks are known, and those of tensors that the model makes from constants: `Answers` computes what follows from
-them alone for real, beside the fake tensors, up to 2^26 elements. Any other number that a model reads does not exist;
-False stands for a truth value and 1 for any other number, and the read is kept in `reads`, so that a price can say what
-it rests on. An operation whose result has a shape that depends on unknown values cannot be priced.
+A model may look at its masks: skip a mask that is all True, or gather the patches that are there. So the
+values of a batch's masks are known, and those of tensors that the model makes from constants. `Answers` also
+computes everything that depends on known values alone, up to 2^26 elements. For any other number that a
+module reads, the answer is False for a truth value and 1 otherwise; `reads` counts these reads, so that a
+price can state its assumptions. An operation whose result has a shape that depends on unknown values cannot
+be priced.
 
 Costs about 20 us an operation on known values, and their bytes.
 """
@@ -36,19 +37,19 @@ from mmlab.pricing.torch_internals import (
 )
 from mmlab.runs.meters import tensors_in
 
-_MAX_KNOWN = 2**26  # elements of a tensor whose values are known
-_MAX_MADE = 2**16  # of a tensor that the model makes from nothing
+_MAX_KNOWN = 2**26  # most elements of a tensor whose values are known
+_MAX_MADE = 2**16  # most elements of a known tensor that the model makes from constants
 _DEVICE = torch.ops.prim.device.default
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
-_LIFT = torch.ops.aten.lift_fresh.default  # makes a constant that the model writes a fake tensor
+_LIFT = torch.ops.aten.lift_fresh.default  # turns a constant in the model's code into a fake tensor
 
 
 class Answers(TorchDispatchMode):
-    """Gives a model the values that it asks for. Goes on top of a FakeTensorMode.
+    """Gives a model the values that it reads. Enter it after, and so inside, a FakeTensorMode.
 
     Attributes:
         known: real tensors on the CPU, by the fake tensors that stand for them.
-        reads: how often a number was read that is not known, by module and place.
+        reads: how often an unknown number was read, by module and line.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Answers(TorchDispatchMode):
             return device
         inputs = list(tensors_in([*args, *kwargs.values()]))
         if inputs and func is not _LIFT and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
-            # the host's own tensors, as the counts of a batch
+            # real tensors on the host, such as the counts of a batch
             with without_modes():
                 return func(*args, **kwargs)
         values = self._values(func, args, kwargs, inputs)
@@ -83,7 +84,7 @@ class Answers(TorchDispatchMode):
         return out
 
     def _values(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """The real result, where every tensor that goes in is known; else None."""
+        """The real result if the values of all input tensors are known; else None."""
         if inputs:
             if any(tensor.numel() > _MAX_KNOWN or not self._knows(tensor) for tensor in inputs):
                 return None
@@ -102,7 +103,7 @@ class Answers(TorchDispatchMode):
         return not isinstance(tensor, FakeTensor) or tensor in self.known
 
     def _without_masks(self, func: Any, args: Any) -> tuple[Any, ...] | None:
-        """The arguments of an indexing operation with places instead of known masks; None where there are none."""
+        """An indexing operation's arguments, with known masks replaced by indices; None for any other."""
         if func.overloadpacket not in _INDEXING or not all(map(self._knows, tensors_in(args[1]))):
             return None
         indices: list[Any] = []
@@ -116,7 +117,7 @@ class Answers(TorchDispatchMode):
         return (args[0], indices, *args[2:])
 
     def _instead(self, error: Any, values: Any, args: Any) -> Any:
-        """What an operation gives whose result depends on values."""
+        """The result of an operation that depends on values."""
         if values is not None:
             device = next(tensors_in(args)).device
 
@@ -131,14 +132,14 @@ class Answers(TorchDispatchMode):
                 "weighted by the mask)"
             ) from error
         place, dtype = _place(), args[0].dtype
-        if place:  # else it is the step's own: a gradient norm, a loss scale
+        if place:  # else the training step itself reads it: a gradient norm, a loss scale
             answer = "truth value as False" if dtype == torch.bool else "number as 1"
             self.reads[f"{place} reads a {answer}"] += 1
         number = int(bool(place) and dtype != torch.bool)
         return bool(number) if dtype == torch.bool else float(number) if dtype.is_floating_point else number
 
     def _forget(self, func: Any, args: Any) -> None:
-        """What was written to with something unknown is not known any more, nor are its views."""
+        """Forget the values of tensors that an operation with unknown inputs wrote to, and of their views."""
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.is_write and isinstance(value, Tensor) and value in self.known:
                 storage = storage_key(value)
@@ -147,7 +148,7 @@ class Answers(TorchDispatchMode):
 
 
 def device_asked_for(func: Any, args: Any) -> torch.device | None:
-    """The answer to a question for a tensor's device, which comes as an operation; None for any other operation."""
+    """The tensor's device if `func` is the operation by which torch asks for it; else None."""
     if func is not _DEVICE:
         return None
     (tensor,) = args
@@ -156,15 +157,15 @@ def device_asked_for(func: Any, args: Any) -> torch.device | None:
 
 @cache
 def _makes_values(func: Any) -> bool:
-    """Whether an operation without tensors gives values that are the same each time."""
+    """Whether an operation without input tensors gives the same values each time."""
     schema = schema_of(func)
     return "empty" not in schema.name and any(item.name == "device" for item in schema.arguments)
 
 
 def _place() -> str:
-    """Which line of which module is running; empty outside of modules.
+    """The line and module that is running; empty outside of modules.
 
-    Reads code objects only: a frame whose locals were looked at would keep them alive.
+    Reads code objects only: reading a frame's locals would keep them alive.
     """
     innermost, module = "", ""
     frame: Any = sys._getframe(2)

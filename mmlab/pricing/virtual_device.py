@@ -28,8 +28,8 @@ class VirtualDevice(LiveBytes):
 
     Args:
         limit_bytes: memory of the device; None sets no limit.
-        fail_at: number of the operation, counted from 0 over the device's life, that fails once instead of running; if
-            that one asks for no memory, the next that does.
+        fail_at: number of the operation, counted from 0 over the device's life, that fails once instead of
+            running; if that one allocates no memory, the next that does.
 
     Attributes:
         num_operations: operations seen so far.
@@ -51,7 +51,7 @@ class VirtualDevice(LiveBytes):
         if self.limit_bytes is not None and self.current_bytes > max(self.limit_bytes, before_bytes):
             added_bytes = self.current_bytes - before_bytes
             del out
-            self.peak_bytes = peak_bytes  # it never was in use
+            self.peak_bytes = peak_bytes  # a real device would never have had this memory in use
             self.num_failures += 1
             raise torch.OutOfMemoryError(
                 f"{_LIKE_CUDA} {func} needs {added_bytes} bytes, {before_bytes} of {self.limit_bytes} are used"
@@ -60,7 +60,7 @@ class VirtualDevice(LiveBytes):
 
 
 def _asks_for_memory(func: Any) -> bool:
-    """Whether an operation makes tensors: not where it reads, gives a view, or works on memory that is there already."""
+    """Whether an operation allocates: not if it only reads, returns a view, or writes to existing memory."""
     schema = schema_of(func)
     in_place = schema.name.endswith("_") or schema.overload_name == "out"
     return not (in_place or func.is_view or schema.name.startswith(("aten::_local_scalar", "profiler::")))

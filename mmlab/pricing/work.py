@@ -1,8 +1,8 @@
-"""What an operation asks of a device: floating-point operations, and bytes read and written.
+"""The work of an operation on a device: floating-point operations, and bytes read and written.
 
-FLOPs are those of torch's own counter (`torch.utils.flop_counter`): matrix products, convolutions and attention, forward
-and backward; all else is taken to be limited by memory. Bytes are those of the tensors that go in and come out, each
-once: what kernels read again, or find in a cache, is not known.
+FLOPs are those of torch's own counter (`torch.utils.flop_counter`): matrix products, convolutions and
+attention, forward and backward; everything else is assumed to be limited by memory bandwidth. Bytes are those
+of the input and output tensors, each counted once: repeated reads and cache hits are not known.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class Work(NamedTuple):
-    """Of one operation."""
+    """The work of one operation."""
 
     flops: int
     num_bytes: int
-    precision: str  # in which it computes: "fp32", "bf16", "fp16"
+    precision: str  # of its arithmetic: "fp32", "bf16", "fp16"
 
 
 NOTHING = Work(0, 0, "fp32")  # an operation that starts no kernel: a view, or memory without values
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
-    """The work of an operation, from what went in and what came out; tensors may be fake."""
+    """The work of an operation, from its inputs and outputs; tensors may be fake."""
     schema = schema_of(func)
     inputs, outputs = [*tensors_in([*args, *kwargs.values()])], [*tensors_in([out])]
     if schema.is_mutable:
@@ -46,12 +46,12 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return NOTHING
     count = flop_registry.get(func.overloadpacket)
     flops = int(count(*args, **kwargs, out_val=out)) if count else 0
-    if func.overloadpacket in _LOOKUPS:  # reads only the rows that it gives
+    if func.overloadpacket in _LOOKUPS:  # reads only the rows that it returns
         inputs = outputs
     precisions = (_PRECISIONS[tensor.dtype] for tensor in (*inputs, *outputs) if tensor.dtype in _PRECISIONS)
     return Work(flops, sum(map(_num_bytes, (*inputs, *outputs))), next(precisions, "fp32"))
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Of the elements; of an expanded tensor those that are in memory."""
+    """Bytes of a tensor's elements; of an expanded tensor, only of those stored in memory."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

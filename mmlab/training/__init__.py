@@ -1,7 +1,8 @@
-"""The training step, and what it is made of: objectives as sums and counts, mixed precision, gradient accumulation over
+"""The training step and its parts: objectives as sums and counts, mixed precision, gradient accumulation over
 micro-batches of any size, evaluation, checkpoints. Start with `loop`.
 
-Devices share a step through a strategy that is handed in (`mmlab.parallel`); nothing here imports that package.
+Devices share a step through a strategy passed to the trainer (`mmlab.parallel`); nothing here imports that
+package.
 """
 
 from __future__ import annotations

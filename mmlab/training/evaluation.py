@@ -1,4 +1,4 @@
-"""Measuring a model on held-out samples; ranks share the batches, and the figures are those of all samples."""
+"""Evaluate a model on held-out samples; ranks share the batches, and the figures are those of all samples."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bool = False) -> dict[str, Any]:
     """Losses, recall and alignment over all samples; see `FusionTrainer.evaluate`. Leaves the model in evaluation mode.
 
-    Where `MaskedLanguage` is among the objectives, `masked_language_loss` is that of all hidden tokens, and
-    `masked_language_text_loss` and `masked_language_pair_loss` those of the same tokens of pairs, predicted without and
-    with their image: the difference is what the images add. Which tokens are hidden is the same at every evaluation of the
-    same batches. A batch that does not fit into memory is measured in halves.
+    If `MaskedLanguage` is among the objectives, `masked_language_loss` is the loss of all hidden tokens;
+    `masked_language_text_loss` and `masked_language_pair_loss` are the losses of the hidden tokens of pairs,
+    predicted without and with their image: the difference is what the images contribute. Every evaluation of
+    the same batches hides the same tokens. A batch that does not fit into memory is measured in halves.
 
     Args:
-        by_objective: add the mean of each objective under `by_objective`, as training computes it, in the batches as
-            they come. A model's own loss is `loss` already.
+        by_objective: add the mean of each objective under `by_objective`, computed as in training, batch by
+            batch. A model's own loss is already `loss`.
 
     Raises:
         RunError: a sample does not fit by itself, or a batch whose loss compares samples does not fit.
@@ -75,8 +75,8 @@ def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bo
 
 
 def _own_batches(loader: Iterable[Batch], strategy: Strategy) -> Iterator[tuple[int, Batch, bool]]:
-    """Number and batch of this rank's share, every `world_size`-th; and whether it is another rank's batch, measured
-    here only because all ranks must run the model equally often."""
+    """Number and batch for this rank, every `world_size`-th; and whether it is another rank's batch, run here
+    only because all ranks must run the model equally often."""
     batches, first = iter(loader), 0
     while group := list(islice(batches, strategy.world_size)):
         if strategy.rank < len(group):
@@ -86,14 +86,14 @@ def _own_batches(loader: Iterable[Batch], strategy: Strategy) -> Iterator[tuple[
         first += len(group)
 
 
-_EACH = "objective "  # before the name of an objective whose mean is wanted
+_EACH = "objective "  # prefix of the name of an objective whose mean is asked for
 
 
 class _Found(NamedTuple):
     """What a batch, or a part of one, adds to the figures."""
 
     num_samples: int
-    pairs: Embeddings | None  # where the model gives them
+    pairs: Embeddings | None  # None if the model has no embeddings
     logit_scale: torch.Tensor
     losses: list[tuple[str, float, int]]  # name, sum and count
 
@@ -126,7 +126,7 @@ def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, he
 
 
 def _in_parts(measure: Callable[[Batch], _Found], batch: Batch, trainer: TrainerSetup) -> list[_Found]:
-    """What is found in a batch, or in its halves where it does not fit into memory."""
+    """What is measured on a batch, or on its halves if it does not fit into memory."""
     found: list[_Found] = []
     failure = out_of_memory_in(lambda: found.append(trainer.strategy.evaluate(partial(measure, batch))))
     if failure is None:
@@ -147,7 +147,7 @@ def _in_parts(measure: Callable[[Batch], _Found], batch: Batch, trainer: Trainer
 def _masked_losses(
     goal: MaskedLanguage, output: FusionOutput, batch: Batch, *, seed: int
 ) -> Iterator[tuple[str, float, int]]:
-    """Name, sum and count of each of the losses of hidden tokens."""
+    """Name, sum and count of each loss of hidden tokens."""
     image, image_mask, text, text_mask = output.features
     blind = replace(output, features=(image, torch.zeros_like(image_mask), text, text_mask))
     has_image = torch.from_numpy(batch.host.height > 0)
@@ -166,7 +166,7 @@ def _masked_losses(
 
 @torch.no_grad()
 def offending(trainer: TrainerSetup, batches: Iterable[Batch]) -> list[str]:
-    """Ids of the samples for which a model's output is not finite, each looked at by itself.
+    """Ids of the samples for which a model's output is not finite, each run by itself.
 
     Leaves the model in evaluation mode: batch normalisation neither learns from these samples nor refuses a lone one.
     """

@@ -1,17 +1,18 @@
 """The training loop: windows, forward, losses, backward, clip, step, schedule and evaluation.
 
-`FusionTrainer.fit` reads windows of micro-batches and calls `train_step`, which leaves the window's gradient in the
-weights, clips it and updates them; `micro_step` below it is forward, losses and backward of one micro-batch. What wraps
-them stands elsewhere: `split` goes through a window, and again in parts where memory ran out, `strategy` shares it with
-other devices, `step_meter` measures, and `setup` makes the parts and saves them.
+`FusionTrainer.fit` reads windows of micro-batches and calls `train_step`, which leaves the window's gradient
+in the weights, clips it and updates them; `micro_step` is forward, losses and backward of one micro-batch.
+The rest is in other modules: `split` runs a window, again in parts if memory ran out, `strategy` shares it
+with other devices, `step_meter` measures, and `setup` makes the trainer's parts and saves its state.
 
 The gradient of a step is that of the window's samples taken together: each objective's sum is divided by its count over
 the whole window, also in the last, shorter one. (A contrastive loss still finds its negatives inside each micro-batch,
 of one rank or of all.) Dropout and negatives are drawn from generators seeded from (seed, step), so a resumed run draws
 the same. Clocks are read after the device has finished.
 
-Costs beside the model: AdamW's two moments a weight, a window of batches in host memory, two reads from the device a
-step, of losses and gradient norms. It does not print: effects leave through `emit(event)` and `Checkpoints`.
+Costs besides the model: AdamW's two moments a weight, a window of batches in host memory, two reads from the
+device a step, of losses and gradient norms. It does not print: all output goes through `emit(event)` and
+`Checkpoints`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from mmlab.types import Batch
 if TYPE_CHECKING:
     from mmlab.training.checkpoint.keeping import Checkpoints
 
-KEPT_STEPS = 10_000  # whose values `fit` returns
+KEPT_STEPS = 10_000  # steps whose values `fit` returns
 
 
 class FusionTrainer(TrainerSetup):
@@ -49,19 +50,19 @@ class FusionTrainer(TrainerSetup):
     Example: `FusionTrainer(model, lr=1e-3).fit(loader, num_epochs=3)`.
 
     Args:
-        model: a module whose forward takes one argument `batch` gets the `Batch`, and its output goes to the
-            objectives; any other is wrapped in `LossModel`.
+        model: if its forward takes one argument `batch`, it gets the `Batch`, and its output goes to the
+            objectives; any other module is wrapped in `LossModel`.
         options: see `TrainOptions`; options given by name replace those.
         objectives: names, or objects by name, in place of the options'.
         weighting: a name, or a `Weighting`, in place of the options'.
         strategy: how devices share a step, see `mmlab.parallel.make_strategy`; None trains on one device.
         emit: called with each `RunEvent`, for example `RunLog(folder).emit`.
-        memory: predicts a step's peak in bytes; the prediction is logged beside what was measured.
-        live: counts live tensors during each step, exactly but slowly; the way to a peak on a CPU.
+        memory: predicts a step's peak in bytes; the prediction is logged beside the measurement.
+        live: counts live tensors during each step, exactly but slowly; needed to measure peaks on a CPU.
 
     Raises:
-        OptionError: an unknown name, a number out of range, a device that is not there, or options that do not go
-            together.
+        OptionError: an unknown name, a number out of range, a device that is not there, or options that
+            exclude each other.
     """
 
     def fit(
@@ -75,24 +76,24 @@ class FusionTrainer(TrainerSetup):
     ) -> list[StepValues]:
         """Train for `num_epochs` epochs; after a resume within an epoch the first of them is the rest of that epoch.
 
-        At each epoch's start `loader.set_epoch(epoch)` is called where it exists. `stop()`, or an interrupt from the
-        keyboard, ends the loop after the step or evaluation in hand, with the trainer's state intact; the interrupt is
-        then raised again. A second one ends it at once.
+        At each epoch's start `loader.set_epoch(epoch)` is called if it exists. `stop()`, or an interrupt from
+        the keyboard, ends the loop after the current step or evaluation, with the trainer's state intact; the
+        interrupt is then raised again. A second one ends it at once.
 
         Args:
-            loader: gives the batches of one epoch each time it is iterated; it needs a length where `total_steps` is
-                not given.
-            eval_loader: evaluated after every epoch, and in between where `eval_every` says so.
+            loader: gives the batches of one epoch each time it is iterated; it needs a length unless
+                `total_steps` is given.
+            eval_loader: evaluated after every epoch, and every `eval_every` steps within an epoch.
             checkpoints: saves when due, after every epoch, and when `stop()`, an interrupt or SIGTERM ends the loop.
-            control: pauses and stops the loop between two steps, as somebody asks by a file; of several ranks that
-                of rank 0 counts. Time spent in a pause is in no step's values.
+            control: pauses or stops the loop between two steps when a file asks for it; of several ranks,
+                only rank 0 reads the file. Time spent in a pause is in no step's values.
 
         Returns:
             The values of the last 10,000 steps at most, in order. Events have them all.
 
         Raises:
-            OptionError: weights that follow held-out losses, and no `eval_loader`; a part of an epoch; an epoch without
-                a batch.
+            OptionError: weights that follow held-out losses without an `eval_loader`; an invalid
+                `num_epochs`; an epoch without a batch.
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
@@ -131,7 +132,7 @@ class FusionTrainer(TrainerSetup):
         """One optimizer step over a window of micro-batches, which may be on the CPU.
 
         A micro-batch without anything to learn from (every count zero) is left out, and a window of such batches is a
-        skipped step. torch's generators are left as they were found.
+        skipped step. The states of torch's generators do not change.
 
         Args:
             data_wait_s: time spent waiting for the batches, to be reported and counted into `step_s`.
@@ -140,7 +141,8 @@ class FusionTrainer(TrainerSetup):
             The values of a `step` event.
 
         Raises:
-            RunError: the loss, or under fp32 and bf16 the gradient, is not finite; the weights are as before the step.
+            RunError: under `on_nonfinite="raise"` the loss, or the gradient unless fp16 scales the loss, is
+                not finite; the weights are as before the step.
         """
         self.meter.begin()
         lr, num_failures = self._begin_step(), self.num_out_of_memory
@@ -181,8 +183,8 @@ class FusionTrainer(TrainerSetup):
 
         Args:
             number: of the micro-batch in its window, from 1.
-            terms: takes the losses; its counts are those of the whole window, so that a sum divided by them is the
-                micro-batch's share of the window's mean.
+            terms: the losses are added to it; its counts are those of the whole window, so that a sum divided
+                by them is the micro-batch's share of the window's mean.
         """
         batch = batch.to(self.device)
         self.backward(self.strategy.forward(lambda: self.loss(self.forward(batch), batch, number, terms)))
@@ -218,7 +220,7 @@ class FusionTrainer(TrainerSetup):
         return lr
 
     def _gradient(self, window: Window) -> dict[str, float]:
-        """Leave the window's gradient in the weights; the objectives' means."""
+        """Leave the window's gradient in the weights; returns the objectives' means."""
         try:
             return self.strategy.gradient(window)
         except BaseException:
@@ -226,25 +228,25 @@ class FusionTrainer(TrainerSetup):
             raise
 
     def _norms_by_objective(self, window: Window) -> dict[str, float]:
-        """L2 norm of the gradient of each objective's mean by itself."""
+        """L2 norm of the gradient of each objective's mean, without the other objectives."""
         norms = {}
         for name in self.objectives:
             means = self._gradient(
                 window.weighted({other: float(other == name) for other in self.objectives})
             )
-            if name in means:  # else it has no gradient, which is not a small one
+            if name in means:  # else it has no gradient, which is not the same as a small one
                 total = math.hypot(*self.strategy.part_norms(self._parts).values())
                 norms[name] = total / self.precision.scaler.get_scale()
             self.model.zero_grad(set_to_none=True)
         return norms
 
     def _windows(self, loader: Iterable[Batch]) -> Iterator[tuple[list[Batch], float, dict[str, float]]]:
-        """Windows of micro-batches, the last one shorter where need be; the time waited for each, and its cost in the
-        loader's plan."""
+        """Windows of micro-batches, of which the last may be shorter; the time waited for each, and its cost
+        in the loader's plan."""
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self.epoch)
         started = time.perf_counter()
-        goes_on = getattr(loader, "start_batch", 0) > 0  # by itself, behind the batches that are done
+        goes_on = getattr(loader, "start_batch", 0) > 0  # the loader itself skips the batches that are done
         if self.epoch_batches and not goes_on and self._resumed_on_others:
             raise DataError(
                 "the checkpoint was written by another number of ranks in mid-epoch, and this loader cannot tell which "
@@ -264,14 +266,14 @@ class FusionTrainer(TrainerSetup):
             started = time.perf_counter()
 
     def _evaluate_midway(self, loader: Iterable[Batch]) -> None:
-        """Evaluate between two steps, and leave the modules' modes as they are."""
+        """Evaluate between two steps, and put the modules back into the modes they had."""
         training = [module for module in self.model.modules() if module.training]
         self._evaluate_in_fit(loader, self.options.eval_batches)
         for module in training:
             module.training = True
 
     def _evaluate_in_fit(self, loader: Iterable[Batch], num_batches: int | None = None) -> StepValues:
-        """Evaluate on the first batches or all, emit the event, and let the weights follow held-out losses."""
+        """Evaluate on the first batches or all, emit the event, and update weights on held-out losses."""
         with RandomStream([self.device]):
             batches = islice(loader, num_batches)
             measured = self.evaluate(batches, by_objective=self.options.weighting_on == "held_out")

@@ -1,4 +1,4 @@
-"""Batches of noise: steps that are measured for their time, bytes or gradients, whatever they learn."""
+"""Batches of noise, for steps whose time, bytes or gradients are measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def noise_batch(shape: BatchShape, *, num_ids: int, seed: int = 0, ragged: bool 
 
     Args:
         num_ids: token ids are below it.
-        ragged: the last sample is a token and a row of patches short, if it can be; else nothing is padded.
+        ragged: the last sample has one token and one row of patches less, if possible; otherwise nothing is
+            padded.
     """
     generator = torch.Generator().manual_seed(seed)
     samples: list[Sample] = []
@@ -28,7 +29,7 @@ def noise_batch(shape: BatchShape, *, num_ids: int, seed: int = 0, ragged: bool 
 def noise_sample(
     group: int, size: tuple[int, int, int], *, num_ids: int, generator: torch.Generator
 ) -> Sample:
-    """A decoded sample of so many tokens, and pixels high and wide, that holds noise."""
+    """A decoded sample of noise; `size` is its tokens, height and width."""
     length, height, width = size
     return Sample(
         id=str(group),

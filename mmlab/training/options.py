@@ -12,7 +12,7 @@ from mmlab.model.parameters import PARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How a model is trained. Values are plain, so that they can stand in a TOML file.
+    """How a model is trained. Values are plain, so that a TOML file can hold them.
 
     >>> TrainOptions(lr=1e-3, precision="bf16").lr
     0.001
@@ -21,10 +21,11 @@ class TrainOptions:
         objectives: names in `mmlab.training.losses.OBJECTIVES`; their means are added. A model that computes its own
             loss does not use them. "contrastive_all_ranks" is "contrastive" with the negatives of all ranks.
         weighting: how the factors of several objectives are chosen, a name in `mmlab.training.weighting.WEIGHTINGS`.
-        weighting_on: the losses that the weighting follows: "training", those of every step, or "held_out", those of
-            the evaluations in `fit`.
+        weighting_on: the losses that determine the weights: "training", those of every step, or "held_out",
+            those of the evaluations in `fit`.
         eval_every: optimizer steps between evaluations within an epoch; None evaluates after each epoch only.
-        eval_batches: held-out batches of an evaluation within an epoch, the loader's first; None takes all.
+        eval_batches: number of batches, the loader's first, for an evaluation within an epoch; None takes
+            all.
         precision: "fp32", "tf32", "bf16" or "fp16".
         device: "cpu" or "cuda:0"; None takes a GPU if there is one.
         lr: highest learning rate, reached after `warmup_ratio` of the steps; a cosine then takes it to zero.
@@ -40,8 +41,9 @@ class TrainOptions:
             Evaluation is not compiled.
         channels_last: keep images and convolutions in the memory order that tensor cores prefer.
         on_out_of_memory: "split" runs the step again in parts, with the same gradient; "raise" raises the error;
-            "auto" splits where strategy and objectives allow it.
-        on_nonfinite: "raise" or "skip" a step whose loss, or whose gradient without a loss scale, is not finite.
+            "auto" splits if strategy and objectives allow it.
+        on_nonfinite: "raise" an error or "skip" the step if the loss, or the gradient without a loss scale,
+            is not finite.
         seed: of dropout and drawn negatives.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Running out of memory, told apart from other errors, and a second try.
+"""Recognise out-of-memory errors, release memory, and retry.
 
-torch raises `OutOfMemoryError` for its own allocators; the system's allocator, cuBLAS and cuDNN have no type of their
-own and are known by their messages.
+torch raises `OutOfMemoryError` for its own allocators; errors of the system's allocator, cuBLAS and cuDNN
+have no type of their own and are recognised by their messages.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _TRIES = 3
 
 
 def out_of_memory_in(work: Callable[[], object]) -> str | None:
-    """Do something; the first line of its error where memory ran out, None where it is done.
+    """Call `work`; returns the first line of its error if memory ran out, None if it succeeded.
 
-    When this returns, the error and all tensors that its traceback held are gone.
+    When this returns, the error and all tensors that its traceback held have been freed.
     """
     try:
         work()
@@ -41,7 +41,7 @@ def out_of_memory_in(work: Callable[[], object]) -> str | None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free what nobody uses: cycles of references, and the blocks that torch's allocator keeps."""
+    """Free unused memory: reference cycles, and the blocks that torch's allocator keeps."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -50,11 +50,11 @@ def release_memory(device: torch.device) -> None:
 def retried(
     work: Callable[[], Result], device: torch.device, on_failure: Callable[[str], object] | None = None
 ) -> Result:
-    """What `work` returns; where memory ran out it is released and `work` called again, three times in all.
+    """What `work` returns; if memory runs out, it is released and `work` called again, three times in all.
 
     Args:
         work: can be called again after it failed.
-        on_failure: told the error's first line each time.
+        on_failure: called with the error's first line each time.
 
     Raises:
         RunError: memory ran out every time.

@@ -13,7 +13,7 @@ What is refused, and why:
 
 ========================  ==========================================================================
 tf32 off CUDA             it is how CUDA's tensor cores round
-bf16, fp16 elsewhere      devices other than cpu and cuda have no autocast and scaler that were tried
+bf16, fp16 elsewhere      autocast and scaler were not tried on devices other than cpu and cuda
 bf16 before capability 8  the GPU would emulate it, slower than fp32
 fp16 with 16-bit weights  their gradients cannot be unscaled without overflow
 ========================  ==========================================================================
@@ -39,13 +39,13 @@ class StepResult(NamedTuple):
     """What one optimizer step did."""
 
     grad_norm: float  # L2, before clipping; infinite or NaN after an overflow
-    skipped: bool  # weights left as they were: a gradient was not finite, or there was none
+    skipped: bool  # the weights were not updated: a gradient was not finite, or there was none
     loss_scale: float  # factor used in this step; 1 without a scaler
-    part_norms: dict[str, float]  # the same norm of each part of the model that had a gradient
+    part_norms: dict[str, float]  # the norm of each part of the model that had a gradient
 
 
 Parts = Mapping[str, Sequence[nn.Parameter]]  # the weights of each part of the model
-Retry = Callable[[Callable[[], Any]], Any]  # calls work, again where memory ran out
+Retry = Callable[[Callable[[], Any]], Any]  # calls a function, again if memory ran out
 
 
 class Precision:
@@ -77,7 +77,7 @@ class Precision:
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled, so that a gradient that is not finite is part of the game."""
+        """Whether the loss is scaled, so that a gradient that is not finite is expected now and then."""
         return self.scaler.is_enabled()
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -93,23 +93,24 @@ class Precision:
             )
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context of the forward pass and the loss."""
+        """The context to run the forward pass and the loss in."""
         if self.dtype is None and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """A loss times the factor that the precision asks for."""
+        """A loss times the precision's loss scale."""
         return self.scaler.scale(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to the weights' gradients, scaled where the precision asks for it."""
+        """Add the gradient of a loss to the weights' gradients, scaled if the precision scales the loss."""
         self.scaled(loss).backward()
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
-        """Around forward, backward and step, on CUDA: products in TF32 under `tf32`, in full fp32 otherwise; no attention
-        by cuDNN, which builds a plan for every new shape (docs/decisions/0034)."""
+        """The context to run forward, backward and step in. On CUDA, products are in TF32 under `tf32`,
+        otherwise in full fp32, and attention does not use cuDNN, which builds a plan for every new shape
+        (docs/decisions/0034)."""
         cudnn: Any = torch.backends.cudnn
         backends = (torch.backends.cuda.matmul, cudnn.conv) if self.device.type == "cuda" else ()
         before = [backend.fp32_precision for backend in backends]
@@ -133,15 +134,15 @@ class Precision:
         norms_of: Callable[[Parts], dict[str, float]] | None = None,
         retry: Retry = lambda work: work(),
     ) -> StepResult:
-        """Unscale, clip, step and clear the gradients; leave the weights where a gradient is not finite or none is there.
+        """Unscale, clip, step and clear the gradients; no update if one is not finite, or if there is none.
 
-        Each thing that asks for memory is done through `retry` and changes nothing before it has it: the optimizer's
-        state is made before the step, which then only writes to memory that is there.
+        Everything that allocates memory runs through `retry` and changes nothing until it has the memory: the
+        optimizer's state is made before the step, which then only writes to existing memory.
 
         Args:
             max_grad_norm: L2 limit of all gradients together, or of each part by itself; infinity does not clip.
             norms_of: finds the norm of each part; `part_norms` unless ranks hold different gradients.
-            retry: calls what it is given, and again where memory ran out.
+            retry: calls the function it is given, and again if memory ran out.
         """
         loss_scale = self.scaler.get_scale()
         if self.scales and any(weight.grad is not None for weights in parts.values() for weight in weights):
@@ -154,7 +155,7 @@ class Precision:
         if finite:
             _clip(parts, norms, grad_norm, max_grad_norm)
             retry(lambda: make_state(optimizer))
-            # the scaler looks at entries: a norm can overflow where they do not
+            # the scaler checks the elements: a norm can overflow although they do not
             retry(lambda: self.scaler.step(optimizer) if self.scales else optimizer.step())
         if self.scales:
             retry(self.scaler.update)
@@ -166,13 +167,13 @@ class Precision:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a scaler's state."""
+        """Resume with a scaler's state."""
         if self.scales:
             self.scaler.load_state_dict(state)
 
 
 def own_share(gradient: Tensor) -> Tensor:
-    """What this rank holds of a gradient that ranks share out."""
+    """This rank's share of a sharded gradient; any other gradient itself."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
@@ -211,7 +212,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def fresh_state(weight: nn.Parameter) -> dict[str, Tensor]:
-    """What fused AdamW keeps of a weight before its first update."""
+    """Fused AdamW's state of a weight before the first update."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=weight.device),
         "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),

@@ -1,7 +1,7 @@
 """torch's random generators, borrowed: inside a `with` block they are the trainer's, outside it the caller's again.
 
-Dropout draws from torch's global generators, which cannot be replaced; so their states are exchanged. Costs some 20 us
-a block. Whoever draws from another thread meanwhile draws from the trainer's stream.
+Dropout draws from torch's global generators, which cannot be replaced; so their states are swapped. Costs
+some 20 us a block. Other threads that draw meanwhile also draw from the trainer's stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class RandomStream:
-    """A stream of random numbers of our own, which goes on from one `with` block to the next.
+    """A separate stream of random numbers, which continues from one `with` block to the next.
 
     >>> stream = RandomStream([torch.device("cpu")])
     >>> before = torch.get_rng_state()
@@ -52,7 +52,7 @@ class RandomStream:
                 torch.cuda.manual_seed(key)
 
     def state(self) -> list[Tensor]:
-        """Of all the generators."""
+        """The states of all generators."""
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
 
     def restore(self, states: Sequence[Tensor]) -> None:

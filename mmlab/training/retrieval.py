@@ -4,8 +4,9 @@ fixed size, and how the two modalities lie on the sphere of embeddings.
 Recall says whether pairs find each other; alignment, uniformity and gap say why not: pairs far apart, everything in one
 spot (uniformity near zero), or images on one side and texts on the other.
 
-None of these figures depends on how the samples were batched, so runs under different schedulers compare. Costs one
-similarity of every image with every text, image with image and text with text, in blocks of rows.
+None of these figures depends on how the samples were batched, so runs under different schedulers can be
+compared. Costs one similarity of every image with every text, image with image and text with text, in blocks
+of rows.
 
 Legend: N pairs, G distinct images, D embedding width.
 """
@@ -46,20 +47,20 @@ def of_pairs(batch: Batch, image_embedding: Tensor, text_embedding: Tensor) -> E
 
 
 def figures_of(parts: Sequence[Embeddings], logit_scale: Tensor) -> dict[str, float]:
-    """All figures here of all batches' embeddings.
+    """All figures of this module, over the embeddings of all batches.
 
     Raises:
-        DataError: there is not one pair.
+        DataError: there is no pair.
     """
     whole = joined(parts)
     return {**recalls(whole), **candidate_losses(whole, logit_scale), **describe_alignment(whole)}
 
 
 def joined(parts: Sequence[Embeddings]) -> Embeddings:
-    """All batches' embeddings, in order of their record ids; a row whose group is unknown shows an image of its own.
+    """All batches' embeddings, in order of record ids; a row of unknown group counts as an image of its own.
 
     Raises:
-        DataError: there is not one pair.
+        DataError: there is no pair.
     """
     record_ids = [record_id for part in parts for record_id in part.record_ids]
     if not record_ids:
@@ -71,11 +72,11 @@ def joined(parts: Sequence[Embeddings]) -> Embeddings:
 
 
 def recalls(embeddings: Embeddings) -> dict[str, float]:
-    """Recall at k in both directions over all pairs, and what a random ranking would reach.
+    """Recall at k in both directions over all pairs, and the recall at 1 of a random ranking.
 
-    An image counts once however many captions it has: G images are ranked for each text, N texts for each image, and
-    any text of an image is a hit. A candidate that ties with the right one is ranked before it, so collapsed
-    embeddings score zero.
+    An image counts once however many captions it has: G images are ranked for each text, N texts for each
+    image, and any text of an image is a hit. A wrong candidate that ties with the right one is ranked before
+    it, so collapsed embeddings score zero.
 
     Returns:
         `image_to_text_r1`, `text_to_image_r1` and so on for k = 1, 5 and 10, and `chance_r1`, 1 / G in both directions.
@@ -106,13 +107,13 @@ def candidate_losses(
 ) -> dict[str, float]:
     """Mean contrastive losses of each pair among `num_candidates` pairs drawn once from all of them.
 
-    The N pairs are shuffled, always alike, and cut into sets; the last set is filled up from the first, whose pairs are
-    not counted twice. Other captions of an image are not its negatives; the rest is scaled up to `num_candidates -
-    1`.
+    The N pairs are shuffled, always in the same way, and cut into sets; the last set is filled up from the
+    first, whose pairs are not counted twice. Other captions of an image are not its negatives; the remaining
+    negatives are scaled up to `num_candidates - 1`.
 
     Returns:
-        nats: `image_to_text_loss`, in which an image chooses among texts, `text_to_image_loss`, and `loss`, the mean of
-        the two; ln(num_candidates) by chance. NaN with fewer than two images.
+        In nats: `image_to_text_loss`, in which an image chooses among texts, `text_to_image_loss`, and
+        `loss`, the mean of the two; ln(num_candidates) by chance. NaN with fewer than two images.
     """
     groups, scale = embeddings.groups, logit_scale.float()
     size = min(num_candidates, len(groups))
@@ -137,9 +138,9 @@ def describe_alignment(embeddings: Embeddings) -> dict[str, float]:
     """Four figures of embeddings of length one.
 
     Returns:
-        `alignment`, the mean squared distance of a pair, 0 to 4, 2 by chance; `image_uniformity` over the G images and
-        `text_uniformity` over the N texts, about -4 when spread evenly over many dimensions and 0 when all are one;
-        `modality_gap`, the distance of the images' mean from the texts' mean, 0 to 2.
+        `alignment`, the mean squared distance of a pair, 0 to 4, 2 by chance; `image_uniformity` over the G
+        images and `text_uniformity` over the N texts, about -4 if spread evenly over many dimensions and 0 if
+        all are the same; `modality_gap`, the distance of the images' mean from the texts' mean, 0 to 2.
 
     Source: Wang and Isola 2020 (arXiv:2005.10242); Liang et al. 2022 (arXiv:2203.02053).
     """
@@ -175,7 +176,7 @@ def uniformity(vectors: Tensor) -> float:
 def _ranks(
     queries: Tensor, query_groups: Tensor, candidates: Tensor, candidate_groups: Tensor
 ) -> Iterator[Tensor]:
-    """For blocks of queries: how many wrong candidates stand at or above the best right one."""
+    """For blocks of queries: how many wrong candidates are ranked at or above the best right one."""
     for start in range(0, len(queries), ROWS_PER_BLOCK):
         rows = slice(start, start + ROWS_PER_BLOCK)
         similarity = queries[rows] @ candidates.T

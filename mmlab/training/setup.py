@@ -1,4 +1,4 @@
-"""`TrainerSetup`: makes the parts of a trainer, and what it does around its steps: schedule, evaluation, checkpoints."""
+"""`TrainerSetup`: a trainer's parts, and the work around its steps: schedule, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ class TrainerSetup:
     """The parts of `mmlab.training.loop.FusionTrainer`, which documents the arguments.
 
     Attributes:
-        step, epoch, epoch_batches: optimizer steps and epochs that are done, and the batches done in this epoch.
-        total_steps: length of the learning rate's schedule; None where it is not known yet.
-        schedule: what `total_steps` was stretched from, see `learning_rate`.
-        saved_on: ranks that shared the samples in the run that this one goes on from.
+        step, epoch, epoch_batches: optimizer steps and epochs done, and batches done in this epoch.
+        total_steps: length of the learning rate's schedule; None if it is not known yet.
+        schedule: what the rest of the schedule is stretched from, see `learning_rate`; None if it is not
+            stretched.
+        saved_on: number of ranks among which the run that this one resumes split the samples.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class TrainerSetup:
         self.weighting = self._make_weighting(weighting)
         self._make_optimizer()
         self.random = RandomStream([self.device])
-        self._order = RandomStream([self.device])  # of loaders that draw their order from torch's generator
+        self._order = RandomStream([self.device])  # for loaders that draw their order from torch's generator
         self.meter = StepMeter(
             self.device, memory=memory, live=live, packed=getattr(self.model, "is_packed", False)
         )
@@ -145,7 +146,7 @@ class TrainerSetup:
         )
 
     def _not_finite(self, window: Window, means: Mapping[str, float], result: StepResult) -> None:
-        """Name the samples at fault, and raise or go on, as asked."""
+        """Name the samples at fault, and raise or continue, by `on_nonfinite`."""
         window.reset()
         culprit = "no sample by itself: the gradient overflowed"
         if self.strategy.requires_equal_steps:
@@ -163,37 +164,37 @@ class TrainerSetup:
         return retried(work, self.device, lambda failure: self.ran_out("step", failure, 1))
 
     def ran_out(self, phase: str, failure: str, num_parts: int) -> None:
-        """Note that memory ran out; the work is done again in so many parts."""
+        """Record that memory ran out; the work is done again in `num_parts` parts."""
         self.num_out_of_memory += 1
         self._emit_event("out_of_memory", {"phase": phase, "operation": failure, "num_parts": num_parts})
 
     def seed(self, draw: int) -> None:
-        """Seed what a step draws: 0 before its window, a micro-batch's number, from 1, before its objectives."""
+        """Seed a step's draws: 0 is for the window, a micro-batch's number (from 1) for its objectives."""
         self.random.seed(self._stream(self.step, draw))
 
     def _stream(self, moment: int, draw: int = 0) -> str:
-        """Name of the random stream of a draw in a step (from 0), or of an epoch's order (below 0)."""
+        """Name of a random stream: of a draw in a step (`moment` from 0) or an epoch's order (below 0)."""
         rank = self.strategy.order_rank if moment < 0 else self.strategy.draw_rank
         return f"{self.options.seed} {moment} {draw} {rank}"
 
     def learning_rate(self, step: int) -> float:
-        """Of a step: linear warm-up, then a cosine to zero at `total_steps`; `lr` throughout without a schedule.
+        """Learning rate at a step: linear warm-up, then a cosine to zero at `total_steps`, or constant `lr`.
 
-        After a resume on another number of ranks, which take another number of steps, what was left of the schedule is
-        stretched over those.
+        A resume on another number of ranks changes the number of steps left; the rest of the schedule is
+        stretched over them.
         """
         place, length = self._place(step)
         return self.options.lr * warmup_cosine(place, length, self.options.warmup_ratio)
 
     def _place(self, step: int) -> tuple[float, int | None]:
-        """Where the schedule is at a step, and its length, in steps of the ranks that began."""
+        """Position in the schedule at a step, and its length, in steps of the original number of ranks."""
         if self.schedule is None or self.total_steps is None:
             return step, self.total_steps
         first, place, length = self.schedule
         return place + (step - first) * (length - place) / max(1, self.total_steps - first), int(length)
 
     def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
-        """Work out the schedule's length, unless it was given, or this is the rest of a run that has one."""
+        """Work out the schedule's length, unless it was given or comes from the run that is resumed."""
         num_shares = self.strategy.num_shares
         others, same_end = self.saved_on != num_shares and self.step > 0, last_epoch == self.last_epoch
         if self.options.total_steps is None and (self.total_steps is None or not same_end or others):
@@ -205,7 +206,7 @@ class TrainerSetup:
         self._resumed_on_others = others
 
     def steps_left(self, loader: Iterable[Batch], last_epoch: int) -> int:
-        """Optimizer steps until so many epochs are done, if all are as long as this one."""
+        """Optimizer steps until `last_epoch` epochs are done, if all are as long as this one."""
         if last_epoch <= self.epoch:
             return 0
         num_batches, each = len(loader), self.options.accumulation_steps  # type: ignore[arg-type]
@@ -220,12 +221,12 @@ class TrainerSetup:
         mode.
 
         Args:
-            by_objective: also the mean of each objective, as training computes it, in the batches as they come.
+            by_objective: also return the mean of each objective, computed as in training, batch by batch.
 
         Returns:
             The values of an `eval` event: `loss`, the contrastive loss of each pair among a fixed number of
-            candidates, or a `LossModel`'s own loss; and recall at k both ways over all pairs, where the model gives
-            embeddings (CLIP does).
+            candidates, or a `LossModel`'s own loss; and recall at k in both directions over all pairs, if the
+            model gives embeddings (CLIP does).
 
         Raises:
             DataError: retrieval without a single pair.
@@ -243,7 +244,7 @@ class TrainerSetup:
     def _stoppable(
         self, checkpoints: Checkpoints | None, control: Control | None
     ) -> Iterator[Callable[[], bool]]:
-        """Hold back interrupts; what comes back says whether any rank wants to stop, and waits while paused."""
+        """Hold back interrupts; yields a function that waits while paused and says whether to stop."""
         self._stopping.clear()
         watched = control or Control(None)
         held = (signal.SIGINT,) if checkpoints is None else (signal.SIGINT, signal.SIGTERM)
@@ -253,7 +254,7 @@ class TrainerSetup:
             )
 
     def stop(self) -> None:
-        """End `fit` after the step in hand; safe to call from any thread."""
+        """End `fit` after the current step; safe to call from any thread."""
         self._stopping.set()
 
     def _is_save_due(self, checkpoints: Checkpoints | None) -> bool:
@@ -261,14 +262,14 @@ class TrainerSetup:
         return checkpoints is not None and self.strategy.largest(float(checkpoints.due(self.step))) > 0
 
     def _save(self, checkpoints: Checkpoints | None, loader: Any, found: StepValues | None = None) -> None:
-        """Rank 0 writes a checkpoint and the others wait for it; what is sharded every rank writes."""
+        """Rank 0 writes a checkpoint while the others wait; if sharded, every rank writes its share."""
         if checkpoints is None:
             return
         self.strategy.note(self.step, SAVES)
         state = self.state_dict()
-        if hasattr(loader, "start_batch"):  # it can go on by itself
+        if hasattr(loader, "start_batch"):  # the loader can resume by itself
             state["loader"] = loader.state_dict()
-        checkpoints.start_interval()  # on every rank, or those that do not write ask for the next one at once
+        checkpoints.start_interval()  # on every rank, or those that do not write ask for another at once
         if self.strategy.saves_on_every_rank or self.strategy.rank == 0:
             ranks = self.strategy if self.strategy.saves_on_every_rank else None
             saved = checkpoints.save(state, values=found, ranks=ranks)
@@ -277,10 +278,10 @@ class TrainerSetup:
         self.strategy.largest(0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on bitwise; `torch.load(..., weights_only=True)` can read it.
+        """All that a resumed run needs to continue bitwise; `torch.load(..., weights_only=True)` can read it.
 
-        Under `fsdp` weights and moments are this rank's shares (`DTensor`), for `Checkpoints` to write. Where ranks
-        train a branch each this is a collective, and all have the whole of it.
+        Under `fsdp` weights and moments are this rank's shares (`DTensor`), for `Checkpoints` to write. Under
+        `branch` this is a collective, and every rank gets the whole state.
         """
         return {
             **self.strategy.state_dict(self.model, self.optimizer),
@@ -293,7 +294,7 @@ class TrainerSetup:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`.
+        """Resume from a `state_dict`.
 
         Raises:
             OptionError: its objectives' weights follow other losses than this trainer's.
@@ -312,7 +313,7 @@ class TrainerSetup:
         self.saved_on = progress["world_size"]
 
     def description(self) -> StepValues:
-        """What a `start` event says of the trainer."""
+        """The trainer's values in a `start` event."""
         return {
             "objective": " + ".join(self.objectives),
             "precision": self.precision.name,

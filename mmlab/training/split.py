@@ -1,11 +1,12 @@
-"""A window of micro-batches that is run again in parts where memory runs out, with the same gradient.
+"""A window of micro-batches that is run again in parts if memory runs out, with the same gradient.
 
-The micro-batch that did not fit is cut into twice as many parts, gradients, running statistics and random draws go back
-to where the window began, and the window runs again. Objectives that compare samples (contrastive, matching) need the
-whole micro-batch, so its parts go through the model twice: first without a graph, for the outputs; then the objectives
-run on all outputs together; then each part again, with a graph, to receive its share of the gradient (Gao et al. 2021,
-GradCache, arXiv:2101.06983). A part draws the same random numbers both times, and the objectives have draws of their own,
-so the negatives do not depend on the parts.
+The micro-batch that did not fit is cut into twice as many parts, gradients, running statistics and random
+draws are reset to the window's start, and the window runs again. Objectives that compare samples
+(contrastive, matching) need the whole micro-batch, so its parts go through the model twice: first without a
+graph, for the outputs; then the objectives run on all outputs together; then each part again, with a graph,
+to receive its share of the gradient (Gao et al. 2021, GradCache, arXiv:2101.06983). A part draws the same
+random numbers both times, and the objectives have draws of their own, so the negatives do not depend on the
+parts.
 
 Dropout masks, drawn part by part, and the statistics of batch normalisation do depend on the parts. Costs without parts:
 a copy of the running statistics, where there are any; with parts, a second forward pass.
@@ -37,19 +38,20 @@ if TYPE_CHECKING:
 class Window:
     """The micro-batches of one optimizer step, and how many terms each objective has in them.
 
-    Making one is a collective where objectives gather embeddings from all ranks.
+    Making one is a collective if objectives gather embeddings from all ranks.
 
     Args:
-        trainer: whose model, objectives and random draws these are.
-        batches: on any device; those with nothing to learn from (every count zero) are left out.
+        trainer: provides the model, the objectives and the random draws.
+        batches: on any device; those with nothing to learn from (every count zero) are left out, unless
+            objectives gather embeddings from all ranks.
         weights: by objective, the factor of its mean.
 
     Attributes:
-        batches: None in the place of a micro-batch that other ranks have and this one has not.
-        dummy: run in its place.
+        batches: None stands for a micro-batch that other ranks have and this one does not.
+        dummy: the batch to run in place of None.
         counts: by objective, over this rank's batches.
-        predicted_bytes: peak memory of the largest micro-batch; None where nothing predicts it.
-        num_parts: into which each micro-batch is cut.
+        predicted_bytes: peak memory of the largest micro-batch; None if nothing predicts it.
+        num_parts: number of parts into which each micro-batch is cut.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class Window:
     def _begin(self) -> None:
         self.num_parts = [1] * len(self.batches)
         self._statistics = [buffer.clone() for buffer in self.trainer.statistics]
-        self._number = 1  # of the micro-batch in hand
-        self._rows = slice(0, 0)  # of the part in hand
+        self._number = 1  # of the current micro-batch
+        self._rows = slice(0, 0)  # of the current part
 
     @property
     def learnable(self) -> list[Batch]:
@@ -86,14 +88,14 @@ class Window:
         return [batch for batch in self.batches if batch is not None]
 
     def weighted(self, weights: Mapping[str, float]) -> Window:
-        """The same window with other factors."""
+        """The same window with other weights."""
         other = copy(self)
         other.weights, other.batches = weights, [*self.batches]
         other._begin()
         return other
 
     def lengthen(self, num_batches: int) -> None:
-        """Add dummies until there are so many micro-batches."""
+        """Add dummies until there are `num_batches` micro-batches."""
         missing = max(0, num_batches - len(self.batches))
         self.batches += [None] * missing
         self.num_parts += [1] * missing
@@ -112,7 +114,7 @@ class Window:
         return terms
 
     def attempt(self, counts: Mapping[str, float], *, reduce: bool = False) -> LossTerms | None:
-        """Run the window once. None where memory ran out: call `reset`; the next attempt is in more parts."""
+        """Run the window once. None if memory ran out: call `reset`; the next attempt is in more parts."""
         terms = LossTerms(counts, self.weights, scale=self.trainer.strategy.scale if reduce else 1.0)
         if not self.trainer.splits:
             self._run(terms, reduce)
@@ -147,7 +149,7 @@ class Window:
                 trainer.micro_step(self.dummy, number, LossTerms(terms.counts, scale=0.0))
                 return
             loss = trainer.strategy.forward(lambda: torch.zeros((), device=trainer.device))
-            if loss.requires_grad:  # it takes part in the reduction of gradients
+            if loss.requires_grad:  # its backward pass takes part in the reduction of gradients
                 trainer.backward(loss)
             return
         parts = [
@@ -195,7 +197,7 @@ class Window:
         random.restore(after)
 
     def _cut(self, failure: str) -> None:
-        """Cut the micro-batch in hand into twice as many parts.
+        """Cut the current micro-batch into twice as many parts.
 
         Raises:
             RunError: that cannot help.
@@ -225,11 +227,11 @@ class Window:
 
 
 class Leaves(NamedTuple):
-    """An output taken apart."""
+    """A model's output, flattened into its leaves."""
 
     tensors: list[Tensor]
     leaves: list[Any]  # tensors and anything else, in order
-    rebuild: Callable[[list[Any]], Any]  # the output from other leaves
+    rebuild: Callable[[list[Any]], Any]  # makes such an output from other leaves
 
     @classmethod
     def of(cls, output: Any) -> Leaves:
@@ -246,7 +248,7 @@ class Leaves(NamedTuple):
 
 
 def _join(parts: Sequence[Leaves]) -> tuple[Any, list[Tensor]]:
-    """One output of all parts, and its tensors, which are leaves of a new graph. A scalar is the first part's."""
+    """One output of all parts, and its tensors, leaves of a new graph. A scalar is the first part's."""
     joined: list[Any] = []
     for leaf, *others in zip(*(part.leaves for part in parts), strict=True):
         if isinstance(leaf, Tensor):
@@ -268,5 +270,5 @@ def dummy_batch(batch: Batch) -> Batch:
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """What batch normalisation counts while it trains, which a second run of the same window must not count again."""
+    """Buffers that batch normalisation updates in training; a second run of a window must not do so again."""
     return [buffer for norm in counting_norms(model) for buffer in norm.buffers(recurse=False)]

@@ -1,4 +1,4 @@
-"""`StepMeter`: clocks and counts around an optimizer step, for the values of its event."""
+"""`StepMeter`: measures an optimizer step, for the values of its event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ StepValues = dict[str, Any]  # keys of mmlab.runs.event_keys.EVENT_KEYS
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has finished."""
+    """The time in seconds, read once the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -49,7 +49,7 @@ class StepMeter:
         self._started_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start measuring a step."""
         self._started_s = clock(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -57,7 +57,7 @@ class StepMeter:
             self.live.reset_peak()
 
     def predicted_bytes(self, batches: Sequence[Batch]) -> float | None:
-        """Peak memory that the window is expected to take."""
+        """Predicted peak memory of the window; None if nothing predicts it."""
         return None if self.memory is None else max(self.memory(batch.shape) for batch in batches)
 
     def end(
@@ -69,7 +69,7 @@ class StepMeter:
         *,
         data_wait_s: float,
     ) -> StepValues:
-        """What a step's event says of time, losses, gradient, padding and memory."""
+        """A step event's values for time, losses, gradient, padding and memory."""
         weights, predicted_bytes = window.weights or {}, window.predicted_bytes
         step_s = clock(self.device) - self._started_s + data_wait_s
         num_samples, shapes = sum(map(len, batches)), [batch.shape for batch in batches]
@@ -97,7 +97,7 @@ class StepMeter:
 
 
 def key_of(name: str, what: str) -> str:
-    """The event key of an objective's "loss" or "weight"; one of the user's own has a key of the user's."""
+    """The event key of an objective's "loss" or "weight"; `user_` marks the user's own objectives."""
     return f"{name}_{what}" if name in OBJECTIVES else f"user_{name}_{what}"
 
 
@@ -128,7 +128,7 @@ def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float
     """`predicted_cost` of a window: the tokens and patches that the loader's plan expects; empty without a plan.
 
     Args:
-        start: batches of the epoch that are done.
+        start: number of batches of the epoch that are done.
     """
     plan = getattr(loader, "plan", None)
     if not isinstance(plan, BatchPlan):
@@ -139,5 +139,5 @@ def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float
 
 @lru_cache(maxsize=1)
 def _plan_costs(plan: BatchPlan) -> NDArray[np.float64]:
-    """Of each batch: with padding, or without where samples lie end to end."""
+    """Tokens and patches of each batch: with padding, or without in a packed plan."""
     return plan.costs(PaddedTokens())

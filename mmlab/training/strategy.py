@@ -1,7 +1,7 @@
-"""`Strategy`: how devices share a training step. The one here is for a single process, and shares nothing.
+"""`Strategy`: how devices share a training step. This one is for a single process, and shares nothing.
 
-A strategy is handed to the trainer: `FusionTrainer(model, strategy=make_strategy("ddp"))`; those for several devices are
-in `mmlab.parallel`. Methods marked *collective* are called by every rank, in the same order.
+A strategy is passed to the trainer: `FusionTrainer(model, strategy=make_strategy("ddp"))`; those for several
+devices are in `mmlab.parallel`. Methods marked *collective* are called by every rank, in the same order.
 
 What the trainer calls, in order: `check` and `prepare` once; then, in every step, `begin_step`, `gradient` with the
 window of micro-batches, `part_norms`, and `step_values` for the event. `gradient` runs the window through
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmlab.training.setup import TrainerSetup
 
 Result = TypeVar("Result")
-# what a rank may be doing, as the others read it
+# what a rank may be doing, in the words that other ranks report
 STARTS, STEP, WAITS, SAVES = "starting", "computing", "waiting for the others", "saving a checkpoint"
 
 
@@ -36,15 +36,16 @@ class Strategy:
     """Trains on one device.
 
     Attributes:
-        rank, world_size: this process among those of the run.
-        num_shares: ranks that share the samples out among themselves; 1 where every rank takes all samples.
-        draw_rank, order_rank: tell ranks apart that must draw different random numbers in a step, and that read
-            different samples.
+        rank, world_size: of this process and its run.
+        num_shares: number of ranks among which the samples are split; 1 if every rank takes all samples.
+        draw_rank: differs between ranks that must draw different random numbers in a step.
+        order_rank: differs between ranks that read different samples.
         requires_equal_steps: every rank must run equally many micro-batches, if need be on a dummy batch.
         can_split: a rank can run a micro-batch again in parts, without the others.
         saves_on_every_rank: `state_dict` holds this rank's share only.
         scale: factor on the losses of a window whose gradient is averaged, not summed, over the ranks.
-        refused: why this strategy cannot scale the loss, split on out-of-memory, or compile, by what `check` is asked.
+        refused: why this strategy cannot scale the loss, split on out-of-memory, or compile, by `check`'s
+            argument.
     """
 
     rank = 0
@@ -59,10 +60,10 @@ class Strategy:
     device: torch.device
 
     def check(self, **asked: bool) -> None:
-        """Refuse what cannot work, of `scales`, `splits` and `compiles`.
+        """Refuse those of `scales`, `splits` and `compiles` that are asked for and cannot work.
 
         Raises:
-            OptionError: one of them is asked for and cannot work.
+            OptionError: one of them cannot work.
         """
         for name, is_asked in asked.items():
             if is_asked and name in self.refused:
@@ -78,7 +79,7 @@ class Strategy:
         return list(groups)
 
     def note(self, step: int, doing: str) -> None:
-        """Say what this rank does from now on, for other ranks that wait for it."""
+        """Record what this rank does from now on, for other ranks that wait for it."""
 
     def begin_step(self) -> None:
         """A step begins; collective."""
@@ -100,18 +101,18 @@ class Strategy:
         return part_norms(parts)
 
     def step_values(self) -> dict[str, float]:
-        """What a `step` event says of the other ranks."""
+        """Values about the other ranks in a `step` event."""
         return {}
 
     def gather_weights(self) -> None:
-        """Make this rank's model whole, where ranks train parts of it; collective."""
+        """Make this rank's model complete if each rank trains a part of it; collective."""
 
     def evaluate(self, work: Callable[[], Result]) -> Result:
         """Call `work`, which runs a forward pass without a backward pass."""
         return work()
 
     def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """`model` and `optimizer`, as one process has them or this rank's share; collective."""
+        """`model` and `optimizer`, as in one process or this rank's share; collective."""
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load_state_dict(
@@ -149,7 +150,7 @@ def alone() -> Strategy:
     """The strategy of a single process.
 
     Raises:
-        OptionError: there are others, with which this one would not share anything.
+        OptionError: there are other ranks, with which this strategy would share nothing.
     """
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise OptionError(

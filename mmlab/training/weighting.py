@@ -1,13 +1,14 @@
-"""Weights of several objectives that follow training, slowly: `WEIGHTINGS` by name.
+"""Weights of several objectives that adapt slowly during training: `WEIGHTINGS` by name.
 
-The trainer multiplies each objective's mean by its weight, and tells the means after every step. Every `interval` steps
-a rule turns their averages over those steps into target shares; the weights then move part of the way. Four brakes keep
-noise out: the average, the interval, the exponential smoothing, and bounds on every share. The weights' sum never
-changes, so the learning rate keeps its meaning. Costs nothing, except `gradnorm`, which wants the norm of each
-objective's own gradient once an interval: one backward pass an objective.
+The trainer multiplies each objective's mean by its weight, and passes the means on after every step. Every
+`interval` steps a rule turns their averages over those steps into target shares; the weights then move part
+of the way. Four things damp noise: the average, the interval, the exponential smoothing, and bounds on every
+share. The weights' sum never changes, so the learning rate keeps its meaning. Costs nothing, except
+`gradnorm`, which needs the norm of each objective's own gradient once an interval: one more forward and
+backward pass over the window for each objective.
 
-The means may be those of training steps or of evaluations on held-out samples, but of one kind throughout. Which
-weights are best for what comes after training, no rule here knows.
+The means may be those of training steps or of evaluations on held-out samples, but of one kind throughout. No
+rule here knows which weights are best for the model's later use.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mmlab.errors import OptionError, check_name
 
 Numbers = Mapping[str, float]  # by objective
 _STATE = ("shares", "_last_step", "_sums", "_counts", "_first", "_before")
-_LEAST = 1e-8  # below which a loss or a norm counts as this
+_LEAST = 1e-8  # a smaller loss or norm counts as this
 
 
 class Weighting:
@@ -34,7 +35,7 @@ class Weighting:
         start: the objectives' names, for a weight of one each, or weights by name.
         interval: steps from one update to the next.
         smoothing: how far the weights go towards their target at an update, above 0 to 1; 1 goes all the way.
-        min_share, max_share: bounds of the share of the weights' sum that an objective is led to.
+        min_share, max_share: bounds on an objective's target share of the weights' sum.
 
     Raises:
         OptionError: no objective, a weight that is not above zero, or bounds that the shares cannot all keep.
@@ -70,7 +71,7 @@ class Weighting:
         self._sums = dict.fromkeys(weights, 0.0)
         self._counts = dict.fromkeys(weights, 0)
         self._first: dict[str, float] = {}  # averages of the first interval that each objective was seen in
-        self._before: dict[str, float] = {}  # of the interval before
+        self._before: dict[str, float] = {}  # averages of the last interval that each was seen in
 
     def weights(self) -> dict[str, float]:
         """The factor of each objective's mean."""
@@ -81,17 +82,17 @@ class Weighting:
         return self.wants_norms and self._is_due(step)
 
     def update(self, step: int, means: Numbers, grad_norms: Numbers | None = None) -> dict[str, float] | None:
-        """Take in the means of a step; the new weights come back where this changed them.
+        """Take in the means of a step; returns the new weights if they changed, else None.
 
         An objective that was not seen, or not finite, since the last update keeps its share.
 
         Args:
             step: optimizer steps done, this one included.
-            means: of the objectives that counted anything, without weights.
-            grad_norms: of each mean's own gradient, without weights; wanted where `wants_grad_norms(step)`.
+            means: unweighted, of the objectives that counted anything.
+            grad_norms: unweighted, of the gradient of each mean; needed if `wants_grad_norms(step)`.
 
         Raises:
-            OptionError: gradient norms were wanted and are not there.
+            OptionError: gradient norms are needed and missing.
         """
         for name, mean in means.items():
             if math.isfinite(mean):
@@ -119,18 +120,18 @@ class Weighting:
         return step - self._last_step >= self.interval
 
     def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
-        """Numbers above zero that the target shares are proportional to; none for objectives to be left alone."""
+        """Positive numbers that the target shares are proportional to; none for objectives to leave alone."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on alike; plain numbers, fit for JSON."""
+        """All that a resumed run needs to continue identically; plain numbers, for JSON."""
         return deepcopy({name: getattr(self, name) for name in _STATE})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict` of the same objectives.
+        """Resume from a `state_dict` of the same objectives.
 
         Raises:
-            OptionError: it is of other objectives.
+            OptionError: it belongs to other objectives.
         """
         if state["shares"].keys() != self.shares.keys():
             raise OptionError(
@@ -143,8 +144,8 @@ class Weighting:
 class Uncertainty(Weighting):
     """Shares in inverse proportion to the losses.
 
-    Kendall's loss, the sum of exp(-s) L + s, is least at exp(-s) = 1 / L: this takes the minimum itself, by averages,
-    where Kendall learns s beside the model's weights.
+    Kendall's loss, the sum of exp(-s) L + s, is least at exp(-s) = 1 / L. This rule computes that minimum
+    from averages; Kendall learns s together with the model's weights.
 
     Source: Kendall et al. 2018 (arXiv:1705.07115).
     """
@@ -154,12 +155,12 @@ class Uncertainty(Weighting):
 
 
 class Trend(Weighting):
-    """More for the objective whose loss falls more slowly than the others': dynamic weight average.
+    """Larger shares for objectives whose loss falls more slowly than the others': dynamic weight average.
 
     Source: Liu et al. 2019 (arXiv:1803.10704).
     """
 
-    temperature = 2.0  # as in the source; the larger, the more alike the shares
+    temperature = 2.0  # as in the source; the larger, the more equal the shares
 
     def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         seen = {name: mean for name, mean in averages.items() if name in self._before}
@@ -169,16 +170,18 @@ class Trend(Weighting):
 
 
 class GradNorm(Weighting):
-    """Gradients of like size, a little larger for the objective that has come down less from where it began.
+    """Gradients of similar size, a little larger for an objective whose loss has fallen less since the start.
 
-    The source learns the weights by gradient descent towards w g = mean(w g) r^alpha; this takes the solution,
-    w proportional to r^alpha / g, as its target. r is the loss over its value in the first interval.
+    The source learns the weights by gradient descent towards w g = mean(w g) r^alpha; this takes the
+    solution, w proportional to r^alpha / g, as its target. g is the gradient's norm, r the loss over its
+    value in the first interval.
 
     Source: Chen et al. 2018 (arXiv:1711.02257).
     """
 
     wants_norms = True
-    alpha = 0.5  # how strongly the slower objectives are helped; 0 makes all gradients alike; the source has 0.12 to 1.5
+    # how strongly slower objectives are favoured; 0 makes all gradients equal; the source has 0.12 to 1.5
+    alpha = 0.5
 
     def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         if grad_norms is None:
@@ -209,7 +212,7 @@ def make_weighting(name: str, start: Sequence[str] | Numbers, **options: Any) ->
 
 
 def _bounded(shares: Numbers, least: float, most: float) -> dict[str, float]:
-    """Shares that add up to one, in [least, most], the free ones in the proportions that came in.
+    """Shares that add up to one, in [least, most]; those not at a bound keep their proportions.
 
     >>> bounded = _bounded({"a": 0.98, "b": 0.01, "c": 0.01}, 0.05, 0.9)
     >>> {name: round(share, 6) for name, share in bounded.items()}

@@ -2,10 +2,11 @@
 
 weights.safetensors    the model's weights by name
 optimizer.safetensors  the optimizer's tensors: `WEIGHT.exp_avg`
-shards/                in the place of both where ranks hold shares: a file from each rank, by `torch.distributed.checkpoint`,
-                       with `model.WEIGHT` and `optimizer.state.WEIGHT.exp_avg`; any number of ranks reads them
+shards/                in place of both if ranks hold shares: a file from each rank, with `model.WEIGHT` and
+                       `optimizer.state.WEIGHT.exp_avg`, by `torch.distributed.checkpoint`; any number of
+                       ranks can read them
 state.json             everything else: options of the optimizer, precision, weighting, progress, the loader
-manifest.json          size and SHA-256 of every file, and what an evaluation found
+manifest.json          size and SHA-256 of every file, and the values of an evaluation
 
 No file holds a pickle. Writing shards costs a copy of a rank's share in host memory.
 """
@@ -33,7 +34,7 @@ _Files = dict[str, dict[str, Any]]  # size and digest by path, as in the manifes
 
 
 def check(path: Path, ranks: Strategy) -> None:
-    """Raise DataError if a file of a checkpoint is missing, truncated or altered; each rank reads some of them."""
+    """Raise DataError if a file of a checkpoint is missing, truncated or altered; ranks share the files."""
 
     def damage() -> str | None:
         try:
@@ -65,10 +66,10 @@ def read_state(path: Path, like: Mapping[str, Tensor] | None = None) -> dict[str
     """The state in a checkpoint.
 
     Args:
-        like: a model's weights by name; where they are shares (`DTensor`), only this rank's share is read.
+        like: a model's weights by name; if they are shares (`DTensor`), only this rank's share is read.
 
     Raises:
-        ValueError: the checkpoint is of another model than `like`.
+        ValueError: the checkpoint does not belong to the model of `like`.
     """
     state = json.loads((path / _STATE).read_text())
     if (path / SHARDS).exists():
@@ -92,7 +93,7 @@ def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any
 
     Args:
         folder: made by rank 0.
-        values: what an evaluation found.
+        values: of an evaluation.
     """
     optimizer = state.get("optimizer", {"state": {}, "param_groups": []})
     names = _weight_names(optimizer)
@@ -128,7 +129,7 @@ def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any
 def _write_shards(
     folder: Path, model: Mapping[str, Tensor], moments: Mapping[str, Tensor], ranks: Strategy
 ) -> _Files:
-    """Let every rank write its shares and flush them to the disk; collective."""
+    """Write every rank's shares and flush them to the disk; collective."""
     from mmlab.training.checkpoint.shards import save_shards
 
     tensors = {_MODEL + name: tensor for name, tensor in model.items()}
@@ -163,7 +164,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Each tensor once; other names of the same memory (tied weights) are kept as metadata."""
+    """Write each tensor once; other names of the same memory (tied weights) are kept as metadata."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -179,7 +180,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         once[name] = tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor.contiguous()
     try:
         save_file(once, path, metadata=aliases or None)
-    except SafetensorError as error:  # whatever the disk says
+    except SafetensorError as error:  # raised for any error of the disk
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
@@ -188,7 +189,7 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _weight_names(optimizer: Mapping[str, Any]) -> dict[int, str]:
-    """Of the optimizer's weights, by their place."""
+    """Names of the optimizer's weights, by their index."""
     return {
         place: name
         for group in optimizer["param_groups"]
@@ -204,7 +205,7 @@ def _size_and_digest(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the files should be, and what an evaluation found."""
+    """Expected size and digest of each file, and the values of an evaluation."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files, values = dict(manifest["files"]), dict(manifest["values"])

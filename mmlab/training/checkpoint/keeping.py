@@ -1,4 +1,4 @@
-"""`Checkpoints`: the checkpoints of one run; when to save, what to keep, where to go on."""
+"""`Checkpoints`: the checkpoints of one run; when to save, what to keep, where to resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME, _UNFINISHED = re.compile("[0-9]+-step-[0-9]+"), ".unfinished-"
 
 @dataclass(kw_only=True)
 class CheckpointOptions:
-    """Those of `Checkpoints`."""
+    """The options of `Checkpoints`."""
 
     keep_last: int = 3
     keep_best: int = 1
@@ -34,21 +34,21 @@ class CheckpointOptions:
 
 @dataclass(kw_only=True, eq=False)
 class Checkpoints(CheckpointOptions):
-    """The checkpoints of one run: when to save, what to keep, where to go on.
+    """The checkpoints of one run: when to save, what to keep, where to resume.
 
     Example: `checkpoints = Checkpoints("runs/one/checkpoints")`, then `checkpoints.restore(trainer, loader)` and
     `trainer.fit(loader, num_epochs=3 - trainer.epoch, checkpoints=checkpoints)`.
 
     Args:
-        folder: made if need be; a folder for each run.
-        keep_last: newest ones to keep.
-        keep_best: best ones to keep besides, of those saved after an evaluation.
+        folder: made if necessary; use one for each run.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: number of best checkpoints to keep besides, of those saved after an evaluation.
         best_key: key of `eval` events to judge by.
-        maximize: whether the largest is the best.
+        maximize: whether the largest value is the best.
         every_steps: save when the number of optimizer steps is a multiple of it.
-        every_minutes: save when so long has passed since the last one. `FusionTrainer.fit` also saves after every epoch
-            and when it is stopped.
-        emit: takes a `warning` event for each damaged checkpoint; without it that is a Python warning.
+        every_minutes: save when this time has passed since the last save. `FusionTrainer.fit` also saves
+            after every epoch and when it is stopped.
+        emit: called with a `warning` event for each damaged checkpoint; None issues a Python warning.
 
     Raises:
         OptionError: a number out of range.
@@ -70,7 +70,7 @@ class Checkpoints(CheckpointOptions):
 
     @property
     def best(self) -> Path | None:
-        """The best checkpoint that an evaluation came with."""
+        """The best of the checkpoints that were saved after an evaluation."""
         return next(iter(self._ranked()), None)
 
     def due(self, step: int) -> bool:
@@ -90,13 +90,13 @@ class Checkpoints(CheckpointOptions):
         values: Mapping[str, Any] | None = None,
         ranks: Strategy | None = None,
     ) -> dict[str, Any]:
-        """Write a checkpoint, then remove those that need not be kept any more.
+        """Write a checkpoint, then remove those that are no longer to be kept.
 
         Args:
             state: `FusionTrainer.state_dict()`, with the loader's under `loader`.
-            values: what an evaluation found, to judge the best by.
-            ranks: those that write together, where the state holds this rank's shares; all of them make this call. None
-                writes in this process alone.
+            values: of an evaluation, to judge the best by.
+            ranks: the ranks that write together, if the state holds this rank's shares; all of them make this
+                call. None writes in this process alone.
 
         Returns:
             The values of a `checkpoint` event.
@@ -104,7 +104,7 @@ class Checkpoints(CheckpointOptions):
         Raises:
             OptionError: the evaluation has no `best_key`; the checkpoint is written nevertheless.
             OSError: the disk is full or read-only; no checkpoint was added and none removed.
-            RunError: the same where several ranks write, on all of them; those that failed are named.
+            RunError: the same if several ranks write; raised on all of them, and names those that failed.
             TypeError: progress or the loader's state hold more than numbers and texts.
         """
         started = time.perf_counter()
@@ -129,7 +129,7 @@ class Checkpoints(CheckpointOptions):
         }
 
     def _begin(self, step: int) -> Path:
-        """Where the next checkpoint will stand; the folder to write it in is there."""
+        """The path of the next checkpoint; makes the folder in which it is written first."""
         number = 1 + max((_number(path) for path in self.paths), default=0)
         path = self._folder / f"{number:06d}-step-{step}"
         self._clear_away()
@@ -151,7 +151,7 @@ class Checkpoints(CheckpointOptions):
         """The newest checkpoint that is whole; None if there is none at all.
 
         Args:
-            ranks: those that share the reading and get the same answer; all of them make this call.
+            ranks: the ranks that share the reading and get the same result; all of them make this call.
 
         Raises:
             DataError: all are damaged.
@@ -172,20 +172,21 @@ class Checkpoints(CheckpointOptions):
         return None
 
     def restore(self, trainer: Any, loader: Any = None) -> Path | None:
-        """Go on from the newest whole checkpoint: bitwise the same run, in the middle of an epoch too.
+        """Resume from the newest whole checkpoint: bitwise the same run, even in the middle of an epoch.
 
         On several ranks a collective.
 
         Args:
             trainer: made with the options of the run.
-            loader: for training; one with a state of its own goes on with the next batch, any other is read from the
-                epoch's start and the batches that are done are left out.
+            loader: for training; one with a state of its own continues with the next batch, any other is read
+                from the epoch's start, skipping the batches that are done.
 
         Returns:
             The checkpoint, or None where there is none.
 
         Raises:
-            DataError: all are damaged, or the newest is of another model, other data or another scheduler.
+            DataError: all are damaged, or the newest belongs to another model, other data or another
+                scheduler.
         """
         path = self.newest(trainer.strategy)
         if path is not None:
@@ -196,7 +197,7 @@ class Checkpoints(CheckpointOptions):
         """Checkpoints with an evaluation, best first."""
         scores = {}
         for path in self.paths:
-            with suppress(DataError):  # damaged: `newest` says so
+            with suppress(DataError):  # damaged: `newest` reports it
                 score = read_manifest(path)[1].get(self.best_key, math.nan)
                 if not math.isnan(score):
                     scores[path] = score
@@ -208,23 +209,23 @@ class Checkpoints(CheckpointOptions):
     def _clear_away(self) -> None:
         """Remove what a killed process left half written or half removed."""
         for path in self._folder.glob(f"{_UNFINISHED}*"):
-            if _NAME.fullmatch(path.name.removeprefix(_UNFINISHED)):  # else it is somebody else's
+            if _NAME.fullmatch(path.name.removeprefix(_UNFINISHED)):  # else it is not ours
                 shutil.rmtree(path)
 
 
 def restore(trainer: Any, loader: Any, path: Path) -> None:
-    """Put a whole checkpoint's state into a trainer and its loader; see `check`.
+    """Load a whole checkpoint's state into a trainer and its loader; see `check`.
 
     Raises:
-        DataError: it is of another model, other data or another scheduler.
-        OptionError: it is of other objectives, or of weights that follow other losses.
+        DataError: it belongs to another model, other data or another scheduler.
+        OptionError: it has other objectives, or weights that follow other losses.
     """
     try:
         state = read_state(path, like=trainer.model.state_dict())
         trainer.load_state_dict(state)
-    except (DataError, OptionError):  # say what it is
+    except (DataError, OptionError):  # their messages say what does not match
         raise
-    except (RuntimeError, ValueError) as error:  # torch's words for weights that do not match
+    except (RuntimeError, ValueError) as error:  # torch's errors for weights that do not match
         raise DataError(f"{path} is of another model: {' '.join(str(error).split())}") from error
     if "loader" in state and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(state["loader"])

@@ -1,4 +1,4 @@
-"""Tensors that ranks hold shares of, as safetensors files: a file from each rank, by `torch.distributed.checkpoint` (DCP)."""
+"""Sharded tensors as safetensors files: a file from each rank, by `torch.distributed.checkpoint` (DCP)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write this rank's shares; what every rank has is written by one. A collective; returns who failed and why."""
+    """Write this rank's shares; one rank writes what all have. A collective; returns who failed and why."""
     try:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         checkpoint.save(dict(tensors), storage_writer=writer)
@@ -35,8 +35,8 @@ def load_shards(folder: Path, like: Mapping[str, Tensor] | None) -> dict[str, Te
     """All tensors by name; no collective.
 
     Args:
-        like: a model's weights by name. Of one that is a share, and of its moments, this rank's share alone is read, to
-            the same device; everything else whole, into host memory.
+        like: a model's weights by name. Of a sharded weight and its moments only this rank's share is read,
+            to the same device; everything else is read whole, into host memory.
 
     Raises:
         ValueError: the model has no such weight, or it has another size.
@@ -48,14 +48,14 @@ def load_shards(folder: Path, like: Mapping[str, Tensor] | None) -> dict[str, Te
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # a single process is told that it is one
+    with warnings.catch_warnings():  # torch warns a single process that it is one
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
 def _empty(key: str, entry: TensorStorageMetadata, like: Mapping[str, Tensor] | None) -> Tensor:
-    """Memory for what is read of a tensor: `model.WEIGHT` or `optimizer.state.WEIGHT.KEY`."""
+    """Memory for the part of a tensor that is read: `model.WEIGHT` or `optimizer.state.WEIGHT.KEY`."""
     dtype = entry.properties.dtype
     if like is None:
         return torch.empty(entry.size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What all objectives share: their interface, the division of sums by counts, and which samples count for how much."""
+"""What all objectives share: their interface, the division of sums by counts, and the weights of samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Objective(Protocol):
     """A loss as a sum. Stateless; it draws from torch's generator of the device, which the trainer seeds."""
 
     def count(self, batch: Batch) -> int:
-        """How many terms the sum over this batch has. Read `batch.host`: reading its tensors waits for the device."""
+        """Number of terms in the sum. Read `batch.host`: reading the batch's tensors waits for the device."""
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """The sum, a scalar that is differentiable even where the count is zero."""

@@ -1,11 +1,12 @@
 """Objectives over pairs: the symmetric contrastive loss, and matching with hard negatives.
 
-A contrastive loss depends on the batch's composition: the other samples are the negatives, and more of them make the
-task harder. `Contrastive(num_negatives=K)` takes the batch *size* out of the loss: the negatives' sum of
-exponentials is scaled to K of them, so batches of any size estimate the loss against K negatives. What it does not
-fix: the estimate inside the logarithm is biased at a finite size (too low by Jensen's inequality, less with more
-negatives), and if batches are made of similar samples (sorted by size, say) the negatives are not a fair draw. Nor
-can micro-batches see each other's negatives; the ranks' micro-batches of one number can, see `AllRanksContrastive`.
+A contrastive loss depends on the batch's composition: the other samples are the negatives, and more of them
+make the task harder. `Contrastive(num_negatives=K)` takes the batch *size* out of the loss: the negatives'
+sum of exponentials is scaled to K of them, so batches of any size estimate the loss against K negatives. What
+it does not fix: the estimate inside the logarithm is biased at a finite size (too low by Jensen's inequality,
+less with more negatives), and if batches consist of similar samples (sorted by size, say) the negatives are
+not a random sample. Nor do the micro-batches of one rank share negatives; those of the same number on all
+ranks can, see `AllRanksContrastive`.
 
 Costs B x B similarities; matching runs the fusion on up to 3 B pairs.
 """
@@ -37,9 +38,9 @@ class Contrastive:
     A sample without image, text or negatives adds nothing and is not counted.
 
     Args:
-        num_negatives: scale the negatives to this number (see the module); None takes those of the batch as they are.
-        all_ranks: `FusionTrainer` takes the negatives from the micro-batches of all ranks. Called by itself, and in a
-            single process, the loss is that of its batch.
+        num_negatives: scale the negatives to this number (see the module); None does not scale them.
+        all_ranks: `FusionTrainer` takes the negatives from the micro-batches of all ranks. Called directly,
+            or in a single process, the loss uses the negatives of its own batch.
 
     Raises:
         OptionError: fewer than one negative.
@@ -70,15 +71,15 @@ class Contrastive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """Image-text matching: does this fused pair belong together? Each pair, and a hard negative from either side.
+    """Image-text matching: does a fused pair belong together? Each pair, and a hard negative of either side.
 
-    Negatives are drawn in the batch in proportion to the exponential of their similarity.
+    Negatives are drawn from the batch with probability proportional to the exponential of their similarity.
 
     Source: Li et al. 2021, ALBEF (arXiv:2107.07651).
     """
 
     def count(self, batch: Batch) -> int:
-        """Pairs, and two negatives for every pair that has any."""
+        """Number of pairs, plus two negatives for every pair that has any."""
         return batch.host.num_pairs + 2 * num_with_negatives(batch)
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
@@ -96,7 +97,7 @@ class Matching:
 
 
 def negatives(batch: Batch) -> Tensor:
-    """(B, B) bool: column j is a negative of row i. Both are pairs and they show different images.
+    """(B, B) bool: whether column j is a negative of row i: both are pairs, and they show different images.
 
     Without groups, or where a group is -1 (unknown), every sample is taken to show an image of its own.
     """
@@ -108,7 +109,7 @@ def negatives(batch: Batch) -> Tensor:
 
 
 def num_with_negatives(batch: Batch) -> int:
-    """Rows of `negatives` with any: all pairs, or none where they all show one image."""
+    """Number of rows of `negatives` that have any: all pairs, or none if all show the same image."""
     return batch.host.num_pairs if batch.host.num_images > 1 else 0
 
 
@@ -130,7 +131,7 @@ def contrastive_losses(logits: Tensor, allowed: Tensor, *, num_negatives: int | 
 def one_way_losses(
     logits: Tensor, allowed: Tensor, *, num_negatives: int | None = None, positives: Tensor | None = None
 ) -> Tensor:
-    """The same with each row choosing among the columns only, (B,).
+    """The same in one direction, each row choosing among the columns, (B,).
 
     Args:
         positives: (B,) column of each row's positive; None takes the diagonal.
@@ -143,10 +144,10 @@ def one_way_losses(
 
 
 def _draw(similarity: Tensor, allowed: Tensor) -> Tensor:
-    """One allowed column a row, likelier the more similar; any column in a row that allows none. (B, B) -> (B,)
+    """Draw one allowed column a row, likelier the more similar; any if none is allowed. (B, B) -> (B,)
 
-    Where a similarity is not finite all allowed columns are alike: a draw from NaN would end the run, on CUDA the whole
-    process, before the loss can tell whose sample it was.
+    If a row has a similarity that is not finite, its allowed columns are equally likely: a draw from NaN
+    would end the run, on CUDA the whole process, before the loss can tell which sample caused it.
     """
     weights = similarity.masked_fill(~allowed, -torch.inf).softmax(1)
     weights = torch.where(weights.isfinite().all(1, keepdim=True), weights, allowed.to(weights.dtype))
@@ -154,7 +155,7 @@ def _draw(similarity: Tensor, allowed: Tensor) -> Tensor:
 
 
 class GlobalBatch(NamedTuple):
-    """Which samples all ranks hold; rank r's rows begin at r x `num_rows`, some of them empty."""
+    """The samples of all ranks; rank r's rows begin at r x `num_rows`, and the last of them may be empty."""
 
     num_rows: int  # of the longest micro-batch
     is_pair: Tensor  # (W x num_rows,) bool, on the host
@@ -177,14 +178,14 @@ class AllRanksContrastive:
     backward pass. Each rank computes the losses of its own samples, so the ranks' sums add up to the loss of the joined
     micro-batch, and so do the gradients.
 
-    Costs, for B samples on this rank and N on all: B x N similarities, two short exchanges to count, and N x 2D numbers
-    twice a micro-batch. Groups must mean the same image on every rank, as those of one data set do. Every rank calls
-    `count` and the objective equally often; a rank that fails leaves the others waiting, so that a step cannot be run again
-    in parts.
+    Costs, for B samples on this rank and N on all: B x N similarities, two short exchanges to count, and N x
+    2D numbers twice a micro-batch. A group must mean the same image on every rank, as in one data set. Every
+    rank calls `count` and the objective equally often; a rank that fails leaves the others waiting, so a step
+    cannot be run again in parts.
 
     Args:
         goal: the loss.
-        device: on which the ranks exchange.
+        device: on which the ranks exchange tensors.
     """
 
     goal: Contrastive
@@ -232,7 +233,7 @@ def exchange_counts(batch: Batch, device: torch.device) -> GlobalBatch:
 
 
 def over_all_ranks(goal: Objective, device: torch.device) -> Objective:
-    """The objective with negatives from all ranks where it asks for them; else the objective itself."""
+    """The objective with negatives from all ranks if it asks for them; else the objective itself."""
     if isinstance(goal, Contrastive) and goal.all_ranks:
         return AllRanksContrastive(goal, device)
     return goal

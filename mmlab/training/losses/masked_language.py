@@ -22,9 +22,10 @@ class MaskedLanguage:
     >>> MaskedLanguage(mask_id=4, special_ids=(0, 1, 2, 3, 4)).mask_ratio
     0.15
 
-    In a text-only sample they are predicted from the text alone; an image-only sample adds nothing and is not counted.
-    Each text hides the same share of its tokens, so the count is known before they are drawn. All are replaced by the
-    mask token: the text encoder sees whole texts in its other pass, so none needs to stay as it was.
+    In a text-only sample, hidden tokens are predicted from the text alone; an image-only sample adds nothing
+    and is not counted. The same share of tokens is hidden in each text, so the count is known before they are
+    drawn. All are replaced by the mask token: the text encoder sees whole texts in its other pass, so none
+    needs to stay unchanged.
 
     Args:
         mask_id: the tokenizer's mask token.
@@ -61,7 +62,7 @@ class MaskedLanguage:
         return cls(mask_id=tokenizer.mask_token_id, special_ids=special_ids, mask_ratio=mask_ratio)
 
     def count(self, batch: Batch) -> int:
-        """Tokens to hide."""
+        """Number of tokens to hide."""
         hidden = num_hidden(can_hide(batch.host, self.special_ids), self.mask_ratio)
         return int(hidden.numpy().sum())
 

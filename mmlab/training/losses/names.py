@@ -1,4 +1,4 @@
-"""Objectives by name, and the one of a model that computes its own loss."""
+"""Objectives by name, and the objective of a model that computes its own loss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class OwnLoss:
     model: LossModel
 
     def count(self, batch: Batch) -> int:
-        """How many samples or label tokens the model's mean is over."""
+        """Number of samples or label tokens that the model averages over."""
         return int(self.model.num_terms(batch.host))
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
         """Sum over them, in the model's own unit.
 
         Raises:
-            OptionError: the batch weighs its samples, which a mean that is made inside the model cannot.
+            OptionError: the batch has sample weights, which a mean computed inside the model cannot take into
+                account.
         """
         if batch.weights is not None:
             raise OptionError(
@@ -57,7 +58,8 @@ def parse_objectives(
         tokenizer: of the data; "masked_language" needs it.
 
     Raises:
-        OptionError: an unknown name, or none, or negatives from all ranks where the model computes its own loss.
+        OptionError: an unknown name, no name, "contrastive" twice, or negatives from all ranks for a model
+            that computes its own loss.
     """
     wants_all_ranks = ALL_RANKS in asked or (
         isinstance(asked, Mapping) and any(getattr(goal, "all_ranks", False) for goal in asked.values())
@@ -84,7 +86,7 @@ def parse_objectives(
 
 
 def refuse_bare(output: Any, model: nn.Module, objectives: Mapping[str, Objective]) -> None:
-    """Refuse an output that is a plain tensor or dict, which has no embeddings, where an objective reads them."""
+    """Refuse an output that is a plain tensor or dict, without embeddings, if an objective reads them."""
     if not isinstance(output, Tensor | dict) or hasattr(output, "image_embedding"):
         return
     reading = [name for name, goal in objectives.items() if type(goal) in OBJECTIVES.values()]
