@@ -117,7 +117,7 @@ class IoBench:
             "of the data on a local disk, or more readers at once where the disk can serve them",
             "decode": f"{ceil(wanted / self.decode_per_core)} cores instead of {self.num_cores}, images stored "
             f"smaller, or a cache (mmlab cache build): {self.collate_per_core:,.0f} of its images a second are padded",
-            "collate": f"smaller images, or images of like size together: a sample has {kb} in its batch",
+            "collate": f"smaller images, or images of similar size together: a sample has {kb} in its batch",
             "copy": f"smaller images: a sample has {kb} in its batch",
         }
         return (

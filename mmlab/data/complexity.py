@@ -43,7 +43,7 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
     measured = measure_once("complexity", (float,), stamps, partial(_measure, records), progress=progress)
     for path, outcome in measured.items():
         if isinstance(outcome, str):
-            raise DataError(f"{path}: {outcome}; mend or remove the file, then read the records again")
+            raise DataError(f"{path}: {outcome}; repair or remove the file, then read the records again")
     found = [np.nan if path is None else measured[path][0] for path in records.image_paths]
     return np.array(found, np.float64)
 

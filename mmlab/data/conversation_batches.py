@@ -107,7 +107,7 @@ class ConversationCollator:
             shift = next((by for by in tried if ids[lead + by : last + by] == wanted), -1)
             if shift < 0:
                 raise DataError(
-                    f"{type(self.processor).__name__} makes other tokens of an answer than its tokenizer alone, so "
+                    f"{type(self.processor).__name__} tokenises an answer differently from its tokenizer alone, so "
                     "answers cannot be told from questions"
                 )
             labels[first + shift : last + shift] = known[first:last]

@@ -214,7 +214,7 @@ def _sizes(conversations: Conversations, processor: Any, progress: bool) -> Conv
             total = without + tokens + around[0] + around[1] * num_images
             return ConversationSizes(*(column.astype(np.int32) for column in (total, tokens, patches)))
     warnings.warn(
-        f"{type(processor).__name__} does not say exactly how long a sample becomes, so all {len(sizes)} are measured by "
+        f"{type(processor).__name__} does not state exact sequence lengths, so all {len(sizes)} are measured by "
         "calling it, on blank images of their sizes",
         stacklevel=3,
     )

@@ -270,5 +270,5 @@ def reading_image(kind: str, name: str, path: str | None) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{kind} {name!r}: cannot read image {path or 'inside the row'}: {error}; "
-            f"mend or remove the file, then read the {kind}s again"
+            f"repair or remove the file, then read the {kind}s again"
         ) from error

@@ -206,7 +206,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         is_same = {name: state.get(name, own) == own for name, own in self._identity.items()}
         if not is_same["vocabulary"]:
             raise DataError(
-                "cannot resume: the vocabulary is another one, so token ids would mean other words; use the tokenizer "
+                "cannot resume: the vocabulary differs, so token ids would stand for other words; use the tokenizer "
                 "that was saved with the run"
             )
         here = getattr(self.scheduler, "world_size", 1)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _REMEDIES = {
     "read": "a faster disk, or more workers to read at the same time",
     "decode": "more cores and workers, images stored smaller, or a cache",
-    "collate": "smaller batches, or images of like size together (less padding)",
+    "collate": "smaller batches, or images of similar size together (less padding)",
     "copy": "pinned memory, or fewer pixels",
 }
 _FROM_CACHE = "smaller images (their pixels are copied from the cache), or more workers"

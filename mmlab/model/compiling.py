@@ -41,7 +41,7 @@ def compiled(model: nn.Module, device: torch.device, backend: str) -> Callable[.
         _check_compiler(device)
     if backend.startswith("eager") and counts_batches(model):
         raise OptionError(
-            f"the backend {backend!r} of torch.compile would change the statistics of checkpointed blocks twice; "
+            f"the backend {backend!r} of torch.compile would update the running statistics of checkpointed blocks twice; "
             "use 'aot_eager' or 'inductor', or checkpointing=False"
         )
     return torch.compile(model, backend=backend, dynamic=True)

@@ -50,7 +50,7 @@ def learning(model: nn.Module) -> list[nn.Parameter]:
     """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
-        raise OptionError(f"{type(model).__name__} has nothing to train: no parameter asks for a gradient")
+        raise OptionError(f"{type(model).__name__} has nothing to train: no parameter requires a gradient")
     return weights
 
 

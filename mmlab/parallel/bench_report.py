@@ -109,7 +109,7 @@ class ParallelBench:
             text += f", against {', '.join(slower)}"
         reasons = []
         if best["devices"] > 1 and best["efficiency"] is not None:
-            reasons.append(f"it has {best['efficiency']:.0%} of linear scaling")
+            reasons.append(f"it reaches {best['efficiency']:.0%} of linear scaling")
         if best["sent_bytes"]:
             reasons.append(f"it sends {best['sent_bytes'] / MIB:,.1f} MiB a step from a rank")
         if "branch" in self.turns:

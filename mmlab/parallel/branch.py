@@ -206,7 +206,7 @@ class BranchStrategy(RanksStrategy):
         if most != -least:
             raise RunError(
                 f"{doing}: the ranks have different batches; with branch both must read the same samples in the same "
-                "order: give both the whole plan, and no sampler that shares samples out"
+                "order: give both the whole plan, and no sampler that splits the samples among ranks"
             )
 
     def _run_images(self, batches: Sequence[Batch]) -> None:

@@ -97,7 +97,7 @@ class DDPStrategy(ReduceStrategy):
             finish_reduction(self._ddp)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise CollectiveFailed(
-                f"rank {self.rank} failed inside the reduction of gradients, which cannot be taken up again: "
+                f"rank {self.rank} failed inside the reduction of gradients, which cannot be resumed: "
                 f"{problem or error}; resume from the last checkpoint, with strategy='reduce' if memory ran out there"
             ) from error
 

@@ -140,7 +140,7 @@ class RankWatch:
             _, doing, since_s = self._here
             waits = doing in (WAITS, STEP, SAVES) and time.monotonic() - since_s > self.timeout_s
             if waits and not self._is_explaining:
-                self._end(*self._blame(f"nothing went on for longer than timeout_s = {self.timeout_s:g}"))
+                self._end(*self._blame(f"no progress for longer than timeout_s = {self.timeout_s:g}"))
 
     def _end(self, guilty: tuple[int, ...], message: str) -> None:
         """End this process, whose training loop hangs in an exchange that Python cannot leave."""
@@ -192,10 +192,10 @@ class RankWatch:
         where = "; ".join(_place(rank, sign) for rank, sign in (late or signs).items())
         if late:
             return tuple(late), (
-                f"{what}: {where}; it lives and keeps the others waiting; see where it hangs (py-spy dump), or raise "
+                f"{what}: {where}; it is alive but keeps the others waiting; see where it hangs (py-spy dump), or raise "
                 f"[parallel] timeout_s if it works so long, and {_REMEDY}"
             )
-        what = f"{what} though every rank lives ({where})"
+        what = f"{what} although every rank is alive ({where})"
         return (), f"{what}: look at the network between them, and {_REMEDY}"
 
     def _signs(self) -> dict[int, _Sign]:
@@ -236,7 +236,7 @@ def broke_off(error: BaseException) -> bool:
 
 
 def _name(rank: int, sign: _Sign) -> str:
-    return f"rank {rank} ({sign.process}, last heard of {sign.doing})"
+    return f"rank {rank} ({sign.process}, last seen {sign.doing})"
 
 
 def _place(rank: int, sign: _Sign) -> str:

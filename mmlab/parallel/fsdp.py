@@ -57,10 +57,10 @@ class FSDPStrategy(ReduceStrategy):
         """
         if getattr(model, "is_packed", False):
             raise OptionError(
-                "fsdp does not know models that run packed; use strategy='ddp', or another scheduler"
+                "fsdp does not support packed batches; use strategy='ddp', or another scheduler"
             )
         if not all(weight.is_contiguous() for weight in model.parameters()):
-            raise OptionError("fsdp shares weights out by rows, found others; use channels_last=False")
+            raise OptionError("fsdp needs contiguous weights; use channels_last=False")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         mesh = init_device_mesh(self.device.type, (self.world_size,))

@@ -110,7 +110,7 @@ class ProcessGroup:
         answers: list[Any] = [None] * self.world_size
         with _exchange():
             distributed.all_gather_object(answers, (found, words))
-        told = [f"rank {rank} could not {doing}: {words}" for rank, (_, words) in enumerate(answers) if words]
+        told = [f"rank {rank} failed to {doing}: {words}" for rank, (_, words) in enumerate(answers) if words]
         if told:
             raise RunError("; ".join(told)) from problem
         return [found for found, _ in answers]

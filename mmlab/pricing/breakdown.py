@@ -41,7 +41,7 @@ class MemoryBreakdown:
         size, num_tokens, height, width = self.shape
         conditions = ", ".join(f"{name} {value}" for name, value in self.conditions.items())
         rows = [(part.replace("_", " "), getattr(self, part)) for part in PARTS]
-        rows += [("peak", self.peak_bytes), ("CUDA context, beside", self.context_bytes)]
+        rows += [("peak", self.peak_bytes), ("CUDA context (not in the peak)", self.context_bytes)]
         return "\n".join(
             [
                 f"{size} samples of {num_tokens} tokens and {height} x {width} pixels ({conditions}); "

@@ -195,7 +195,9 @@ class MemoryReport:
             f"{held_out['p95_ratio']:.2%}, and none was more than {held_out['worst_under_ratio']:.2%} too low",
         ]
         if self.planned.plan is None:
-            head.append(f"{self.planned.figures()['num_too_large']} samples do not fit alone: no plan")
+            head.append(
+                f"{self.planned.figures()['num_too_large']} samples do not fit even alone, so there is no plan"
+            )
         tables = {
             "an epoch within this memory, and what would change it": _shown(self.table).to_string(),
             "largest samples": _shown(self.largest_shapes).to_string(index=False),
@@ -249,7 +251,7 @@ def memory_report(
     dataset, source = None, str(data)
     if processor is not None:
         if (image, tokenizer, limit) != ("aspect:224", "builtin", None):
-            raise OptionError("--processor decides on these: leave --image, --tokenizer and --limit out")
+            raise OptionError("--processor determines these: leave --image, --tokenizer and --limit out")
         dataset = named_dataset(source, images, processor, progress=progress)
         sizes, network = dataset.sizes, conversation_model(model)
     else:
@@ -265,7 +267,11 @@ def memory_report(
     other_precision = "bf16" if asked.precision == "fp32" else "fp32"
     plans = {}
     if progress:
-        print(f"Pricing {model} by 50 steps; base takes a minute or two", file=sys.stderr, flush=True)
+        print(
+            f"Pricing {model} by tracing 50 steps; the base preset takes a minute or two",
+            file=sys.stderr,
+            flush=True,
+        )
     for change in ({}, {"precision": other_precision}, {"checkpointing": not asked.checkpointing}):
         options = {"num_held_out": 0 if change else 6, **setting, **change}
         memory = fit_memory(network, dataset=dataset, progress=progress, **options)

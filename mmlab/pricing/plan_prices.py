@@ -114,7 +114,9 @@ def price_plans(
     packs = None
     if progress:
         steps = "30 steps without the device" if named else f"100 to 200 steps on {kind}"
-        print(f"Pricing {model} by {steps}; base takes a minute or two", file=sys.stderr, flush=True)
+        print(
+            f"Pricing {model} by {steps}; the base preset takes a minute or two", file=sys.stderr, flush=True
+        )
     if dataset is not None and not named:
         vlm = conversation_model(model, device=kind)
         memory, time = price_dataset(vlm, dataset, precision=precision)

@@ -82,7 +82,7 @@ class ResourceAwareScheduler:
             raise OptionError(f"no memory limit; give max_memory_gb above 0, found {max_memory_gb}")
         if planner is not None and planner.world_size > 1 and agree is None:
             raise OptionError(
-                f"{planner.world_size} ranks would decide apart; give agree=, a function to their largest number"
+                f"{planner.world_size} ranks would decide independently; give agree=, a function that returns the largest of their numbers"
             )
         self.planner, self.limit_bytes, self.rank = planner, float(limit_bytes), rank
         self.seed = 0 if planner is None else planner.seed

@@ -205,7 +205,7 @@ def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]
     spread_ratio = float(np.median(high_s / low_s)) - 1
     if spread_ratio > _NOISY_RATIO:
         warnings.warn(
-            f"repeats of one step lie {spread_ratio:.0%} apart, so predicted seconds are no more exact than that; "
+            f"repeats of one step vary by {spread_ratio:.0%}, so predicted seconds are no more accurate than that; "
             "fit again while nothing else runs on this machine",
             stacklevel=3,
         )

@@ -165,7 +165,7 @@ def _notes(plan: BatchPlan, costs: NDArray[np.float64], budget: float | None) ->
     mean = len(plan.columns.order) / max(1, len(plan.columns.ends))
     if plan.limits.budget and not plan.limits.streams and mean < _FEW_SAMPLES < len(plan.sizes):
         notes.append(
-            f"a batch has {mean:.1f} samples on average, too few of like shape to pad little; "
+            f"a batch has {mean:.1f} samples on average, too few of similar shape, so they are padded a lot; "
             "a larger budget, or the scheduler 'packed', wastes less"
         )
     return notes

@@ -12,7 +12,7 @@ slower than fp32.
 What is refused, and why:
 
 ========================  ==========================================================================
-tf32 off CUDA             it is how CUDA's tensor cores round
+tf32 off CUDA             it is available on CUDA only
 bf16, fp16 elsewhere      autocast and scaler were not tried on devices other than cpu and cuda
 bf16 before capability 8  the GPU would emulate it, slower than fp32
 fp16 with 16-bit weights  their gradients cannot be unscaled without overflow
@@ -65,7 +65,7 @@ class Precision:
         self.name, self.device, self.dtype = name, torch.device(device), PRECISIONS[name]
         on_gpu = self.device.type == "cuda"
         if name == "tf32" and not on_gpu:
-            raise OptionError(f"tf32 is how CUDA's tensor cores round, found device {self.device}; use fp32")
+            raise OptionError(f"tf32 is available on CUDA only, found device {self.device}; use fp32")
         if self.dtype is not None and self.device.type not in ("cpu", "cuda"):
             raise OptionError(f"{name} is supported on cpu and cuda, found device {self.device}; use fp32")
         if name == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -157,7 +157,7 @@ class TrainerSetup:
                 culprit = f"samples {', '.join(ids)}"
         message = f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {culprit}"
         if self.options.on_nonfinite == "raise" or not result.skipped:
-            raise RunError(f"{message}; mend or remove them, lower lr, or use on_nonfinite='skip'")
+            raise RunError(f"{message}; fix or remove them, lower lr, or use on_nonfinite='skip'")
         self._emit_event("warning", {"message": message, "source": "trainer"})
 
     def _retry(self, work: Callable[[], Result]) -> Result:

@@ -211,7 +211,7 @@ class Window:
         if tried == len(batch) and self._rows.stop - self._rows.start == 1:
             raise RunError(
                 f"sample {batch.record_ids[self._rows.start]!r} does not fit into memory by itself: "
-                f"{described(*shape[1:])} ({failure}); cut its text or image, use "
+                f"{described(*shape[1:])} ({failure}); shorten its text, shrink its image, use "
                 "checkpointing=True or 16-bit precision, or a device with more memory"
             )
         if tried == len(batch):

@@ -154,7 +154,7 @@ def alone() -> Strategy:
     """
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise OptionError(
-            f"{distributed.get_world_size()} ranks train together, and nothing says how: give FusionTrainer "
+            f"{distributed.get_world_size()} ranks were started without a strategy: give FusionTrainer "
             "strategy=make_strategy('ddp') from mmlab.parallel"
         )
     return Strategy()

@@ -73,7 +73,11 @@ def test_ranks_form_a_group_and_return_what_they_found(capfd: pytest.CaptureFixt
     [
         ("data", DataError, r"rank 1 failed: DataError: row 7 has no image\n\nTraceback(.|\n)*in fails_on"),
         ("other", RunError, r"rank 1 failed: KeyError: 'seven'"),
-        ("killed", RunError, r"rank 1 ended without a word: Signal 9 \(SIGKILL\)(.|\n)*my last words"),
+        (
+            "killed",
+            RunError,
+            r"rank 1 ended without an error message: Signal 9 \(SIGKILL\)(.|\n)*my last words",
+        ),
     ],
 )
 def test_what_a_rank_suffers_is_raised_here(how: str, kind: type[Exception], words: str) -> None:

@@ -124,7 +124,9 @@ def test_links_in_an_archive_are_the_files_that_they_name(tmp_path):
         member = tarfile.TarInfo("d/e.jpg")
         member.type, member.linkname = tarfile.SYMTYPE, "/elsewhere.jpg"
         archive.addfile(member)
-    with pytest.raises(DataError, match=r"a link at byte \d+ to /elsewhere.jpg, which is no file before it"):
+    with pytest.raises(
+        DataError, match=r"a link at byte \d+ to /elsewhere.jpg, which is not an earlier file of the archive"
+    ):
         list(members(path))
 
 

@@ -212,7 +212,7 @@ def test_an_error_of_training_and_one_of_the_panel_itself_are_sent(
     panels.append(LivePanel(controller.folder, controller))
     page = Page(panels[0])
     page.say("ready", have={})
-    said = "ValueError: 2 rows cannot be used:\n  item 0: no image\nMend them"
+    said = "ValueError: 2 rows cannot be used:\n  item 0: no image\nFix them"
     controller.state = "failed"
     controller.error = f"Traceback (most recent call last):\n  File a.py\n    read()\n{said}\n"
     page.until(lambda: page.facts.get("errors"))

@@ -43,7 +43,7 @@ def test_raise_stops_at_the_batch_that_holds_it(broken: MultimodalDataset, backe
     events: list[RunEvent] = []
     loader = make_loader(broken, backend, emit=events.append)
     batches = []
-    with pytest.raises(DataError, match=r"record '.*': cannot read image .*mend or remove the file"):
+    with pytest.raises(DataError, match=r"record '.*': cannot read image .*repair or remove the file"):
         batches += loader  # in place: what came before the error stays
     rows = next(rows for rows in loader.plan if {broken.records.ids[row] for row in rows} & bad_ids(broken))
     assert loader.state_dict()["num_batches"] == list(loader.plan).index(rows)

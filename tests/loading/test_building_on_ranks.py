@@ -79,5 +79,5 @@ def test_every_rank_has_the_same_report(many: Path, tmp_path: Path) -> None:
 
 def test_a_silent_rank_is_not_waited_for_for_ever(many: Path, tmp_path: Path) -> None:
     cache = open_cached(many, tmp_path / "cache").cache
-    with pytest.raises(RunError, match=r"rank 1 has told nothing for 0.1 s; start the job again"):
+    with pytest.raises(RunError, match=r"rank 1 has not reported for 0.1 s; start the job again"):
         gather(outcome(0), cache, distributed.HashStore(), 0, 2, silence_s=0.1)

@@ -164,5 +164,5 @@ def test_other_rows_and_other_words_are_refused(dataset) -> None:
         make_loader(turned).load_state_dict(state)
     others = load_tokenizer(records=dataset.records, vocab_size=len(dataset.tokenizer) - 1)
     retrained = MultimodalDataset(dataset.records, image_policy=dataset.image_policy, tokenizer=others)
-    with pytest.raises(DataError, match="the vocabulary is another one"):
+    with pytest.raises(DataError, match="the vocabulary differs"):
         make_loader(retrained).load_state_dict(state)

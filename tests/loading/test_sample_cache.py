@@ -105,7 +105,9 @@ def test_a_row_without_its_file_is_a_miss(tmp_path: Path, key: CacheKey) -> None
 def test_other_settings_remove_what_no_longer_holds_and_say_why(tmp_path: Path, key: CacheKey) -> None:
     fill(tmp_path / "cache", key)
     changed = make_key(tmp_path / "files", NUM_ROWS, side=64)
-    message = r"images of the cache .* are made again: image policy Square\(side=32\) -> Square\(side=64\)$"
+    message = (
+        r"images of the cache .* will be decoded again: image policy Square\(side=32\) -> Square\(side=64\)$"
+    )
     with pytest.warns(UserWarning, match=message):
         cache = SampleCache(tmp_path / "cache", key=changed)
     assert cache.get(0) is None

@@ -112,7 +112,7 @@ def test_what_cannot_be_compiled_says_why(monkeypatch):
     resnet = build_model("resnet18", vocab_size=50, text_dim=64, text_depth=1)
     with pytest.raises(
         OptionError,
-        match=r"'eager' of torch\.compile would change the statistics of checkpointed blocks twice",
+        match=r"'eager' of torch\.compile would update the running statistics of checkpointed blocks twice",
     ):
         FusionTrainer(resnet, compile="eager", checkpointing=True, **options)
     monkeypatch.setenv("PATH", "")

@@ -209,11 +209,11 @@ class Broken:
 
 def one_rank_gives_up_and_the_other_says_so(rank: int) -> None:
     ranks = trainer_on_ranks(build(), {"broken": Broken()})
-    error, message = (KeyError, "broken") if rank == 1 else (RunError, "rank 1 could not do step 0")
+    error, message = (KeyError, "broken") if rank == 1 else (RunError, "rank 1 failed to do step 0")
     with pytest.raises(error, match=message):
         ranks.train_step(window())
     ranks = trainer_on_ranks(build(max_tokens=16), {"contrastive": Contrastive()}, ahead=0)
-    error, message = (DataError, "17 tokens") if rank == 1 else (RunError, "rank 1 could not do step 0")
+    error, message = (DataError, "17 tokens") if rank == 1 else (RunError, "rank 1 failed to do step 0")
     with pytest.raises(error, match=message):
         ranks.train_step([make_batch(SIZES), make_batch([(17, 32, 32), (3, 16, 16)])])
     ranks = branch_trainer(["contrastive"])
@@ -223,7 +223,7 @@ def one_rank_gives_up_and_the_other_says_so(rank: int) -> None:
         ranks.train_step([make_batch(SIZES)])
     if rank == 0:
         ranks.model.image_head.register_forward_pre_hook(Broken())
-    error, message = (KeyError, "broken") if rank == 0 else (RunError, "rank 0 could not do step 0")
+    error, message = (KeyError, "broken") if rank == 0 else (RunError, "rank 0 failed to do step 0")
     with pytest.raises(error, match=message):
         ranks.train_step(window())
     with pytest.raises(RunError, match="a rank failed in an earlier window"):
@@ -254,7 +254,7 @@ def a_message_that_cannot_be_made_leaves_nobody_waiting(rank: int) -> None:
     """for what its header announced."""
     for broken in (0, 1):
         ranks = branch_trainer(["contrastive", "matching"])
-        error, message = RunError, f"rank {broken} could not do step 0"
+        error, message = RunError, f"rank {broken} failed to do step 0"
         with pytest.MonkeyPatch.context() as patch:
             if rank == broken:
                 error, message = KeyError, "broken"

@@ -171,7 +171,7 @@ def one_model_on_all_ranks(rank: int) -> None:
         FusionTrainer(
             build_model("tiny", vocab_size=50 + rank, **TINY), device="cpu", strategy=make_strategy("reduce")
         )
-    with pytest.raises(OptionError, match="2 ranks train together, and nothing says how"):
+    with pytest.raises(OptionError, match="2 ranks were started without a strategy"):
         FusionTrainer(build_model("tiny", vocab_size=50, **TINY), device="cpu")
 
 
@@ -244,7 +244,7 @@ class Broken:
 def all_raise_when_one_gives_up(rank: int) -> None:
     trainer = make_trainer(objectives={"broken": Broken(rank)})
     before = weights(trainer)
-    error, message = (KeyError, "broken") if rank == 1 else (RunError, "rank 1 could not do step 0")
+    error, message = (KeyError, "broken") if rank == 1 else (RunError, "rank 1 failed to do step 0")
     for _ in range(2):
         with pytest.raises(error, match=message):
             trainer.train_step(window(rank))

@@ -92,7 +92,7 @@ def test_whatever_happens_to_a_rank_the_others_stop_and_name_it(config: Path, tm
                 assert process.exitcode == 1, way
     told = {
         "stopped": "gives no sign of life since step",
-        "stuck": "it lives and keeps the others waiting",
+        "stuck": "it is alive but keeps the others waiting",
         "memory": "out of memory",
         "disk": "No space left on device",
         "branch": "gives no sign of life since step",

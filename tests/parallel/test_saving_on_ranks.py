@@ -99,6 +99,6 @@ def test_shards_of_another_model_are_refused(saved):
     other = make_trainer()
     other.model.text_encoder = torch.nn.Linear(2, 2)
     with pytest.raises(
-        DataError, match=r"000002-step-2 is of another model: it has a weight text_encoder\S* of \("
+        DataError, match=r"000002-step-2 is of another model: it has a weight text_encoder\S* of shape \("
     ):
         Checkpoints(saved).restore(other)

@@ -118,7 +118,7 @@ def test_a_sample_that_does_not_fit_leaves_no_plan_and_is_counted(report: Memory
     assert planned.figures()["num_too_large"] == 1
     assert planned.figures()["num_batches"] is None
     full = MemoryReport(source="three", model="m", limit=report.limit, plans={"bf16": planned})
-    assert "1 samples do not fit alone" in str(full)
+    assert "1 samples do not fit even alone" in str(full)
     json.dumps(full.as_dict(), allow_nan=False)
 
 

@@ -452,7 +452,7 @@ def test_what_cannot_work_is_refused():
     for limit in (0, float("nan")):
         with pytest.raises(OptionError, match="give max_memory_gb"):
             ResourceAwareScheduler(limit)
-    with pytest.raises(OptionError, match="2 ranks would decide apart"):
+    with pytest.raises(OptionError, match="2 ranks would decide independently"):
         aware(memory_planner(world_size=2))
     with pytest.raises(OptionError, match="unknown policy 'halve'; did you mean 'halving'"):
         aware(memory_planner(), policy="halve")

@@ -70,9 +70,7 @@ def test_what_is_refused_says_why():
         Precision("fp61")
     with pytest.raises(OptionError, match="bf16 is supported on cpu and cuda, found device mps; use fp32"):
         Precision("bf16", "mps")
-    with pytest.raises(
-        OptionError, match="tf32 is how CUDA's tensor cores round, found device cpu; use fp32"
-    ):
+    with pytest.raises(OptionError, match="tf32 is available on CUDA only, found device cpu; use fp32"):
         Precision("tf32", "cpu")
     with pytest.raises(OptionError, match=r"fp16 keeps its weights in fp32 .* call model.float\(\) first"):
         Precision("fp16").check(nn.Linear(2, 2).half().parameters())

@@ -337,7 +337,7 @@ def test_a_sample_that_is_not_finite_is_named_and_can_be_skipped():
             output.image_embedding = output.image_embedding + poison[:, None]
             return output
 
-    with pytest.raises(RunError, match=r"not finite for samples sample 2; mend or remove them"):
+    with pytest.raises(RunError, match=r"not finite for samples sample 2; fix or remove them"):
         FusionTrainer(Poisoned(), device="cpu").train_step([make_batch(SIZES)])
     events = []
     trainer = FusionTrainer(Poisoned(), device="cpu", on_nonfinite="skip", emit=events.append)

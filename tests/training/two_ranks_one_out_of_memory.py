@@ -44,5 +44,5 @@ def main() -> None:
     device = VirtualDevice()
     trainer = make_trainer(device, objectives=objectives, parallel="reduce")
     device.limit_bytes = device.current_bytes + 50_000 if rank == 1 else None
-    with pytest.raises(RunError, match="does not fit" if rank == 1 else "rank 1 could not do step 0"):
+    with pytest.raises(RunError, match="does not fit" if rank == 1 else "rank 1 failed to do step 0"):
         trainer.train_step([make_batch(SIZES[2:3])])

@@ -106,7 +106,7 @@ def _fetch(url: str, system: Any, path: str, target: Path, num_bytes: int | None
     try:
         system.get_file(path, str(draft))
         if num_bytes not in (None, found_bytes := draft.stat().st_size):
-            raise OSError(f"{num_bytes} bytes were announced, {found_bytes} came")
+            raise OSError(f"expected {num_bytes} bytes, received {found_bytes}")
         os.replace(draft, target)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"

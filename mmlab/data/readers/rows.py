@@ -259,7 +259,7 @@ def report_bad_rows(
     summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
     if errors == "raise" or len(bad_rows) == num_rows:
         remedy = (
-            f"Mend them, or leave them out: {reader}(..., errors='report') gives those that are left."
+            f"Fix them, or skip them: {reader}(..., errors='report') returns the rest."
             if errors == "raise"
             else "Nothing is left to read."
         )

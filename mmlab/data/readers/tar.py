@@ -90,7 +90,7 @@ def members(path: Path) -> Iterator[Member]:
                 member = known.get(normpath(join(beside, info.linkname)))
                 if member is None:
                     raise DataError(
-                        f"has a link at byte {info.offset} to {info.linkname}, which is no file before it; pack it again "
+                        f"has a link at byte {info.offset} to {info.linkname}, which is not an earlier file of the archive; pack it again "
                         "with tar --dereference"
                     )
             if member is not None:

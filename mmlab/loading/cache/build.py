@@ -54,7 +54,7 @@ class BuildReport:
             f"{self.cache_bytes / 2**20:,.1f} MiB"
         ]
         if self.num_left_out:
-            lines.append(f"{self.num_left_out:,} found no room: they are made whenever they are read")
+            lines.append(f"{self.num_left_out:,} did not fit: they are decoded whenever they are read")
         return "\n".join([*lines, *self.bad_samples])
 
 
@@ -195,6 +195,6 @@ def _wait_for(store: Any, keys: list[str], cache: SampleCache, silence_s: float)
         if time.time() - max(started_s, written_s) > silence_s:
             ranks = ", ".join(key.split()[1] for key in keys if not store.check([key]))
             raise RunError(
-                f"rank {ranks} has told nothing for {silence_s:g} s; start the job again: what is done is kept"
+                f"rank {ranks} has not reported for {silence_s:g} s; start the job again: what is done is kept"
             )
         time.sleep(_LOOK_EVERY_S)

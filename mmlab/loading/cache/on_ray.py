@@ -53,7 +53,7 @@ def build_cache_on_ray(
         import ray.data
     except ImportError as error:
         raise OptionError(
-            f"engine 'ray' needs Ray, which is not here ({error}): pip install 'mmlab[ray]'"
+            f"engine 'ray' needs Ray, which is not installed ({error}): pip install 'mmlab[ray]'"
         ) from error
     rows = image_rows(cache)
     blocks = [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]

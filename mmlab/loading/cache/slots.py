@@ -69,7 +69,7 @@ class Layout:
             num_bytes = num_text + 8 * num_slots
             content = file.read(num_bytes) if num_bytes <= path.stat().st_size else b""
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(content) != checksum:
-            raise Damaged(f"{path}: its front is damaged; opening the cache with its data set mends that")
+            raise Damaged(f"{path}: its front is damaged; opening the cache with its data set repairs it")
         shapes = np.frombuffer(content, "<u4", offset=num_text).reshape(-1, 2)
         return Layout(json.loads(content[:num_text]), shapes.astype(np.int64))
 

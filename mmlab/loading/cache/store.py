@@ -84,7 +84,7 @@ class SampleCache:
             pixels = None if file is None or slot >= file.num_kept else file.read(slot, source, out)
         except Damaged as error:
             if self._count("num_damaged") == 1:
-                message = f"damaged cache: {error}; it is made again (mmlab cache verify lists all damage)"
+                message = f"damaged cache: {error}; the image is decoded again (mmlab cache verify lists all damage)"
                 warnings.warn(message, stacklevel=2)
         except OSError:
             pass  # no image, or no disk: decoding the sample raises a better error
@@ -172,7 +172,7 @@ class SampleCache:
             except (Damaged, FileNotFoundError):
                 changes = "what it was made with cannot be read"
             path.unlink(missing_ok=True)
-            warnings.warn(f"images of the cache {self.folder} are made again: {changes}", stacklevel=3)
+            warnings.warn(f"images of the cache {self.folder} will be decoded again: {changes}", stacklevel=3)
 
     def _open(self) -> SlotFile | None:
         """The slot file; None where there is none and none can be made."""

@@ -214,7 +214,7 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise KeyError(*missing)
         return files, {key: float(value) for key, value in values.items()}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise DataError(f"{path} is no whole checkpoint: {MANIFEST} is missing or damaged") from error
+        raise DataError(f"{path} is not a complete checkpoint: {MANIFEST} is missing or damaged") from error
 
 
 def sync(path: Path) -> None:

@@ -66,7 +66,7 @@ def _empty(key: str, entry: TensorStorageMetadata, like: Mapping[str, Tensor] | 
     weight = like.get(name)
     if weight is None or (is_weight and weight.shape != entry.size):
         found = "none of that name" if weight is None else tuple(weight.shape)
-        raise ValueError(f"it has a weight {name} of {tuple(entry.size)}, here there is {found}")
+        raise ValueError(f"it has a weight {name} of shape {tuple(entry.size)}, the model has {found}")
     if isinstance(weight, DTensor) and weight.shape == entry.size:
         return torch.empty_like(weight, dtype=dtype)
     return torch.empty(entry.size, dtype=dtype)
