@@ -1,4 +1,4 @@
-"""What the examples of other trainers share: the bundled captions, a small CLIP from its configuration, and a collator."""
+"""Shared by the examples for other trainers: the bundled captions, a small CLIP and a collator."""
 
 from typing import Any
 

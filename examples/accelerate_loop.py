@@ -1,4 +1,4 @@
-"""mmlab's batches in a loop of your own with accelerate. Follow it with `mmlab watch runs/accelerate`.
+"""mmlab's batches in your own loop with accelerate. Follow it with `mmlab watch runs/accelerate`.
 
 python examples/accelerate_loop.py
 accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py

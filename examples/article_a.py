@@ -2,7 +2,8 @@
 
     python examples/article_a.py [DATA]
 
-Then the same data with what mends its faults: batches planned in bytes before they are made, fresh in every epoch.
+Then the same data without its faults: batches planned in bytes before they are made, different in every
+epoch.
 """
 
 import sys

@@ -2,8 +2,9 @@
 
     python examples/small_vlm.py SCENES FOLDER
 
-SCENES is what `mmlab data make` writes. FOLDER/talks.json then holds conversations about these images, in LLaVA's form, and
-FOLDER/model a Qwen2-VL with random weights and its processor, as `from_pretrained` reads them. Nothing is downloaded.
+SCENES is a folder that `mmlab data make` wrote. FOLDER/talks.json then holds conversations about its images,
+in LLaVA's format, and FOLDER/model a Qwen2-VL with random weights and its processor, as `from_pretrained`
+reads them. Nothing is downloaded.
 """
 
 import argparse
@@ -38,7 +39,7 @@ TEMPLATE = (
 
 
 def mixed_talks(records: Records) -> list[dict[str, Any]]:
-    """A conversation about each image, in LLaVA's form: its answer is one caption, or up to 40 of the next images."""
+    """A conversation about each image, in LLaVA's format: its answer is the captions of 1 to 40 images."""
     firsts = records.select(np.unique(records.group, return_index=True)[1])  # one caption of each image
     rng, rows = np.random.default_rng(0), []
     for row, record in enumerate(firsts):
@@ -87,7 +88,7 @@ def small_qwen(texts: list[str]) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Write both."""
+    """Write the conversations and the model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("scenes", help="folder of generated scenes")
     parser.add_argument("folder", type=Path, help="to write to")

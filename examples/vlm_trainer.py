@@ -2,7 +2,7 @@
 
 python examples/vlm_trainer.py [--data talks.json --images FOLDER] [--model NAME_OR_PATH]
 
-Without arguments: questions about the bundled scenes, and a small Qwen2-VL with random weights, of which nothing is
+Without arguments: questions about the bundled scenes, and a small Qwen2-VL with random weights; nothing is
 downloaded. Follow it with `mmlab watch runs/vlm_trainer`.
 """
 

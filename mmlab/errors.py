@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
-_ABOVE_0 = 5e-324  # the least number that a float can tell from 0
+_ABOVE_0 = 5e-324  # the smallest positive float
 _COUNTS = """accumulation_steps classes_per_octave epochs eval_batches eval_every every_steps
     image_layers keep_last limit limit_bytes max_batch_size mega_batch micro_batches multiple num_devices
     num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks rounds side steps text_step threads
     total_steps window world_size"""
 _AMOUNTS = """budget cache_limit_gib every_minutes interval limit_gib max_ram_gb memory_gb
     price_per_hour timeout_s"""
-# Least and greatest value of every numeric option, wherever it is given; whole numbers where the least is one.
+# Least and greatest value of every numeric option; where the least is an int, the option is a whole number.
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_COUNTS.split(), (1, math.inf)),
     **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, math.inf)),
@@ -44,7 +44,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 class MmlabError(Exception):
-    """The root of the tree above."""
+    """The base of the exceptions above."""
 
 
 class DataError(MmlabError, ValueError):
@@ -68,10 +68,10 @@ class RunError(MmlabError, RuntimeError):
 
 @contextmanager
 def loading_by_name(problem: str) -> Iterator[None]:
-    """While transformers loads something by a name that a user gave: let an error say what is wrong with it.
+    """Turn whatever transformers raises while it loads something by a user's name into an `OptionError`.
 
     Raises:
-        OptionError: it could not be loaded; configurations that are damaged make transformers raise nearly anything.
+        OptionError: it could not be loaded; a damaged configuration makes transformers raise nearly anything.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def loading_by_name(problem: str) -> Iterator[None]:
 
 
 def first_line(error: object) -> str:
-    """The kind of an error or a warning and the first line of what it says.
+    """The type of an error or a warning and the first line of its message.
 
     >>> first_line(ValueError("no driver\\nsee the log"))
     'ValueError: no driver'
@@ -109,7 +109,7 @@ def check_name(kind: str, name: object, known: Collection[object]) -> None:
 
 
 def check_numbers(options: Any, prefix: str = "") -> None:
-    """Refuse a number that is out of its bounds in `BOUNDS`; names that are not in there are not looked at.
+    """Refuse a number that is outside its bounds in `BOUNDS`; other names are not checked.
 
     >>> check_numbers({"batch_size": 1.5})
     Traceback (most recent call last):
@@ -118,7 +118,7 @@ def check_numbers(options: Any, prefix: str = "") -> None:
 
     Args:
         options: values by name, or a dataclass that has them; None and "auto" stand for a default.
-        prefix: what the message puts before the name.
+        prefix: text before the name in the message.
     """
     if not isinstance(options, Mapping):
         options = {name: getattr(options, name) for name in options.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""Facts about this machine and this process that need neither torch nor any library beyond the standard one."""
+"""Facts about this machine and this process. Importing this module does not load torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "tokenizers", "numpy"
 
 
 def num_usable_cores() -> int:
-    """CPU cores that this process may run on; where its container has a quota of CPU time, no more than that allows."""
+    """CPU cores that this process may run on, at most as many as its container's quota of CPU time allows."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for paths in _CPU_QUOTAS:
         if all(path.exists() for path in paths):
@@ -64,7 +64,7 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be taken without swapping: of the machine, or of its container where that is less.
+    """Memory that can still be taken without swapping: the machine's, or its container's where that is less.
 
     Files that the system keeps in memory count as available. Takes 0.1 ms.
     """
@@ -89,10 +89,10 @@ def process_rss_bytes() -> int:
 
 @lru_cache(maxsize=1)
 def _own_statm(process_id: int) -> int | None:
-    """The system's file on this process, left open, since opening it in every step would take 0.1 ms; None without one.
+    """`/proc/self/statm`, kept open because opening it takes 0.1 ms; None where there is no such file.
 
     Args:
-        process_id: of this process; a forked one opens its own.
+        process_id: of this process, the cache key: a forked process opens its own file.
     """
     with suppress(FileNotFoundError):
         return os.open("/proc/self/statm", os.O_RDONLY)
@@ -105,9 +105,9 @@ def this_process() -> dict[str, Any]:
 
 
 def describe_process(process_id: int) -> dict[str, Any]:
-    """The identity of a process of this machine: host, start of its system, process number and start of the process.
+    """The identity of a process of this machine: host, boot of the system, process number and start time.
 
-    A number alone is not an identity: another machine has the same numbers, and the system gives one again later.
+    A process number alone is no identity: other machines use the same numbers, and the system reuses them.
     """
     return {
         "process_id": process_id,
@@ -118,13 +118,13 @@ def describe_process(process_id: int) -> dict[str, Any]:
 
 
 def end_with_parent(number: int) -> None:
-    """Wait until the process at the other end of the standard input is gone, and signal this process then."""
-    os.read(0, 1)  # it writes nothing more: this returns when the pipe breaks
+    """Wait until the process at the other end of standard input is gone, then send this process a signal."""
+    os.read(0, 1)  # the other end writes nothing more, so this returns when the pipe breaks
     os.kill(os.getpid(), number)
 
 
 def find_process(identity: Mapping[str, Any]) -> psutil.Process | None:
-    """The process with this identity; None where it has ended, or where it is not of this machine."""
+    """The process with this identity; None if it has ended or belongs to another machine."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(identity["process_id"])
         ours = describe_process(process.pid).items() <= identity.items()
@@ -133,12 +133,12 @@ def find_process(identity: Mapping[str, Any]) -> psutil.Process | None:
 
 
 def process_runs(identity: Mapping[str, Any]) -> bool:
-    """Whether a process still runs; True for one of another machine, which cannot be asked from here."""
+    """Whether a process still runs; True for one of another machine, which cannot be checked from here."""
     return identity["host_name"] != platform.node() or find_process(identity) is not None
 
 
 def _boot_id() -> str:
-    """Differs from one start of the system to the next."""
+    """A value that changes with every boot of the system."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except FileNotFoundError:  # not Linux
@@ -146,7 +146,7 @@ def _boot_id() -> str:
 
 
 def _process_start_s(process_id: int) -> float:
-    """When a process began: seconds since the start of the system (Linux), which setting the clock does not move.
+    """When a process started: seconds since boot (Linux), which setting the clock does not change.
 
     Raises:
         psutil.NoSuchProcess: it has ended.
@@ -159,7 +159,7 @@ def _process_start_s(process_id: int) -> float:
 
 
 def cpu_name() -> str:
-    """The processor's own name, as far as the system tells it."""
+    """The processor's name, as the system gives it."""
     if _CPUINFO.exists() and (
         found := re.search(r"^model name\s*: (.+)$", _CPUINFO.read_text(), re.MULTILINE)
     ):
@@ -186,8 +186,8 @@ def versions(names: Iterable[str] = SHOWN_LIBRARIES) -> dict[str, str | None]:
 def share_cores() -> None:
     """Let OpenMP's threads sleep while they wait, unless the user says otherwise; call it before torch is loaded.
 
-    By default they spin, and where loader workers or other programs want the same cores, a step that should take a
-    tenth of a second was seen to take three.
+    By default they spin: where loader workers or other programs needed the same cores, a step of a tenth of a
+    second was seen to take three seconds.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -202,7 +202,7 @@ CONTEXT_BYTES = {  # by type of device; stated, not measured on the device at ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """Memory of a device, and what of it training may use.
+    """Memory of a device, and how much of it training may use.
 
     >>> print(MemoryLimit(device="cuda", total_bytes=16 * GIB, others_bytes=2 * GIB, context_bytes=GIB))
     cuda: 13.0 GiB for training (16.0 GiB, less 2.0 in use by others, less 1.0 for the context)
@@ -229,11 +229,12 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
     """Ask a device how much memory training may use now.
 
     Args:
-        memory_gb: plan for so many GiB (2**30 bytes) instead of the device's own. A device that is here and has less
-            to give now still counts; one that is not here is taken as empty, so that a run can be planned elsewhere.
+        memory_gb: plan for so many GiB (2**30 bytes) instead of the device's own. If the device is present
+            and has less free, that still limits; an absent device counts as empty, so that a run can be
+            planned for it.
 
     Raises:
-        OptionError: no such device, the device is not here and `memory_gb` is not given, or nothing is left for
+        OptionError: no such device, the device is absent and `memory_gb` is not given, or nothing is left for
             training.
     """
     import torch
@@ -251,7 +252,7 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
         others = max(0, total - available_memory_bytes() - process_rss_bytes())
     elif torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info(device)
-        # this process's own context is told from others by its stated size only
+        # only its stated size separates this process's own context from the memory of others
         own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES["cuda"]
         others = max(0, total - free - own)
     elif given is None:
@@ -259,7 +260,7 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
     else:
         total, others = given, 0
     if given is not None and given < total:
-        # what others use of the part that is left out does not matter
+        # others are assumed to use the part beyond `given` first
         others = max(0, others - (total - given))
         total = given
     limit = MemoryLimit(
@@ -272,12 +273,13 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
 
 @contextmanager
 def signals_held(*numbers: int) -> Iterator[list[int]]:
-    """Note the first of these signals and deliver it when the block is done; a second one goes through at once.
+    """Hold back the first of these signals until the block is done; a second one is delivered at once.
 
-    Signals reach the main thread only: in any other, and for signals that the process ignores, nothing is held.
+    Python handles signals in the main thread only: in any other thread, and for ignored signals, nothing is
+    held.
 
     Returns:
-        A list, empty until a signal has come: look at it to end the block early.
+        A list, empty until a signal has come: check it to end the block early.
     """
     received: list[int] = []
     previous: dict[int, Any] = {}
@@ -313,7 +315,7 @@ def resolve_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=name).cpu()  # `meta` is made, and cannot be read
+        torch.empty(1, device=name).cpu()  # a `meta` tensor can be made, but not read
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error)
         raise OptionError(f"device {name!r} cannot be used here ({reason}); cpu always can") from error
@@ -353,7 +355,7 @@ class _Lines:
 
 
 def lock(file: int, *, wait: bool) -> None:
-    """Lock an open file or folder until it is closed. Nothing is locked where the system or the file system cannot.
+    """Lock an open file or folder until it is closed; does nothing where locks are not supported.
 
     Raises:
         BlockingIOError: another process holds it, and `wait` is False.
@@ -379,17 +381,17 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def regular(path: str, flags: int) -> int:
-    """The `opener` of `open` that refuses a pipe or a device, where a reader could wait for ever. Costs 3 us.
+    """An `opener` for `open` that refuses pipes and devices, where a reader could wait for ever. Costs 3 us.
 
     Raises:
-        OSError: no regular file.
+        OSError: it is no regular file.
     """
     return open_regular(path, flags)[0]
 
 
 def open_regular(path: str, flags: int) -> tuple[int, int]:
-    """A descriptor of a regular file, and its size in bytes; errors as of `regular`."""
-    number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe, too, opens at once
+    """A descriptor of a regular file, and its size in bytes; raises the errors of `regular`."""
+    number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # so that a pipe opens at once, too
     found = os.fstat(number)
     if not stat.S_ISREG(found.st_mode):
         os.close(number)

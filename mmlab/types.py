@@ -1,4 +1,4 @@
-"""The nouns that every part of mmlab shares: a record, a batch, a batch's shape, an image policy.
+"""The types that every part of mmlab shares: a record, a batch, a batch's shape, an image policy.
 
 Costs nothing to import: torch is needed for type checking only. A `Record` holds metadata, never pixels.
 """
@@ -50,7 +50,7 @@ class BatchShape(NamedTuple):
 
 
 class CostModel(Protocol):
-    """What a batch of a given padded shape costs; pure, picklable, thread-safe."""
+    """The cost of a batch of a given padded shape; pure, picklable, thread-safe."""
 
     @property
     def unit(self) -> str: ...  # "padded tokens", "seconds", "bytes"
@@ -62,9 +62,9 @@ class CostModel(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class HostColumns:
-    """What objectives and meters count, in the host's memory: reading it never waits for the device.
+    """The data that objectives and meters count, in host memory: reading them never waits for the device.
 
-    The counts are made with the columns, where a loader works ahead, and not within a training step.
+    Counts are computed on construction, which a loader does ahead of the training step.
     """
 
     input_ids: torch.Tensor  # (B, T) int64
@@ -75,7 +75,7 @@ class HostColumns:
     labels: torch.Tensor | None  # (B,) int64
     is_pair: NDArray[np.bool_] = field(init=False)  # (B,) samples that have both an image and a text
     num_pairs: int = field(init=False)
-    # distinct images of the pairs; a group of -1 (unknown) is one by itself
+    # distinct images of the pairs; each pair of group -1 (unknown) counts as an image of its own
     num_images: int = field(init=False)
     num_tokens: int = field(init=False)  # without padding
     num_patches: int = field(init=False)  # without padding, of 16 x 16 pixels
@@ -94,7 +94,7 @@ class HostColumns:
         return len(self.height)
 
     def part(self, rows: slice) -> HostColumns:
-        """The same of some rows."""
+        """The columns of some rows."""
         columns = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         return replace(self, **{name: column[rows] for name, column in columns.items() if column is not None})
 
@@ -104,8 +104,8 @@ class Batch:
     """One padded batch, on one device.
 
     B samples, T tokens, C channels, H x W pixels. Masks are 1 (True) where there is data. `pixel_values` stay
-    `uint8` until the model normalises them. `columns` are filled in by `collate`; who changes masks, tokens, groups or
-    labels of a batch sets them to None.
+    `uint8` until the model normalises them. `collate` fills in `columns`; code that changes masks, tokens,
+    groups or labels of a batch must set them to None.
     """
 
     pixel_values: torch.Tensor  # (B, C, H, W) uint8
@@ -115,7 +115,7 @@ class Batch:
     labels: torch.Tensor | None  # (B,) int64
     record_ids: list[str]
     groups: torch.Tensor | None = None  # (B,) int64; equal values share an image
-    weights: torch.Tensor | None = None  # (B,) float32; factor of each sample's loss, 1 where None
+    weights: torch.Tensor | None = None  # (B,) float32; factor of each sample's loss, None: 1 for all
     columns: HostColumns | None = None  # the same masks, tokens, groups and labels on the host
 
     def __len__(self) -> int:
@@ -132,27 +132,27 @@ class Batch:
         return BatchShape(len(self), self.input_ids.shape[1], height, width)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
-        """The same batch with every tensor on `device`; itself where they lie there."""
+        """The same batch with every tensor on `device`; itself if they are there already."""
         if self.pixel_values.device == device:
             return self
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def part(self, rows: slice) -> Batch:
-        """The samples of some rows, padded as they are."""
+        """The samples of some rows, with unchanged padding."""
         columns = None if self.columns is None else self.columns.part(rows)
         part = self.map_tensors(lambda tensor: tensor[rows])
         return replace(part, record_ids=self.record_ids[rows], columns=columns)
 
     @property
     def host(self) -> HostColumns:
-        """The columns on the host; where `collate` did not make them, they are read from the tensors each time."""
+        """The columns on the host; if `collate` did not make them, each call reads them from the tensors."""
         if self.columns is not None:
             return self.columns
         pixels = self.pixel_mask.cpu().numpy()
         return self.columns_with(pixels.any(2).sum(1), pixels.any(1).sum(1))
 
     def columns_with(self, height: NDArray[np.int64], width: NDArray[np.int64]) -> HostColumns:
-        """The columns on the host, given the pixels (B,) of each image's height and width."""
+        """The columns on the host, given height and width (B,) of each image in pixels."""
         return HostColumns(
             input_ids=self.input_ids.cpu(),
             attention_mask=self.attention_mask.cpu(),
@@ -184,7 +184,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSizes:
-    """The columns that a planner reads: N samples, integers only. Ten million of them take 160 MB.
+    """The columns that a scheduler reads: N samples, integers only. Ten million of them take 160 MB.
 
     Sizes are those after the image policy: what the model will see.
 
@@ -324,13 +324,13 @@ class Aspect:
 
 
 def processor_policy(processor: Any) -> ImagePolicy:
-    """The policy that gives a model images of the sizes that its own `transformers` processor would.
+    """The policy whose images have the sizes that a model's own `transformers` processor makes.
 
-    A height and width, or a centre crop, is `Square`; a shortest edge alone keeps proportions, and is `Aspect` of that
-    edge's square, in cells of `size_divisor`, 16 unless given.
+    A height and width, or a centre crop, gives `Square`; a shortest edge alone keeps proportions and gives
+    `Aspect` with the area of that edge squared, in cells of `size_divisor` (default: 16).
 
     Raises:
-        OptionError: images that are not square, or a processor without image size.
+        OptionError: the images are not square, or the processor has no image size.
     """
     images = getattr(processor, "image_processor", processor)
     crops = getattr(images, "do_center_crop", None)
@@ -356,7 +356,7 @@ def parse_image_policy(text: str) -> ImagePolicy:
     Aspect(max_area=16384, multiple=16)
 
     Raises:
-        OptionError: another form, or an impossible size.
+        OptionError: the text has another form, or the size is impossible.
     """
     match = re.fullmatch(r"(square|aspect):(\d+)(?::(\d+))?", text.strip())
     if match is None or (match[1] == "square" and match[3]):
@@ -370,10 +370,10 @@ def parse_image_policy(text: str) -> ImagePolicy:
 
 @runtime_checkable
 class HasSizes(Protocol):
-    """Whatever gives a planner's columns, such as `mmlab.Records`."""
+    """Anything that has the columns a scheduler reads, such as `mmlab.Records`."""
 
     def sizes(self) -> SampleSizes:
-        """The planner's columns, as stored."""
+        """The scheduler's columns, as stored."""
 
 
 Samples = HasSizes | SampleSizes | Sequence[Record]  # what schedulers plan

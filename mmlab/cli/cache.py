@@ -1,6 +1,6 @@
-"""`mmlab cache info`, `verify` and `clear`: look after a cache from outside, whatever it was made from.
+"""`mmlab cache info`, `verify` and `clear`: inspect and clear a cache without its data set.
 
-Each raises DataError where the folder is no cache; `info` also where what a file says of itself is damaged.
+Each raises DataError if the folder is no cache; `info` also if the header of a file is damaged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CacheFolder = Annotated[str | Path, "the cache's folder"]
 
 
 def cache_info(folder: CacheFolder) -> Printed:
-    """Show what a cache has and what it was made with."""
+    """Show what a cache holds and the settings it was made with."""
     from mmlab.loading.cache.slots import Damaged, Layout, SlotFile, disk_bytes
 
     files = _files(folder)
@@ -74,7 +74,7 @@ def verify_cache(folder: CacheFolder) -> Printed:
 
 
 def clear_cache(folder: CacheFolder) -> Printed:
-    """Remove all that a cache has; a training that uses it goes on."""
+    """Remove all files of a cache; training that uses it continues."""
     from mmlab.loading.cache.slots import disk_bytes
 
     files = _files(folder)

@@ -1,7 +1,8 @@
-"""The commands of `mmlab`: a function each, whose docstring is its help and whose parameters are its arguments.
+"""The commands of `mmlab`: functions whose docstrings are the help and whose parameters are the arguments.
 
-A parameter's type is `Annotated[type, help]`. Those before `*` are given by place, the others are flags; `**options` are
-the fields of a dataclass. A command returns what has `as_dict()` or is a dataclass; where its `ok` is False, 1 is returned.
+A parameter's type is `Annotated[type, help]`. Those before `*` are positional, the others are flags;
+`**options` are the fields of a dataclass. A command returns a dataclass or an object with `as_dict()`; if its
+`ok` is False, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ def train(
     set: Annotated[tuple[str, ...], "change one key, as in trainer.lr=3e-4"] = (),
     runs: Annotated[str, "folder of all runs"] = "runs",
 ) -> Any:
-    """Train a model as a TOML file says; go on after a stop or a kill."""
+    """Train a model as a TOML file says; resume after a stop or a kill."""
     from mmlab.comparison.config import load_config
     from mmlab.comparison.train import train
 
-    _exit_on_sigterm()  # so that the run is told of it
+    _exit_on_sigterm()  # so that the run ends with a checkpoint
     return train(load_config(config, set), runs=runs, resume=resume)
 
 
@@ -73,7 +74,7 @@ def watch(
     json: Annotated[bool, "the same as one JSON document"] = False,
     interval: Annotated[float, "seconds between two looks"] = 0.5,
 ) -> Any:
-    """Show the runs below a folder live, whoever started them; ending it leaves them alone."""
+    """Show the runs below a folder live, whoever started them; quitting does not affect them."""
     from mmlab.runs.watch import follow, summary, text_of
 
     if not (once or json):
@@ -104,7 +105,7 @@ def export(
     *,
     to: Annotated[str, "tensorboard, wandb or mlflow"],
 ) -> Any:
-    """Give a run to TensorBoard, Weights & Biases or MLflow."""
+    """Export a run to TensorBoard, Weights & Biases or MLflow."""
     from mmlab.runs.trackers import export_run
 
     count = export_run(run, to, target)
@@ -162,7 +163,7 @@ def plan(
     timed = "" if model is None else "fastest,"
     names = _names(schedulers or f"random,sorted,bucket,length_grouped,aspect_bucket,budget,{timed}packed")
     options: Any = {"budget": budget, "patch": patch or PATCH, "ranks": ranks, "epochs": epochs, "seed": seed}
-    options["allow_collisions"] = False  # as in `compare`: none may gain by captions of one image in a batch
+    options["allow_collisions"] = False  # as in `compare`: none may put captions of one image into a batch
     if model is None:
         found = preview(sizes, names, **options)
         return Printed(document=found.as_dict(), text=f"images: {made}; {found}")
@@ -192,12 +193,12 @@ def memory(
     images: Images = None,
     processor: Processor = None,
 ) -> Any:
-    """Say what memory each batch needs, and plan batches that fill a device."""
+    """Predict the memory each batch needs, and plan batches that fill a device."""
     options = {name: value for name, value in locals().items() if name not in ("plot", "save")}
     from mmlab.pricing.memory_report import memory_report
     from mmlab.runs.figures import check_suffix, save_figure
 
-    if plot:  # pricing takes a while
+    if plot:  # check now: pricing takes a while
         check_suffix(plot)
     if save and (Path(save).is_dir() or not Path(save).parent.is_dir()):
         wrong = "it is a folder" if Path(save).is_dir() else f"there is no folder {Path(save).parent}"
@@ -262,7 +263,7 @@ def cache_build(
     threads: Annotated[int | None, "decoders (default: one a core)"] = None,
     limit_gib: Annotated[float | None, "size that the cache may have (default: no limit)"] = None,
 ) -> Any:
-    """Decode, resize and tokenise a data set into a cache; goes on where it stopped."""
+    """Decode, resize and tokenise a data set into a cache; continues where it stopped."""
     from mmlab.data.dataset import MultimodalDataset
     from mmlab.data.readers import read_records
     from mmlab.loading.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
@@ -315,7 +316,7 @@ def bench_parallel(
     precision: Precision = "fp32",
     seed: Seed = 0,
 ) -> Any:
-    """Train with several parallel strategies in real processes; say who wins, and what more devices would give."""
+    """Train with several parallel strategies in real processes; say which wins, and predict more devices."""
     options = locals() | {"strategies": None if strategies is None else _names(strategies)}
     from mmlab.parallel.bench import bench_parallel
 
@@ -342,9 +343,9 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()] or [text]  # which is no known name
+    return [name.strip() for name in text.split(",") if name.strip()] or [text]  # refused as an unknown name
 
 
 def _exit_on_sigterm() -> None:
-    """Leave by an exception, which lets every block clean up behind it."""
+    """Exit by an exception on SIGTERM, so that every context manager cleans up."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

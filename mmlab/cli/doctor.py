@@ -1,8 +1,8 @@
-"""Look at a machine before a run: what it has, how fast it reads, what is missing and how to get it.
+"""Checks a machine before a run: what it has, how fast it reads, what is missing and how to get it.
 
 Takes about four seconds, most of them for importing torch and torchvision. Reads at most 256 MiB of the user's files
 and drops those from the system's cache first; writes one scratch file of 64 MiB where no path is given.
-Does not: change anything, nor reach the network.
+Changes nothing else, and does not use the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SLOW_MIB_PER_S = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     status: str  # ok; warn: it works, but worse than it could; missing: something will not work
@@ -40,13 +40,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found; printing it gives one line a check, and one for each remedy."""
+    """The result of `diagnose`; printing it gives one line per check, and one per remedy."""
 
     checks: tuple[Check, ...]
 
     @property
     def ok(self) -> bool:
-        """Nothing is missing; there may be warnings."""
+        """Whether nothing is missing; there may be warnings."""
         return all(check.status != "missing" for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def diagnose(*, data: Annotated[str | Path | None, "measure the disk that holds 
     python = f"{platform.python_version()} ({sys.executable}) on {platform.platform()}"
     checks = [Check(name="python", status="ok", detail=python), *_libraries(), *_torch()]
     checks += [_cores(), _memory()]
-    # workers hand batches over there; a container gives 64 MB by default, and workers die when it is full
+    # workers pass batches through it; a container gives 64 MB by default, and workers die when it is full
     if (shared := Path("/dev/shm")).is_dir():
         remedy = "start the container with --shm-size=8g or --ipc=host, or load with num_workers=0"
         checks.append(_space("shared memory", shared, 1, remedy))
@@ -90,7 +90,7 @@ def diagnose(*, data: Annotated[str | Path | None, "measure the disk that holds 
 
 
 def needed_libraries() -> dict[str, SpecifierSet]:
-    """What mmlab itself says that it needs, and which versions will do; empty where it is not installed."""
+    """The libraries that mmlab requires, with the versions allowed; empty where mmlab is not installed."""
     try:
         needed = map(Requirement, metadata.requires("mmlab") or [])
     except metadata.PackageNotFoundError:
@@ -118,7 +118,7 @@ def _libraries() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
-    """torch and torchvision import and fit each other, and the devices that torch sees."""
+    """Whether torch and torchvision can be imported and match, and the devices that torch sees."""
     try:
         import torch
     except (ImportError, OSError) as error:  # not installed, or a shared library of it is missing
@@ -192,7 +192,7 @@ def _driver_version() -> str | None:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no library or no driver: each means that there is no version to tell
+    except Exception:  # no library or no driver: in both cases there is no version
         return None
     try:
         return pynvml.nvmlSystemGetDriverVersion()

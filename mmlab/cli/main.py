@@ -25,14 +25,14 @@ _WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROF
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children inherit that
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; children would inherit this
         signal.signal(signal.SIGINT, signal.default_int_handler)
     options = make_parser().parse_args(arguments)
     share_cores()
     try:
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
             found = call(options)
-        if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks
+        if os.environ.get("RANK", "0") == "0":  # under torchrun only one process prints
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
             print(json.dumps(document, indent=2, allow_nan=False) if options.json else found)
     except (DataError, OptionError) as error:

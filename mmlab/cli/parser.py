@@ -16,14 +16,14 @@ from mmlab.errors import check_numbers
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)  # `--image` of another command is no short `--images`
+        super().__init__(**options, allow_abbrev=False)  # else `--image` would pass as short for `--images`
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of `mmlab`; what it parses has `command`, the command's function, `json`, and the function's arguments."""
+    """The parser of `mmlab`; its result has `command` (a function), `json`, and the function's arguments."""
     parser = _Parser(prog="mmlab", description="Plan, price, train and compare image-text batches.")
     parser.add_argument("--version", action="version", version=f"mmlab {__version__}")
     _add_commands(parser, COMMANDS)
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def call(options: argparse.Namespace) -> Any:
-    """Call the command that was parsed; what it returns."""
+    """Call the parsed command and return its result."""
     values = dict(vars(options))
     run = values.pop("command")
     if "json" not in signature(run).parameters:
@@ -41,7 +41,7 @@ def call(options: argparse.Namespace) -> Any:
 
 
 def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Any]) -> None:
-    """Add commands by name; a text with further commands is a group of them."""
+    """Add commands by name; a pair of a help text and commands is a group."""
     level = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run in commands.items():
         text, group = run if isinstance(run, tuple) else (run.__doc__, {})
@@ -67,7 +67,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Any]) 
 
 
 def _add(command: argparse.ArgumentParser, name: str, hint: Any, default: Any) -> None:
-    """Add a flag, or, where the name has no dashes, an argument that is given by its place.
+    """Add a flag, or a positional argument if the name has no dashes.
 
     Args:
         hint: `Annotated[type, help]`.

@@ -1,4 +1,4 @@
-"""What a command prints, where that is not what a function of the library returns."""
+"""The output of a command that has no result of a library function to print."""
 
 from __future__ import annotations
 

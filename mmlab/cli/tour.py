@@ -1,4 +1,4 @@
-"""`mmlab tour DIR`: the notebooks, with the sample, examples and pages that they name, copied to where one can work on them.
+"""`mmlab tour DIR`: copies the notebooks and the sample, examples and pages that they name to a new folder.
 
 A wheel has them in `mmlab/tour` (setup.py puts them there), a checkout beside the package.
 """
@@ -15,7 +15,7 @@ _SKIPPED = ignore_patterns(".*", "__pycache__", "site", "notebooks")  # the last
 
 
 def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Printed:
-    """Copy the notebooks, with a sample and examples, into a folder to work in; one with something in it is left alone."""
+    """Copy the notebooks, with a sample and examples, into a new or empty folder to work in."""
     target, package = Path(folder), Path(__file__).parents[1]
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise DataError(f"{folder} is not an empty folder; nothing was copied. Name a new one")

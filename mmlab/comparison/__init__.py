@@ -1,5 +1,5 @@
-"""One run from a configuration, several runs in turns, and what they found: the place that joins data, loading,
-schedules, models and training.
+"""One run from a configuration, several runs in turns, and their results: joins data, loading, schedules,
+models and training.
 """
 
 import lazy_loader

@@ -1,13 +1,13 @@
 """A comparison in a process of its own, so that the notebook's kernel stays free while it runs.
 
-`start_compare` returns at once. The child writes the run's events to files and nothing else is shared:
-the parent follows those files, a crash of one does not touch the other, and the measured times are not disturbed by the
-notebook's own Python (docs/decisions/0004-training-runs-in-its-own-process.md has the figures). Starting costs the
-import of torch in the child, a few seconds.
+`start_compare` returns at once. The child writes the run's events to files and nothing else is shared: the
+parent follows those files, a crash of one process does not affect the other, and the notebook's own Python
+does not disturb the measured times (docs/decisions/0004-training-runs-in-its-own-process.md has the figures).
+Starting costs the import of torch in the child, a few seconds.
 
-The child ends with its parent: a pipe between them stays open, and when it breaks, because the kernel was restarted or
-killed, the child stops as if it had been asked to. One that was started `detached` goes on, and `find_run` takes hold
-of it again.
+The child ends with its parent: a pipe between them stays open, and when it breaks, because the kernel was
+restarted or killed, the child stops as if it had been asked to. A child started with `detached` continues,
+and `find_run` gives a handle on it again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BackgroundRun:
 
     Attributes:
         folder: where the run writes; views may follow it.
-        job: what was asked for, as far as JSON can say it: `data`, `schedulers` and `options`.
+        job: `data`, `schedulers` and `options` as given, as far as JSON can express them.
         asked_to_stop: whether this handle was told to stop the run.
     """
 
@@ -66,19 +66,19 @@ class BackgroundRun:
 
     @property
     def error(self) -> str | None:
-        """The traceback of what ended a failed run, or the end of its log where it could not say."""
+        """The traceback of a failed run, or the end of its log where there is none."""
         return None if self._is_alive() else self._outcome().get("traceback")
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long, or less if the run ends."""
+        """Wait this long, or until the run ends."""
         until_s = time.monotonic() + seconds
         while self._is_alive() and time.monotonic() < until_s:
             time.sleep(min(seconds, _POLL_S))
 
     def ask_to_stop(self) -> None:
-        """Ask for a clean stop after the step in hand; returns at once.
+        """Ask for a clean stop after the current step; returns at once.
 
-        Asked again, a step that takes long is broken off. Harmless if the run has ended.
+        A second call interrupts the step. Harmless if the run has ended.
         """
         if self._is_alive():
             self.asked_to_stop = True
@@ -86,9 +86,10 @@ class BackgroundRun:
             self._signal(signal.SIGINT)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Ask for a clean stop after the step in hand, and wait; kill after `timeout_s`. Harmless if it has ended.
+        """Ask for a clean stop after the current step, and wait; kill after `timeout_s`.
 
-        A run of another machine is asked by its control file only, and never killed.
+        Harmless if the run has ended.
+        A run on another machine is asked through its control file only, and never killed.
         """
         self.ask_to_stop()
         self.sleep(timeout_s)
@@ -97,13 +98,10 @@ class BackgroundRun:
         self._let_go()
 
     def wait(self) -> Comparison:
-        """Wait for the end. An interrupt of the waiting cell stops the run cleanly.
-
-        Returns:
-            What was found.
+        """Wait for the end and return the result. Interrupting the waiting cell stops the run cleanly.
 
         Raises:
-            DataError, OptionError: what the user gave cannot be used.
+            DataError, OptionError: the data or options cannot be used.
             RunError: the run failed, or was stopped before there was a result.
         """
         try:
@@ -128,12 +126,12 @@ class BackgroundRun:
         return process_runs(self._identity) and not (self.folder / OUTCOME).exists()
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the run's own process, if it is of this machine; whether it was sent."""
+        """Send a signal to the run's process if it is on this machine; returns whether it was sent."""
         process = find_process(self._identity)
         try:
             if process is not None:
                 process.send_signal(number)
-        except psutil.Error:  # it has ended, or is another user's: its control file says the same
+        except psutil.Error:  # it has ended, or is another user's, who gets the request by the control file
             return False
         return process is not None
 
@@ -143,7 +141,7 @@ class BackgroundRun:
             self._child.stdin.close()
 
     def _outcome(self) -> dict[str, Any]:
-        """How the process that is gone has ended, from its last words; it has none if it was killed."""
+        """How the process ended, from its outcome file; a killed process leaves none."""
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self.folder / OUTCOME).read_text())
         if self.asked_to_stop:
@@ -160,13 +158,13 @@ def start_compare(
 ) -> BackgroundRun:
     """Start `mmlab.compare(data, schedulers, out=out, **options)` in a fresh interpreter and return at once.
 
-    A run that this process started in the same folder, and that still goes on, is stopped first.
+    A run that this process started in the same folder and that is still running is stopped first.
 
     Args:
-        detached: the run goes on when this process ends.
+        detached: the run continues when this process ends.
 
     Raises:
-        OptionError: something that cannot be sent to another process, or a run of another process in the folder.
+        OptionError: an argument cannot be sent to another process, or another process's run uses the folder.
     """
     folder = Path(out)
     try:
@@ -178,8 +176,8 @@ def start_compare(
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
     ours = (LOG, PROCESS, OUTCOME, PHASE)
-    with held(folder):  # not of a run that another process has started
-        # what an earlier run wrote is moved aside now, so that nobody who follows the new run sees the old
+    with held(folder):  # fails while a run of another process uses the folder
+        # move aside an earlier run's files now, so that followers of the new run do not see them
         if any((folder / name).exists() for name in COMPARISON_FILES):
             fresh_folder(folder, (*COMPARISON_FILES, *ours))
         for name in ours:
@@ -194,14 +192,14 @@ def start_compare(
     replace_file(folder / PROCESS, json.dumps(about, indent=2, default=str))
     _latest[folder.resolve()] = run = BackgroundRun(folder, about, child)
     assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has died already: its log says why
+    with contextlib.suppress(BrokenPipeError):  # the child has died already: its log says why
         child.stdin.write(sent)
         child.stdin.flush()
     return run
 
 
 def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, as far as JSON can say it: data that are not a path are None, schedulers are names."""
+    """The arguments as far as JSON can express them: data are a path or None, schedulers are names."""
     place = str(data) if isinstance(data, str | Path) else None
     if place is not None and "://" not in place:
         place = os.path.abspath(os.path.expanduser(place))
@@ -209,7 +207,7 @@ def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, 
 
 
 def find_run(folder: str | Path) -> BackgroundRun | None:
-    """A handle on the run that was started in a folder last, by whichever process; None if none was."""
+    """A handle on the last run that any process started in a folder; None if there was none."""
     folder = Path(folder)
     if (own := _latest.get(folder.resolve())) is not None:
         return own
@@ -223,11 +221,11 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
 
 
 def _child() -> None:
-    """Make the call that stands on the standard input, and write down how it ended."""
-    # a notebook's kernel ignores interrupts between cells, and so would a child of it that a button has started
+    """Make the call that is read from standard input, and record how it ended."""
+    # a notebook's kernel ignores interrupts between cells, and a child started by a button inherits that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores()
-    # before torch: the parent may wait for it to be read
+    # before torch is imported: the parent may block until the pipe is read
     data, schedulers, options, since_s, detached = pickle.load(sys.stdin.buffer)
     outcome: dict[str, Any] = {"status": "done"}
     try:

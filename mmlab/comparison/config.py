@@ -5,17 +5,18 @@ defaults. `examples/train.toml` shows them at work.
 
     [data]        path, images, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
                   folder of a cache, which is filled before training, and cache_limit_gib (see docs/internals/cache.md)
-    [augment]     name, and the options of `mmlab.Augment` that differ from it
+    [augment]     name, and options of `mmlab.Augment` that override those of that name
     [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
-    [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`; or name, that of a
-                  vision-language model of transformers, and lora_rank: then `path` holds conversations, and data has
-                  processor (the model's own unless given) instead of image, tokenizer, max_tokens and augmentation
-    [scheduler]   name, and the options of that scheduler; for `memory` and `fastest` also memory_gb, the GiB to plan
-                  for (default: ask the device), and for `memory` follow, whether the plan is corrected by what steps
-                  need (default: true)
+    [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`; or name,
+                  that of a vision-language model of transformers, and lora_rank: then `path` holds
+                  conversations, and [data] has processor (default: the model's own) instead of image,
+                  tokenizer, max_tokens and augmentation
+    [scheduler]   name, and the options of that scheduler; for `memory` and `fastest` also memory_gb, the GiB
+                  to plan for (default: ask the device), and for `memory` follow, whether the plan is
+                  corrected from the memory that steps use (default: true)
     [trainer]     num_epochs, and the options of `FusionTrainer`
-    [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, for which one may
-                  keep the others waiting
+    [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, how long one
+                  rank may keep the others waiting
     [checkpoint]  the options of `Checkpoints`
 """
 
@@ -49,7 +50,7 @@ Section = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """Those of `PlannedLoader` that a file can give."""
+    """The options of `PlannedLoader` that a TOML file can set."""
 
     backend: str = "threads"
     num_workers: int | Literal["auto"] | None = None
@@ -83,7 +84,7 @@ class TrainerOptions(TrainOptions):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RanksOptions(ParallelOptions):
-    """How ranks share a step, and how long one may keep the others waiting."""
+    """How ranks share a step, and how long one rank may keep the others waiting."""
 
     timeout_s: float = TIMEOUT_S
 
@@ -173,7 +174,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
 
 
 def _check_conversations(config: RunConfig, sections: Mapping[str, Section], path: Path) -> None:
-    """Refuse what goes with pairs of images and texts only."""
+    """Refuse options that apply to image-text pairs only."""
     if "name" not in config.model:
         raise OptionError(f"{path}: processor is of a vision-language model; give its [model] name too")
     given = [f"[data] {key}" for key in _OF_PAIRS if key in sections["data"]]
@@ -188,7 +189,7 @@ def _check_conversations(config: RunConfig, sections: Mapping[str, Section], pat
 
 
 def _model_options(values: Mapping[str, Any]) -> type:
-    """A preset, encoders, and sizes; those that are not given stay as the preset has them. Or a model's name."""
+    """A preset, encoders, and sizes, where the preset gives the defaults; or the name of a model."""
     if "name" in values:
         return _reader(name=(str, ...), lora_rank=(int, None))
     preset = values.get("preset", "small")
@@ -198,7 +199,7 @@ def _model_options(values: Mapping[str, Any]) -> type:
 
 
 def _scheduler_options(values: Mapping[str, Any]) -> type:
-    """Options of the scheduler that is named; `memory` and `fastest` ask the device for their budget."""
+    """Options of the named scheduler; `memory` and `fastest` ask the device for their budget."""
     name = values.get("name", "budget")
     check_name("[scheduler] name", name, SCHEDULERS)
     options = _plain_options(SCHEDULERS[name])
@@ -225,7 +226,7 @@ def _plain_options(kind: type) -> dict[str, tuple[Any, Any]]:
 
 
 def _augment(values: Mapping[str, Any], where: str) -> Augment | None:
-    """The augmentation of a name, `crop` unless given, with the options that differ; none without any key."""
+    """The named augmentation (default: `crop`) with the given options changed; None without any key."""
     options = dict(values)
     name = options.pop("name", "crop" if options else "none")
     base = augmentation(name)
@@ -254,7 +255,7 @@ def _apply(change: str, sections: dict[str, Any]) -> None:
 
 
 def _chosen(section: Any) -> Section:
-    """The keys of a section that are not as they would be without them."""
+    """The keys of a section that differ from their defaults."""
     if not dataclasses.is_dataclass(section):
         given = section if isinstance(section, dict) else {}
         return {key: value for key, value in given.items() if value is not None}

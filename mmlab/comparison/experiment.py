@@ -1,14 +1,15 @@
-"""The one place that joins the parts: read, plan, train under each scheduler, measure, compare.
+"""A comparison: read, plan, train under each scheduler, measure, compare.
 
-Notebooks, dashboard and command line all go through `compare`. What makes a comparison fair is decided here:
+Notebooks, dashboard and command line all call `compare`. These rules make a comparison fair:
 
 * every run starts from the same weights and sees the same samples the same number of times;
-* runs take turns epoch by epoch, in rotating order, so that a slow minute of the machine does not fall on one
-  of them;
-* schedulers that are named have batches as large as one limit on the predicted memory allows (`mmlab.comparison.sizing`);
+* runs take turns epoch by epoch, in rotating order, so that a slow minute of the machine does not hit only
+  one of them;
+* schedulers given by name get the largest batches that one limit on the predicted memory allows
+  (`mmlab.comparison.sizing`);
 * every image file is read once beforehand, so that no run pays for a cold page cache;
 * the first steps of every turn are not timed, medians over epochs are reported and every epoch is kept;
-* peak memory is measured apart: one step on the run's costliest batch, alone, with a fresh model and
+* peak memory is measured separately: one step on the run's costliest batch, alone, with a fresh model and
   optimizer.
 """
 
@@ -52,26 +53,26 @@ def compare(
     control: Control | None = None,
     **options: Any,
 ) -> Comparison:
-    """Train the same model on the same pairs under each scheduler and report what each cost.
+    """Train the same model on the same pairs under each scheduler and report what each costs.
 
-    Pairs marked with a split `val` or `test` are held out; without one, a tenth of the images is.
+    Pairs of a split `val` or `test` are held out; without such a split, a tenth of the images.
 
     Args:
         data: anything that `read_records` takes, or records; with `processor`, what `read_conversations` takes.
-        schedulers: names from `SCHEDULERS`, or configured schedulers by the name that they shall have. Those that are
-            named get the largest batches within the same memory; for that the model is priced first in bytes and
-            seconds, which takes half a minute for a small one. With `equal="batch_size"` they have one batch size, or
-            a budget of so many average samples.
+        schedulers: names from `SCHEDULERS`, or a mapping from names of your choice to configured schedulers.
+            Those given by name get the largest batches that fit the same memory; the model is first priced in
+            bytes and seconds for this, which takes half a minute for a small one. With `equal="batch_size"`
+            they have one batch size, or a budget of so many average samples.
         out: folder for `comparison.json`, `table.csv`, `figure.png`, `report.html` and the runs' events; a
             comparison that is already there is moved to `previous-N` inside it. Nothing is written when None.
-        control: where pause and stop are read; `mmlab.runs.control.send(out, "pause")` holds the run in hand, `"stop"` ends
-            with the epochs that every run finished.
+        control: where requests to pause and stop are read; `mmlab.runs.control.send(out, "pause")` pauses the
+            current run, `"stop"` ends the comparison with the epochs that every run finished.
         options: fields of `mmlab.comparison.options.ComparisonOptions`, such as `equal`, `budget`, `batch_size`, `epochs`,
             `limit`, `image`, `augment`, `ratios`, `adaptive`, `model`, `device`, `precision`, `memory_gb` and `seed`.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
-        OptionError: an option cannot work; the message names it. Or another run is going on in the folder.
+        OptionError: an option cannot work, and the message names it; or another run is using the folder.
     """
     chosen = read_options(ComparisonOptions, options, "compare")
     augmentation(chosen.augment)
@@ -91,7 +92,7 @@ def compare(
         equal, time = "memory" if sized.budget is None else "batch_size", sized.time
         config = {
             **dataclasses.asdict(chosen),
-            "equal": None if isinstance(schedulers, Mapping) else equal,  # what they have alike
+            "equal": None if isinstance(schedulers, Mapping) else equal,  # what is the same for all
             "budget": sized.budget,
             "data": train_set.records.source,
             "num_train": len(train_set),
@@ -119,7 +120,7 @@ def compare(
         if folder is not None and time is not None:
             time.save(folder / TIME_MODEL)
         gc.collect()
-        gc.freeze()  # each collection between turns would go through all that was imported
+        gc.freeze()  # else each collection between turns would scan all imported objects
         stack.callback(gc.unfreeze)
         runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
         control.say("reading every image once")
@@ -137,7 +138,7 @@ def compare(
 
 
 def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[Any, Any]:
-    """Training and held-out samples: conversations where there is a processor, else pairs."""
+    """Training and held-out samples: conversations if a processor is given, else pairs."""
     if options.processor is not None:
         if options.model in PRESETS:
             raise OptionError(f"model={options.model!r} takes pairs; name the vision-language model")

@@ -1,8 +1,8 @@
-"""Where training on a data set would be held up: `mmlab bench io`.
+"""Finds the bottleneck of training on a data set: `mmlab bench io`.
 
 Every stage is measured alone, on the data's own samples: reading, decoding, tokenising, padding, the copy to the
 device, and real training steps. Takes about fifteen seconds, most of them for reading and for the steps. Reads at most
-256 MiB twice, and drops those from the system's cache first. Does not run the loader: what that reaches is in
+256 MiB twice, and drops those from the system's cache first. Does not run the loader, whose throughput is in
 `PlannedLoader.stage_report()`.
 """
 
@@ -36,9 +36,9 @@ from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.step_meter import clock
 from mmlab.types import Batch, parse_image_policy
 
-_NUM_IMAGES = 64  # that are decoded
+_NUM_IMAGES = 64  # decoded
 _NUM_TEXTS = 4096
-_NUM_BATCHES = 4  # that are trained on in turn
+_NUM_BATCHES = 4  # trained on in turn
 _STEPS_S = 3.0
 _COPY_S = 0.5
 _COLUMNS = ("stage", "samples_per_s", "mib_per_s", "how")
@@ -46,7 +46,7 @@ _COLUMNS = ("stage", "samples_per_s", "mib_per_s", "how")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoBench:
-    """What each stage does when it is alone; printing it gives a table and the conclusion."""
+    """The throughput of each stage alone; printing it gives a table and the conclusion."""
 
     source: str
     model: str
@@ -64,7 +64,7 @@ class IoBench:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One row a measurement: `stage`, `samples_per_s`, `mib_per_s` (of files or batches), `how` it was measured."""
+        """One row per measurement: `stage`, `samples_per_s`, `mib_per_s` (of files or batches), and `how`."""
         read, cores, image, padded = self.reading, self.num_cores, self.image_bytes, self.padded_bytes
         decode, tokenise = self.decode_per_core, self.tokenise_per_core
         cold = None if read.cold_s is None else read.num_bytes / read.cold_s / image
@@ -87,20 +87,20 @@ class IoBench:
 
     @property
     def supply(self) -> dict[str, float]:
-        """Samples/s that each stage of an epoch can give; reading is cold where that could be measured."""
+        """Samples/s that each stage of an epoch can supply; reading is cold where that could be measured."""
         rates = {row["stage"]: row["samples_per_s"] for row in self.rows}
         read = rates["read, cold" if self.reading.really_cold else "read, warm"]
         return {"read": read} | {name: rates[name] for name in ("decode", "collate", "copy") if name in rates}
 
     @property
     def bottleneck(self) -> str:
-        """The stage that is slower than training by most, or `train`."""
+        """The slowest stage if it is slower than training, else `train`."""
         stage = min(self.supply, key=self.supply.__getitem__)
         return stage if self.supply[stage] < self.train_per_s else "train"
 
     @property
     def sentence(self) -> str:
-        """What is the bottleneck, and what would remove it."""
+        """Names the bottleneck, and what would remove it."""
         supply, wanted, stage = self.supply, self.train_per_s, self.bottleneck
         if stage == "train":
             slowest = min(supply, key=supply.__getitem__)
@@ -228,7 +228,7 @@ def bench_io(
 
 
 def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
-    """The files that hold the images, or where the store cannot name them, what was given."""
+    """The files that hold the images, or `data` itself where the store cannot name them."""
     records = dataset.records
     part_of = getattr(records.store, "part_of", None)
     if part_of is None:
@@ -238,7 +238,7 @@ def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
 
 
 def _rate(work: Callable[[Batch], object], batches: list[Batch], least_s: float, device: str) -> float:
-    """Samples/s of work on batches that are there already, in turns; the first two are left out."""
+    """Samples/s of `work` on batches already made, in turns; the first two calls are not timed."""
     turns = cycle(batches)
     for _ in range(2):
         work(next(turns))

@@ -1,7 +1,8 @@
 """The options of a comparison, and how options are read: by pydantic, from frozen dataclasses.
 
-A dataclass is the one list of its options. The command line makes its flags from it, `mmlab.Lab` and `mmlab.compare`
-check what they are given by it, and so do run files (`mmlab.comparison.config`). Needs neither torch nor the data.
+Each dataclass is the only list of its options. The command line makes its flags from it; `mmlab.Lab`,
+`mmlab.compare` and TOML files of runs (`mmlab.comparison.config`) check their options against it. Needs
+neither torch nor the data.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Which samples an epoch consists of, and how much each counts; by default each once, and all alike."""
+    """Which samples an epoch has, and how much each counts; by default all once, with equal weight."""
 
     ratios: Annotated[
         Mapping[str, float] | tuple[tuple[int, Mapping[str, float]], ...] | None,
@@ -54,7 +55,7 @@ class SamplingOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonOptions(SamplingOptions):
-    """What `mmlab.compare`, `mmlab.Lab` and `mmlab compare` can be told, beside the data and the schedulers."""
+    """Options of `mmlab.compare`, `mmlab.Lab` and `mmlab compare`, apart from the data and the schedulers."""
 
     equal: Annotated[
         Literal["memory", "batch_size"],
@@ -81,7 +82,7 @@ class ComparisonOptions(SamplingOptions):
 
 
 def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
-    """Options from plain values, such as those of a TOML table; "none" is None where that is allowed and a text is not.
+    """Options from plain values, such as a TOML table; "none" means None if None is allowed and text is not.
 
     >>> read_options(ComparisonOptions, {"epochs": 2}, "compare").epochs
     2
@@ -92,7 +93,7 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
 
     Args:
         kind: a dataclass, or a pydantic model.
-        where: what the values belong to; messages begin with it.
+        where: where the values come from; messages begin with it.
 
     Raises:
         OptionError: an unknown name, a value of the wrong type, or one that the dataclass refuses.
@@ -102,9 +103,9 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
     types = {name: str(option.type) for name, option in getattr(kind, "__dataclass_fields__", {}).items()}
     optional = {name for name, type_ in types.items() if type_.endswith("| None") and "str" not in type_}
     values = {name: None if value == "none" and name in optional else value for name, value in values.items()}
-    # pydantic hands the configuration of a model on to the dataclasses in it
+    # pydantic applies a model's configuration to the dataclasses in it as well
     reader = create_model("Reader", __config__={"extra": "forbid", "strict": True}, options=(kind, ...))
-    try:  # by way of JSON, where pydantic takes a list for a tuple, but no text for a number
+    try:  # via JSON, where pydantic accepts a list for a tuple, but no text for a number
         found = reader.model_validate_json(json.dumps({"options": dict(values)}, default=str))
     except ValidationError as error:
         raise _explained(error, kind, where) from None
@@ -113,10 +114,10 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
 
 
 def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the schedulers to compare, each once; those of a mapping may be any.
+    """Names of the schedulers to compare, each once; the names of a mapping are free.
 
     Raises:
-        OptionError: none, one twice, or an unknown one.
+        OptionError: no name, a name given twice, or an unknown name.
     """
     names = tuple(schedulers)
     if not names:
@@ -137,7 +138,7 @@ def names_of(kind: type) -> list[str]:
 
 
 def _explained(error: ValidationError, kind: type, where: str) -> OptionError:
-    """Say what was expected and what was found; of an option with several types, what each of them expects."""
+    """Says what was expected, by each type of the option if it has several, and what was found."""
     first, *others = error.errors()
     (_, *place), found = first["loc"], first["input"]
     if first["type"] == "value_error":  # raised by the dataclass itself

@@ -1,4 +1,4 @@
-"""How the batches of a run are planned: by the scheduler that its configuration names, and for each rank its share."""
+"""Plans the batches of a run with the scheduler that its configuration names, and takes each rank's share."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def plan_run(
     *,
     world_size: int,
 ) -> tuple[Any, NDArray[np.float64] | None, Any]:
-    """The planner that a configuration asks for.
+    """The scheduler that a configuration names.
 
     Args:
-        prices: for `memory` and `fastest`, where rank 0 keeps what the model's fit found.
+        prices: the file in which rank 0 saves the fitted memory model, with the time model beside it; for
+            `memory` and `fastest` only.
 
     Returns:
-        What gives this rank's share of each epoch's plan; (N,) weights in the loss, or None; what predicts a batch's
-        bytes, or None.
+        The scheduler, whose plans are this rank's share; (N,) weights of samples in the loss, or None; the
+        model that predicts a batch's bytes, or None.
     """
     # each rank of the strategy `branch` needs all samples
     rank, num_shares = (0, 1) if config.parallel.strategy == "branch" else (run.rank, world_size)
@@ -61,7 +62,7 @@ def plan_run(
     group, training, seconds = ProcessGroup(device), config.trainer, None
     setting: dict[str, Any] = {"precision": training.precision, "checkpointing": training.checkpointing}
     setting["objectives"] = objectives
-    once = partial(group.run_on_main, doing="price the model")  # rank 0 for all, unless that was done before
+    once = partial(group.run_on_main, doing="price the model")  # rank 0 prices it, or reads the saved fit
     scheduler: Any
     if name not in ("memory", "fastest"):
         scheduler = make_scheduler(name, **options)
@@ -84,7 +85,7 @@ def plan_run(
                     conditions=lambda: StepSetting(**step).conditions,
                 )
             )
-        # what is free differs between ranks and moments; plans must not: the least counts
+        # free memory differs between ranks, but plans must not: the smallest limit counts
         budget = int(-group.largest(-limit_bytes))
         scheduler = make_scheduler("memory", cost=cost, budget=budget, **options)
     if name == "fastest":

@@ -1,7 +1,7 @@
-"""The parts of a run: two data sets, a model, what chooses samples, and facts about the machine.
+"""The parts of a run: two data sets, a model, the choice of samples, and facts about the machine.
 
-Shared by comparisons and single runs, so that both hold out the same pairs and describe themselves alike.
-`mmlab.comparison.plan` has the schedulers.
+Comparisons and single runs share these, so both hold out the same pairs and record the same facts.
+`mmlab.comparison.plan` makes the schedulers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ AUGMENTATIONS: dict[str, Augment | None] = {
 
 
 def augmentation(name: str) -> Augment | None:
-    """The augmentation of a name in `AUGMENTATIONS`.
+    """The augmentation with this name in `AUGMENTATIONS`.
 
     Raises:
         OptionError: an unknown name.
@@ -85,18 +85,19 @@ def make_datasets(
     Args:
         data: anything that `read_records` takes, or records; with a processor, anything that `read_conversations` takes,
             or conversations.
-        processor: name of what prepares conversations; None where the data are pairs, for which the tokenizer, the image
-            policy and the limits of cache and tokens are.
+        processor: name of the processor that prepares conversations; None where the data are pairs. Only
+            pairs use `image`, `tokenizer`, `max_tokens` and `cache_limit_gib`.
         image: image policy in short form, see `parse_image_policy`.
         images: folder of the images, where they are not beside the data.
         limit: use so many samples, drawn by `seed` from every split.
-        cache: folder that keeps what is decoded, and gets now what it lacks; under `torchrun` every rank adds a part. A
-            sample that cannot be decoded is left to the loader. Of conversations it remembers the sizes.
+        cache: folder of the cache; samples that it lacks are decoded into it now, under `torchrun` a part by
+            every rank. A sample that cannot be decoded is left to the loader. For conversations it stores the
+            sizes.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
         OptionError: an option cannot work; the message names it.
-        RunError: another rank has failed while the cache was filled.
+        RunError: another rank failed while the cache was being filled.
     """
     if limit is not None and limit < 2:
         raise OptionError(f"limit must be at least 2 samples, found {limit}")
@@ -151,15 +152,15 @@ def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
 
 
 def held_out_loader(dataset: Any, scheduler: str = "sorted") -> PlannedLoader:
-    """Held-out batches, decoded in the caller's thread."""
+    """A loader of held-out batches, which decodes in the caller's thread."""
     return PlannedLoader(dataset, make_scheduler(scheduler, batch_size=EVAL_BATCH_SIZE), num_workers=0)
 
 
 def make_model(options: Mapping[str, Any], dataset: Any, *, seed: int) -> nn.Module:
-    """A model with the same first weights for the same seed, whatever was drawn before.
+    """A model; one seed gives the same initial weights, whatever random numbers were drawn before.
 
     Args:
-        options: of `build_model`; of `named_vlm` where the data set is one of conversations.
+        options: of `build_model`; of `named_vlm` if the data set holds conversations.
     """
     if isinstance(dataset, ConversationDataset):
         return ConversationModel(named_vlm(**options))
@@ -169,7 +170,7 @@ def make_model(options: Mapping[str, Any], dataset: Any, *, seed: int) -> nn.Mod
 
 
 def model_of(options: ComparisonOptions, dataset: Any) -> nn.Module:
-    """The model that a comparison trains, with its first weights."""
+    """The model that a comparison trains, with its initial weights."""
     named = {"preset" if options.processor is None else "name": options.model}
     return make_model(named, dataset, seed=options.seed)
 
@@ -177,7 +178,7 @@ def model_of(options: ComparisonOptions, dataset: Any) -> nn.Module:
 def sampled(
     scheduler: Scheduler, dataset: MultimodalDataset, options: SamplingOptions, *, progress: bool = True
 ) -> tuple[Scheduler, NDArray[np.float64] | None]:
-    """The scheduler, on top of it what chooses the samples of an epoch; and (N,) weights in the loss, or None.
+    """The scheduler, wrapped in one that chooses samples if asked for; (N,) weights in the loss, or None.
 
     Measuring how difficult samples are decodes every image once, unless that was done before.
     """
@@ -194,13 +195,13 @@ def sampled(
 
 
 def suit(model: nn.Module, plan: BatchPlan | LivePlan, dataset: Any = None) -> nn.Module:
-    """Turn packed execution on where the plan lays samples end to end; changes no weight.
+    """Enable packed execution if the plan lays samples end to end; changes no weight.
 
     Args:
-        dataset: of conversations, whose processor makes the batches that the model is tried on.
+        dataset: conversations, on whose batches a vision-language model is tried first.
 
     Raises:
-        OptionError: a model that cannot be packed.
+        OptionError: the model cannot be packed.
     """
     packed = isinstance(plan, BatchPlan) and plan.limits.streams is not None
     if packed and isinstance(model, ConversationModel):
@@ -211,12 +212,12 @@ def suit(model: nn.Module, plan: BatchPlan | LivePlan, dataset: Any = None) -> n
 def costs_of(plan: BatchPlan | LivePlan) -> NDArray[np.float64]:
     """(n,) tokens and patches of each batch of a plan: with padding, or without where samples lie end to end.
 
-    Ones for a plan that is still to change.
+    Ones for a plan that changes during the epoch.
     """
     return plan.costs(COST) if isinstance(plan, BatchPlan) else np.ones(len(plan))
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """What a reader must know of the machine to place its figures."""
+    """What a reader must know about the machine to interpret its figures."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
     return {**describe_host(), "device_name": name}

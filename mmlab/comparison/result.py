@@ -1,8 +1,8 @@
-"""What a comparison found: one row a scheduler, every repetition kept, and the table, figure and page drawn
-from it.
+"""The result of a comparison: one row per scheduler, every repetition kept, and the table, figure and page
+made from it.
 
 A `Comparison` is data: `mmlab.compare` makes one, `load_comparison` reads one back from its folder, and everything that
-is shown is derived from it. Drawing needs matplotlib and no display.
+is shown is derived from it. Drawing needs matplotlib, but no display.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """What one scheduler cost. Ratios are fractions; medians are over epochs, warm-up steps left out."""
+    """The figures of one scheduler. Ratios are fractions; medians are over epochs, without warm-up steps."""
 
     scheduler: str
     options: dict[str, Any]  # how the scheduler was configured
     num_samples: int  # training samples an epoch
-    num_batches: int  # optimizer steps an epoch (the first)
+    num_batches: int  # optimizer steps of the first epoch
     samples_per_s: float  # median over epochs
     step_s: float  # median over measured steps, data wait not included
     data_wait_ratio: float  # time waiting for data / (waiting + stepping)
-    text_waste: float  # padded text tokens that carry nothing
-    image_waste: float  # padded image patches that carry nothing
-    combined_waste: float
+    text_waste: float  # share of text tokens that is padding
+    image_waste: float  # share of image patches that is padding
+    combined_waste: float  # of both together
     planned_combined_waste: float  # the same, predicted from metadata before training
     peak_over_budget: float  # costliest batch / budget, or its predicted bytes / the memory limit
     batches_over_budget: int
@@ -49,7 +49,7 @@ class ArmResult:
     image_to_text_r1: float | None  # None where the model gives no embeddings
     text_to_image_r1: float | None
     chance_r1: float | None
-    predicted_samples_per_s: float | None = None  # the same, by the time model; None without one
+    predicted_samples_per_s: float | None = None  # by the time model; None without one
     epochs: list[dict[str, float]] = field(default_factory=list)  # every repetition
 
 
@@ -57,7 +57,7 @@ class ArmResult:
 class Comparison:
     """A finished (or interrupted) comparison.
 
-    `config` says what was run and on what; `arms` has one result a scheduler, in the order asked for.
+    `config` says what was run and on what; `arms` has one result per scheduler, in the order given.
     """
 
     config: dict[str, Any]
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row a scheduler, figures as measured, indexed by its name."""
+        """One row per scheduler, figures as measured, indexed by its name."""
         import pandas as pd
 
         rows = pd.DataFrame([asdict(arm) for arm in self.arms])
@@ -86,14 +86,14 @@ class Comparison:
         return events[events["kind"] == "step"].dropna(axis="columns", how="all")
 
     def as_dict(self) -> dict[str, Any]:
-        """What `comparison.json` holds."""
+        """The content of `comparison.json`."""
         return {**self.config, "interrupted": self.interrupted, "arms": [asdict(arm) for arm in self.arms]}
 
     def summary(self) -> pd.DataFrame:
         """The table for reading: per cent, milliseconds and MiB, with units in the headings."""
         import pandas as pd
 
-        table = self.table.rename_axis(None)  # a name would take a line of its own
+        table = self.table.rename_axis(None)  # an index name would take a line of its own
         predicted = {}
         if table["predicted_samples_per_s"].notna().all():
             predicted["predicted samples/s"] = table["predicted_samples_per_s"].astype(float).round(1)
@@ -117,7 +117,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every scheduler had all its epochs."""
+        """Whether every scheduler finished all its epochs."""
         return not self.interrupted
 
     def notes(self) -> list[str]:
@@ -196,7 +196,7 @@ class Comparison:
     def misranked(self) -> list[tuple[str, str]]:
         """Pairs (faster, slower) by measured speed that were predicted the other way round.
 
-        Pairs that are within 5 %, or whose epochs overlap, do not count.
+        Pairs within 5 % of each other, or whose epochs overlap, do not count.
         """
         arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None]
         overlapping = list(map(set, self.overlapping))
@@ -210,7 +210,7 @@ class Comparison:
 
     @property
     def overlapping(self) -> list[tuple[str, str]]:
-        """Pairs of schedulers that samples/s do not rank: an epoch of either is at least as fast as one of the other."""
+        """Pairs of schedulers that samples/s do not rank: the ranges of their epochs overlap."""
         speeds = {arm.scheduler: [epoch["samples_per_s"] for epoch in arm.epochs] for arm in self.arms}
         return [
             (one, other)
@@ -220,7 +220,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """How much faster the fastest scheduler is than `random`, else than the next fastest, in a sentence."""
+        """One sentence: how much faster the fastest scheduler is than `random`, or than the next fastest."""
         best, *others = sorted(self.arms, key=lambda arm: -arm.samples_per_s)
         base = next((arm for arm in others if arm.scheduler == "random"), others[0] if others else best)
         given = "At the batch sizes given"
@@ -240,7 +240,7 @@ class Comparison:
         return draw_comparison(self)
 
     def html(self, picture: bytes | None = None) -> str:
-        """One self-contained page: configuration, table, figure (drawn unless given, as a PNG file), notes."""
+        """One self-contained page: configuration, table, figure (drawn unless given as PNG bytes), notes."""
         return page_of(
             self.summary(),
             picture or to_png(self.figure()),
@@ -281,7 +281,7 @@ def load_comparison(folder: str | Path) -> Comparison:
     """Read a saved comparison back.
 
     Raises:
-        DataError: no `comparison.json` there, or not one of ours.
+        DataError: there is no `comparison.json`, or mmlab did not write it.
     """
     path = Path(folder) / "comparison.json"
     try:
@@ -307,10 +307,10 @@ def _size(arm: ArmResult) -> str:
 
 
 def page_of(table: pd.DataFrame, picture: bytes, **texts: Any) -> str:
-    """One self-contained page with a table and a PNG file.
+    """One self-contained page with a table and a PNG picture.
 
     Args:
-        texts: `heading`; `about`, of which the first is the title; `notes`; `details` by their names.
+        texts: `heading`; `about`, whose first item is the title; `notes`; `details` by name.
     """
     from jinja2 import Template
 

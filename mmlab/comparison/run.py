@@ -1,7 +1,8 @@
-"""`Run`: a training run as others see it, which is a folder with an events file.
+"""`Run`: records a training run in a folder with an events file, for others to follow.
 
-The run's file says how it was started, what happened, and how it ended: done, stopped, or failed with a traceback.
-`train` is one run, `compare` several in turns. Every run is paused and stopped by the control file in its folder.
+The file says how the run was started, what happened, and how it ended: done, stopped, or failed with a
+traceback. `train` is one run, `compare` several in turns. Every run is paused and stopped by the control file
+in its folder.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from mmlab.types import Batch
 
 
 class Run:
-    """A context manager around one training run: it writes the run's events, the last one included.
+    """A context manager around one training run: it writes the run's events.
 
     The last event, `end`, is written when the context is left, if `start` was called: with the status `done`,
     `stopped` (by the control file, an interrupt or SIGTERM) or `failed` (by any other exception).
 
     Args:
         folder: of the run; made if need be. None writes nothing.
-        rank: of this process; the file of each rank is its own.
-        control: where pause and stop are read; unless given, from the folder.
+        rank: of this process; each rank has its own file.
+        control: where requests to pause and stop are read (default: the folder's control file).
     """
 
     def __init__(self, folder: str | Path | None, *, rank: int = 0, control: Control | None = None) -> None:
@@ -48,21 +49,21 @@ class Run:
             self._log.emit(event)
 
     def write(self, kind: str, step: int | None = None, **values: Any) -> None:
-        """Write an event that happens now, after the last step unless another is named."""
+        """Write an event that happens now, at the last step unless another is given."""
         self.emit(RunEvent.now(kind, self.step if step is None else step, values, self.rank))
 
     def start(self, step: int = 0, **values: Any) -> None:
-        """Write the first event, with what every run says of its process and its libraries.
+        """Write the first event, to which every run adds its process and its library versions.
 
         Args:
-            step: optimizer steps done already, by the run that this one resumes.
+            step: optimizer steps already done by the run that this one resumes.
             values: keys of a `start` event.
         """
         self.step, self._started_s = step, time.perf_counter()
         self.write("start", **values, **this_process(), versions=versions())
 
     def fit(self, trainer: FusionTrainer, loader: Iterable[Batch], **options: Any) -> None:
-        """Train with `trainer.fit`, under this run's control, while the device is read.
+        """Train with `trainer.fit`, under this run's control, while the device is monitored.
 
         Args:
             options: of `FusionTrainer.fit`.

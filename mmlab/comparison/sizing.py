@@ -1,8 +1,9 @@
-"""The schedulers of a comparison by name, their batches as large as the comparison lets them be.
+"""Makes the schedulers of a comparison from their names, with the largest batches that the comparison allows.
 
-At equal memory the model is priced first, in bytes and in seconds, and each scheduler gets the largest batch size or
-budget with which no batch of the whole comparison is predicted to need more than one limit. So a scheduler that pads
-little may use what others waste. All keep captions of one image apart, since batches without that rule are easier to fill.
+At equal memory the model is priced first, in bytes and in seconds, and each scheduler gets the largest batch
+size or budget with which no batch of the whole comparison is predicted to need more than one limit. So a
+scheduler that pads little may use the memory that others waste. All keep captions of one image apart, since
+batches without that rule are easier to fill.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import scheduler_type
 from mmlab.types import CostModel
 
-# of the time model: enough to rank schedulers, some seconds for a small model
+# a short fit of the time model: enough to rank schedulers, takes seconds for a small model
 _SHORT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """The schedulers, and what is known of their batches beforehand."""
+    """The schedulers, and the models that predict the bytes and seconds of their batches."""
 
     planners: dict[str, Scheduler]
     budget: float | None = None  # padded tokens a batch; None at equal memory
     memory: CostModel | None = None  # predicts a batch's bytes
     limit_bytes: float | None = None
     time: TimeModel | None = None  # predicts a batch's seconds
-    packs: tuple[MemoryModel, TimeModel] | None = None  # the same of packed conversations
+    packs: tuple[MemoryModel, TimeModel] | None = None  # both, for packed conversations
 
     def prices(self, plan: BatchPlan) -> tuple[CostModel | None, TimeModel | None]:
-        """What predicts bytes and seconds of a plan's batches."""
+        """The models that predict bytes and seconds of a plan's batches."""
         return prices_of(plan, self.memory, self.time, self.packs)
 
 
@@ -60,7 +61,7 @@ def size_schedulers(
     """Make the schedulers of a comparison.
 
     Raises:
-        OptionError: a sample that needs more than the limit, or a model that cannot be priced.
+        OptionError: a sample needs more than the limit, or the model cannot be priced.
     """
     sizing = _Sizing(options, dataset, progress)
     if options.equal == "memory" and options.budget is None:
@@ -71,7 +72,7 @@ def size_schedulers(
 def as_configured(
     planners: Mapping[str, Scheduler], options: ComparisonOptions, dataset: Any, time: TimeModel | None = None
 ) -> Sized:
-    """Schedulers as they are; `memory`, if among them, predicts the bytes of every run."""
+    """The schedulers as configured; the cost model of `memory`, if given, predicts the bytes of every run."""
     memory = next((planner for planner in planners.values() if isinstance(planner, Memory)), None)
     return Sized(
         planners=dict(planners),
@@ -83,12 +84,12 @@ def as_configured(
 
 
 def _token_budget(options: ComparisonOptions, dataset: Any) -> float:
-    """Padded tokens a batch: those given, or a mean batch of the size given."""
+    """Padded tokens a batch: the budget given, or the batch size times the mean cost of a sample."""
     return options.budget or options.batch_size * float(batch_costs(COST, dataset.sizes.alone).mean())
 
 
 class _Sizing:
-    """Finds sizes by planning the whole comparison with them; nothing is decoded."""
+    """Finds batch sizes and budgets by planning the comparison with each candidate; nothing is decoded."""
 
     memory: MemoryModel
     time: TimeModel | None = None
@@ -136,7 +137,7 @@ class _Sizing:
             elif name == "packed" and isinstance(model, ConversationModel):
                 self.packs = self._price(packing(model, dataset))
                 planners[name] = self._scheduler(name, cost=self.packs[0], budget=limit_bytes)
-            elif name == "packed":  # cannot be priced: as many tokens, without padding
+            elif name == "packed":  # cannot be priced: gets the baseline's most padded tokens as its budget
                 tokens = max(float(plan.costs(COST).max()) for plan in self._plans(baseline))
                 planners[name] = self._make(name, int(tokens))
             else:
@@ -144,12 +145,12 @@ class _Sizing:
         return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=self.packs)
 
     def _scheduler(self, name: str, **values: Any) -> Scheduler:
-        """A scheduler with those of the values that it has; all keep captions apart and share a seed."""
+        """A scheduler with those `values` that are its options; all keep captions apart and share a seed."""
         kind = scheduler_type(name)
         return kind(**kind.options_among({"seed": self.options.seed, "allow_collisions": False, **values}))
 
     def _make(self, name: str, size: int) -> Scheduler:
-        """A scheduler with so many samples, or padded tokens, a batch."""
+        """A scheduler with `size` samples, or padded tokens, a batch."""
         cost = PaddedTokens(self.memory.patch)
         return self._scheduler(name, batch_size=size, budget=size, cost=cost, time=self.time)
 
@@ -161,7 +162,7 @@ class _Sizing:
     def _largest(self, name: str, limit_bytes: float) -> Scheduler:
         """The scheduler with the largest size that fits: at most all samples, or their padded tokens.
 
-        It is sought by a few epochs' plans, and made smaller where a later epoch needs more.
+        The search plans a few epochs only; the size is reduced afterwards if a later epoch needs more.
         """
         least, first, most = 1, self.options.batch_size, len(self.dataset.sizes)
         if "budget" in scheduler_type(name).__dataclass_fields__:
@@ -187,7 +188,7 @@ class _Sizing:
         return float(batch_costs(self.memory, plan.shape_columns).max())
 
     def _fit_memory(self, model: nn.Module) -> tuple[MemoryModel, TimeModel | None]:
-        """What predicts the bytes of a step, and its seconds where the steps are measured for that."""
+        """The memory model of a step, and its time model if pricing the model measures steps anyway."""
         if isinstance(model, ConversationModel):
             return self._price(model)
         device, precision = self.options.device.partition(":")[0], self.options.precision
@@ -199,7 +200,7 @@ class _Sizing:
         return price_dataset(model.to(self.options.device), self.dataset, **own)
 
     def _fit_time(self, model: nn.Module, cost: CostModel, budget: float) -> TimeModel:
-        """A time model fitted in short; how noisy the machine was, the comparison says."""
+        """A time model from a short fit; the comparison's notes say how noisy the machine was."""
         if isinstance(model, ConversationModel):
             return self._price(model)[1]
         options, dataset, device = self.options, self.dataset, self.options.device
@@ -215,7 +216,9 @@ class _Sizing:
 
 
 def largest_that(fits: Callable[[int], bool], *, least: int = 1, first: int, most: int) -> int:
-    """The largest number up to `most` that fits, to within 1 %, where smaller ones fit as well; `least` if none does.
+    """The largest number up to `most` that fits, to within 1 %; `least` if none does.
+
+    Assumes that everything below a number that fits also fits.
 
     >>> largest_that(lambda number: number <= 41, first=8, most=1000)
     41

@@ -1,7 +1,7 @@
-"""One training run from a configuration: read, plan, train, evaluate, save; go on where an earlier run ended.
+"""One training run from a configuration: read, plan, train, evaluate, save; or resume an earlier run.
 
-A run is a folder: `config.toml`, `tokenizer/`, `checkpoints/` and an events file for each rank. Started by `torchrun`,
-every rank trains on its share of each plan, or its branch of the model.
+A run is a folder: `config.toml`, `tokenizer/`, `checkpoints/` and an events file for each rank. Under
+`torchrun`, every rank trains on its share of each plan, or trains its branch of the model.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, LAUNCH, EVENT_FI
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What a finished run found."""
+    """The result of a finished or stopped run."""
 
     folder: str
     status: str  # done, or stopped before the last epoch
     resumed_from: str | None  # checkpoint
     num_steps: int  # of the whole run, those before a resume included
     num_epochs: int
-    loss: float | None  # of the last step that this process did
+    loss: float | None  # of this process's last step
     evaluation: Mapping[str, Any]  # values of the last `eval` event
     best_checkpoint: str | None
 
@@ -91,18 +91,20 @@ def train(
 ) -> TrainingResult:
     """Train as configured, in the folder `runs`/NAME.
 
-    An interrupt, or SIGTERM where it raises, ends the run after the step in hand with a checkpoint. So does
-    `mmlab.runs.control.send(folder, "stop")`, on which `train` returns; `"pause"` and `"resume"` hold it and let it go on.
-    Started again by `torchrun`, a run goes on from its newest checkpoint, whatever `resume` says.
+    An interrupt, or SIGTERM if its handler raises, ends the run after the current step with a checkpoint. So
+    does `mmlab.runs.control.send(folder, "stop")`, on which `train` returns; `"pause"` and `"resume"` pause
+    it and let it continue. A run that `torchrun` restarts resumes from its newest checkpoint, whatever
+    `resume` says.
 
     Args:
         config: a configuration, or the path of its file.
-        resume: `auto` goes on from the newest whole checkpoint in the folder, if there is one; `never` starts anew and
-            moves what an earlier run left to `previous-N`; else a checkpoint, or a folder of them, to go on from.
+        resume: `auto` resumes from the newest complete checkpoint in the folder, if there is one; `never`
+            starts anew and moves an earlier run's files to `previous-N`; else a checkpoint, or a folder of
+            them, to resume from.
 
     Raises:
         DataError: data or checkpoint cannot be used.
-        OptionError: an option cannot work, or another run is going on in the folder.
+        OptionError: an option cannot work, or another run is using the folder.
         RunError: training failed, here or on a rank that is named.
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
@@ -130,14 +132,14 @@ def train_on(
     runs: str | Path = "runs",
     resume: str = "never",
 ) -> TrainingResult:
-    """`mmlab.train` on several ranks of this machine; returns what rank 0 found, when they have finished.
+    """`mmlab.train` on several ranks of this machine; returns rank 0's result when all have finished.
 
     Args:
-        num_processes: ranks; with GPUs one for each, else they share the cores.
+        num_processes: ranks; each has a GPU of its own where there are GPUs, else they share the cores.
         config, runs, resume: as for `train`.
 
     Raises:
-        DataError, OptionError: what the configuration asks for cannot be done; the message names the rank.
+        DataError, OptionError: the configuration cannot work; the message names the rank.
         RunError: a rank failed, or was killed.
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
@@ -146,7 +148,7 @@ def train_on(
 
 
 def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
-    """Where a run starts anew, move aside what an earlier one left in the folder.
+    """If the run starts anew, move aside an earlier run's files.
 
     Raises:
         DataError: there is nothing to resume from; the folder is as it was.
@@ -160,7 +162,7 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
 
 
 class _Training:
-    """The parts of a run, joined: data, loaders, model, scheduler, trainer and checkpoints.
+    """The parts of a run: data, loaders, model, scheduler, trainer and checkpoints.
 
     Args:
         bar: counts epochs.
@@ -172,7 +174,7 @@ class _Training:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
         options, data = config.trainer, config.data
-        # a run that goes on keeps its own tokenizer, whatever the texts are now
+        # a resumed run keeps its own tokenizer, whatever the texts are now
         kept = ProcessGroup(device).run_on_main(
             lambda: (folder / _TOKENIZER).is_dir() and any((folder / _CHECKPOINTS).glob("*")),
             doing="look for a tokenizer",
@@ -201,7 +203,7 @@ class _Training:
             **{name: getattr(data, name) for name in names_of(LoaderOptions)},
         )
         self._loader.weights = weights
-        # the first batches are measured by themselves in mid-epoch: a fair sample, where sorted ones are not
+        # evaluation in mid-epoch takes the first batches only: random ones are a fair sample, sorted ones not
         self._held_out = held_out_loader(held_out_set, "random" if options.eval_batches else "sorted")
         self.trainer = FusionTrainer(
             suit(model, self._loader.plan, train_set),
@@ -219,10 +221,10 @@ class _Training:
         self._loss: float | None = None
 
     def checkpoint_of(self, resume: str, *, restarted: bool) -> Path | None:
-        """The checkpoint to go on from; None where the run starts anew.
+        """The checkpoint to resume from; None where the run starts anew.
 
         Args:
-            restarted: the run's own newest one, if there is one, rather than that of `resume`.
+            restarted: prefer the run's own newest checkpoint, if there is one, to that of `resume`.
         """
         ranks = self.trainer.strategy
         own = self._checkpoints.newest(ranks) if restarted or resume == "auto" else None
@@ -238,12 +240,12 @@ class _Training:
         raise DataError(f"{path}: no checkpoint there; {_GIVE}")
 
     def train(self, start: Path | None) -> TrainingResult:
-        """The epochs that are left after a checkpoint."""
+        """Train the epochs that remain, after the checkpoint `start` if one is given."""
         trainer, num_epochs = self.trainer, self.config.trainer.num_epochs
         if start is not None:
             restore(trainer, self._loader, start)
         self._begin()
-        # a rank that ends with data workers alive waits for them at its exit, until its launcher kills it
+        # close the loader: a rank that exits with live workers waits for them until its launcher kills it
         try:
             with closing(self._loader):
                 self._run.fit(
@@ -257,7 +259,7 @@ class _Training:
             watch = current_watch()
             if watch is None or not (broke_off(error) or isinstance(error, CollectiveFailed)):
                 raise
-            raise watch.explained(error) from error  # which rank failed, where an exchange broke off
+            raise watch.explained(error) from error  # says which rank failed and broke off the exchange
         self._save_model()
         best = self._checkpoints.best
         return TrainingResult(
@@ -300,14 +302,14 @@ class _Training:
         self._bar.initial = self._bar.n = self._epochs_done()
 
     def _save_model(self) -> None:
-        """Write a vision-language model as `from_pretrained` reads it; under fsdp, checkpoints alone have the weights."""
+        """Save a vision-language model for `from_pretrained`; under fsdp only checkpoints hold it."""
         model, strategy = self.trainer.model, self.trainer.strategy
         if isinstance(model, ConversationModel) and strategy.rank == 0 and not strategy.saves_on_every_rank:
             for part in (model.module, self._loader.dataset.collator.processor):
                 part.save_pretrained(self.folder / _MODEL)
 
     def _epochs_done(self) -> float:
-        """The one in hand by what its batches cost: they differ, so steps are no measure of time."""
+        """Epochs done; the current one counts by the cost of its batches, since steps differ in time."""
         costs = costs_of(self._loader.plan)
         done = costs[: self.trainer.epoch_batches].sum() / max(1.0, costs.sum())
         return self.trainer.epoch + float(done)
@@ -330,14 +332,14 @@ class _Training:
             self._say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
 
     def _say(self, message: str) -> None:
-        """Print what should stay on the terminal."""
+        """Print a line that stays on the terminal."""
         if not self._bar.disable:
             self._bar.write(message, file=sys.stderr)
 
 
 @contextmanager
 def _joined(config: RunConfig) -> Iterator[tuple[int, int, str]]:
-    """Rank, number of ranks, and this rank's device; ranks that `torchrun` has started find each other."""
+    """Rank, number of ranks, and this rank's device; under `torchrun`, joins the process group."""
     device = resolve_device(config.trainer.device or "auto")
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # each has a GPU of its own
         device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")

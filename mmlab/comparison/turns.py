@@ -1,12 +1,13 @@
-"""The runs of a comparison: one a scheduler, which train in turns, epoch by epoch.
+"""The runs of a comparison: one per scheduler, trained in turns, epoch by epoch.
 
-While a run waits, its weights and its optimizer's state are bytes in host memory, and its trainer is gone. So a run
-has the device to itself, and the memory that it is seen to use is its own. A turn begins with a new model that is
-given that state; nothing of this is timed.
+While a run waits, its weights and optimizer state are bytes in host memory, and its trainer is gone. So the
+current run has the device to itself, and the memory measured is its own. A turn begins with a new model that
+loads this state; none of that is timed.
 
-A run writes what its trainer emits, with the plan's prediction beside each measured step, and reduces every epoch to
-figures. Peak memory is measured apart, on the run's costliest batch: on a CPU by counting live tensors, which is too
-slow for every step. There a run also counts them in its first epoch's costliest step, and in one step of `COUNT_EVERY`.
+A run writes what its trainer emits, with the plan's prediction beside each measured step, and reduces every
+epoch to figures. Peak memory is measured separately, on the run's costliest batch: on a CPU by counting live
+tensors, which is too slow for every step. A run on a CPU also counts them in the costliest step of its first
+epoch, and in one step of `COUNT_EVERY`.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ class ComparisonSetup:
     """What all runs of a comparison share."""
 
     options: ComparisonOptions
-    config: dict[str, Any]  # what the comparison says of itself
+    config: dict[str, Any]  # the comparison's description in its results
     train_set: Any  # a `MultimodalDataset`, or a `ConversationDataset`
     held_out_set: Any
     folder: Path | None
     control: Control
-    sized: Sized  # what is predicted: it stands beside every run's steps
+    sized: Sized  # schedulers and predictions; the latter are written beside every run's steps
 
     def make_trainer(self, plan: BatchPlan, *, total_steps: int, emit: Any = None) -> FusionTrainer:
         """A model with the comparison's initial weights, packed where the plan is, and its trainer."""
-        gc.collect()  # frees the trainer before this one: trainers hold themselves by cycles
+        gc.collect()  # frees the trainer before this one: trainers are in reference cycles
         options = self.options
         return FusionTrainer(
             suit(model_of(options, self.train_set), plan, self.train_set),
@@ -79,9 +80,9 @@ class ComparisonSetup:
         )
 
     def limited(self, plan: BatchPlan) -> tuple[NDArray[np.float64], float]:
-        """What is limited of each batch, and the limit: bytes at equal memory, else tokens and patches.
+        """The limited quantity of each batch, and the limit: bytes at equal memory, else tokens and patches.
 
-        Of a packed plan whose bytes cannot be predicted always tokens.
+        Always tokens and patches for a packed plan whose bytes cannot be predicted.
         """
         memory, _ = self.sized.prices(plan)
         if self.sized.budget is None and memory is not None:
@@ -89,19 +90,20 @@ class ComparisonSetup:
         return costs_of(plan), float(self.sized.budget or plan.limits.budget or 0)
 
     def expected(self, plan: BatchPlan) -> NDArray[np.float64]:
-        """By which the progress of a run is measured: predicted seconds, or tokens and patches."""
+        """What each batch adds to the progress of a run: predicted seconds, or tokens and patches."""
         _, time = self.sized.prices(plan)
         return costs_of(plan) if time is None else time.batch_s(plan)
 
     def peak_of_one_step(self, plan: BatchPlan, rows: Sequence[int]) -> tuple[int, str]:
-        """Peak bytes of one training step on these samples, and what counted them. No run may be in its turn.
+        """Peak bytes of one training step on these samples, and how they were counted.
 
-        The step before it creates the optimizer's state, so that the figure is that of a steady step.
+        Call it between turns only. A first step creates the optimizer's state, so that the figure is that of
+        a steady step.
         """
         batch = self.train_set.collate([self.train_set[row] for row in rows])
         on_gpu = self.options.device.startswith("cuda")
         gc.collect()
-        # of the caller's own
+        # bytes that the caller holds
         before_bytes = torch.cuda.memory_allocated(self.options.device) if on_gpu else 0
         trainer = self.make_trainer(plan, total_steps=2)
         trainer.train_step([batch])
@@ -129,17 +131,17 @@ class ComparisonRun:
         self._saved = _saved(self._make_trainer())  # state of model, optimizer and schedule
         self._run = Run(None if setup.folder is None else setup.folder / "runs" / name, control=setup.control)
         self._epoch = RunState()  # this epoch's step events
-        self._planned: list[tuple[BatchShape, float]] = []  # shapes and costs that this epoch's plan promises
-        self._costs: list[float] = []  # of every batch so far, over the limit
+        self._planned: list[tuple[BatchShape, float]] = []  # planned shapes and costs of this epoch's batches
+        self._costs: list[float] = []  # of every batch so far, divided by the limit
         self._shape_mismatches = 0
         self._counted: set[int] = set()  # steps of this epoch in which live tensors are counted
         self._num_steps = self._num_counted = 0  # so far, those of this epoch included
         self._trainer: FusionTrainer | None = None  # while it trains
         self.epochs: list[dict[str, float]] = []
-        self._costliest: tuple[float, list[int]] = (-1.0, [])  # batch so far: what it needs, and its samples
+        self._costliest: tuple[float, list[int]] = (-1.0, [])  # batch so far: its cost, and its samples
 
     def begin(self) -> Run:
-        """Write what the run begins with; leaving its context writes how it ended."""
+        """Write the run's start event; leaving the context that is returned writes how the run ended."""
         self._run.start(
             run_name=self.name,
             scheduler=self.name,
@@ -234,9 +236,10 @@ class ComparisonRun:
         }
 
     def _steps_to_count(self, costs: NDArray[np.float64]) -> set[int]:
-        """The epoch's costliest step, and cheaper ones at even distances, as many as there may be by now.
+        """The epoch's costliest step, and others spread evenly over the costs.
 
-        Not the first step of all: it has no optimizer's state yet.
+        One in `COUNT_EVERY` steps of the run so far. Never the run's first step: the optimizer has no state
+        yet.
         """
         if self._setup.options.device.startswith("cuda"):
             return set()
@@ -248,19 +251,19 @@ class ComparisonRun:
         return set(steady[np.linspace(0, len(steady) - 1, max(0, num_allowed)).astype(int)].tolist())
 
     def _choose_counting(self) -> None:
-        """Whether the trainer counts the live tensors of the step that comes next."""
+        """Switch counting live tensors on or off for the next step."""
         if (trainer := self._trainer) is not None:
             chosen = self._epoch.count() in self._counted
             trainer.meter.live = LiveBytes().add(trainer.model, trainer.optimizer) if chosen else None
 
     def _take(self, event: RunEvent) -> None:
-        """What the trainer emits: steps get the plan's prediction beside the measurement."""
+        """Write an event of the trainer; steps get the plan's prediction beside the measurement."""
         if event.kind == "step":
             planned, cost = self._planned[self._epoch.count()]
             values = {**event.values, "predicted_cost": cost}
             if self._setup.sized.limit_bytes is not None:
                 values["limit_bytes"] = self._setup.sized.limit_bytes
-            if values["memory_source"] == "process RSS":  # no step's: those that are counted have peaks
+            if values["memory_source"] == "process RSS":  # not the step's own: only counted steps have a peak
                 values["memory_source"] = "live tensors"
                 del values["peak_bytes"]
             measured = (values["num_samples"], values["num_tokens"], values["height"], values["width"])
@@ -272,7 +275,7 @@ class ComparisonRun:
 
 
 def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool) -> bool:
-    """Every run trains epoch after epoch, in an order that rotates; True when the user interrupted."""
+    """Train every run epoch by epoch, in rotating order; returns True if the user interrupted."""
     num_epochs = setup.options.epochs
     held_out = held_out_loader(setup.held_out_set)
     try:

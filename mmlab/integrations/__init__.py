@@ -1,7 +1,8 @@
 """mmlab's batches in another trainer: transformers' Trainer and TRL, accelerate, Lightning, a loop of your own.
 
-A `PlannedSampler` is the batch sampler of a torch DataLoader; the other names fit it into each trainer and write mmlab's
-events, so that the live panel and `mmlab watch` follow the run. Each trainer is imported only where its name is used.
+A `PlannedSampler` is the batch sampler of a torch DataLoader; the other names connect it to each trainer and
+write mmlab's events, so that the live panel and `mmlab watch` can follow the run. A trainer's library is
+imported only when one of its names is used.
 """
 
 import lazy_loader

@@ -1,9 +1,10 @@
 """A batch sampler for any torch DataLoader: mmlab's plans for each epoch and rank, the same number of batches in every epoch.
 
-Other trainers take the number of batches of the first epoch for that of all, and count steps, learning rates and resumes
-by it. A plan's number changes a little from epoch to epoch, so the batches of each epoch are split (never merged, so
-every budget holds, and no sample is dropped or repeated) until there are as many as in the longest epoch.
-Costs: every epoch is planned once when the sampler is made, about a microsecond a sample and epoch.
+Other trainers assume that every epoch has as many batches as the first, and derive steps, learning rates and
+resume positions from that. A plan's number varies a little from epoch to epoch, so batches of each epoch are
+split (never merged, so every budget holds, and no sample is dropped or repeated) until there are as many as
+in the longest epoch. Cost: every epoch is planned once when the sampler is made, about a microsecond per
+sample and epoch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def sample_sizes(
     3
 
     Args:
-        group: samples with one value share an image; each sample is alone unless given.
+        group: samples with equal values share an image (default: no sample shares one).
     """
     columns = np.broadcast_arrays(np.asarray(num_tokens), height, width)
     groups = np.arange(len(columns[0])) if group is None else np.asarray(group)
@@ -48,7 +49,7 @@ class PlannedSampler(Sampler[list[int]]):
     """The batches of one rank, epoch by epoch: `DataLoader(dataset, batch_sampler=PlannedSampler(...), collate_fn=...)`.
 
     `set_epoch` chooses the epoch. A StatefulDataLoader saves and resumes the sampler in mid-epoch; with a plain
-    DataLoader, `state_dict(num_batches)` takes the number of batches that were trained.
+    DataLoader, pass the number of batches trained to `state_dict(num_batches)`.
 
     >>> from mmlab.schedule import make_scheduler
     >>> sampler = PlannedSampler(sample_sizes([3, 9, 4, 8]), make_scheduler("sorted", batch_size=2))
@@ -58,12 +59,13 @@ class PlannedSampler(Sampler[list[int]]):
     Args:
         sizes: of all samples, in the order of the data set: `SampleSizes`, records, or a `MultimodalDataset`.
         scheduler: `mmlab.make_scheduler(...)`; it plans for `world_size` ranks.
-        num_epochs: how many will be trained; all have equally many batches. None leaves each epoch its own number,
-            for loops that ask for `len` anew in every epoch.
-        rank, world_size: of this process; None takes torch's process group, or what `torchrun` says, or 0 of 1.
+        num_epochs: epochs to train, which all get the same number of batches. None leaves each epoch its own
+            number, for loops that call `len` in every epoch.
+        rank, world_size: of this process; None takes those of torch's process group, or of `torchrun`, else 0
+            and 1.
 
     Raises:
-        OptionError: a scheduler that changes its plan in mid-epoch, or a sample that no batch may hold.
+        OptionError: the scheduler changes its plan in mid-epoch, or a sample fits no batch.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class PlannedSampler(Sampler[list[int]]):
         self.sizes = own if isinstance(own, SampleSizes) else sizes_of(sizes)  # type: ignore[arg-type]
         self.num_epochs = num_epochs
         self._most = max((len(self._plan(epoch)) for epoch in range(num_epochs or 0)), default=None)
-        self._start: int  # batches that the next iteration leaves out
+        self._start: int  # batches that the next iteration skips
         self._begin(0)
 
     def __len__(self) -> int:
@@ -103,7 +105,7 @@ class PlannedSampler(Sampler[list[int]]):
         """Plan this epoch; takes effect at the next iteration.
 
         Raises:
-            OptionError: an epoch beyond `num_epochs` that needs more batches than those have.
+            OptionError: an epoch beyond `num_epochs` needs more batches than those epochs have.
         """
         if epoch != self.epoch:
             self._begin(epoch)
@@ -112,17 +114,19 @@ class PlannedSampler(Sampler[list[int]]):
         """Epoch and batches done, for `load_state_dict`.
 
         Args:
-            num_batches: trained in this epoch; None takes those that were drawn, which is more where workers load ahead.
+            num_batches: trained in this epoch; None takes those drawn, which are more where workers load
+                ahead.
         """
         done = self.num_drawn if num_batches is None else num_batches
         plan = self._plan(self.epoch).state_dict(0)
         return {"epoch": self.epoch, "num_batches": done, "world_size": self.world_size, "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration begin behind the batches that are done.
+        """Start the next iteration after the batches that are done.
 
         Raises:
-            DataError: the state is of other data, another seed, other options or another number of ranks.
+            DataError: the state belongs to other data, another seed, other options or another number of
+                ranks.
         """
         self._begin(state["epoch"])
         if (state["world_size"], state["plan"]) != (self.world_size, self._plan(self.epoch).state_dict(0)):
@@ -134,12 +138,12 @@ class PlannedSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> PlannedSampler:
-        """Itself: accelerate and Lightning look for `set_epoch` at the sampler of a batch sampler."""
+        """Itself: accelerate and Lightning look for `set_epoch` on the `sampler` of a batch sampler."""
         return self
 
     @property
     def batch_size(self) -> None:
-        """None: it varies. Who asks wants to share the batches among ranks, which is done already.
+        """None: it varies. Trainers ask for it to divide the batches among ranks, which is done already.
 
         Raises:
             OptionError: there are several ranks.
@@ -160,12 +164,12 @@ class PlannedSampler(Sampler[list[int]]):
                     f"give num_epochs={epoch + 1} or more"
                 )
             batches = split_evenly(whole.columns, self._most)
-            if self.world_size > 1:  # the batches of a step are neighbours
+            if self.world_size > 1:  # the batches that ranks train in one step must be neighbours
                 batches = self.scheduler.order_batches(self.sizes, batches, np.random.default_rng((epoch, 1)))
             starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]
             whole = BatchPlan.from_batches(starts, self.sizes, whole.limits)
         self.epoch, self._start = epoch, 0
-        self.first = self.num_drawn = 0  # batches before the last iteration, and before the next batch
+        self.first = self.num_drawn = 0  # batches that the last iteration skipped; batches drawn so far
         self.plan = whole.shard(self.rank, self.world_size)  # of this rank, with the shapes of its batches
 
     def _plan(self, epoch: int) -> BatchPlan:
@@ -173,7 +177,7 @@ class PlannedSampler(Sampler[list[int]]):
 
 
 class _Batches(Iterator[list[int]]):
-    """Walks over an epoch; a `Stateful` iterator as torchdata understands it."""
+    """Iterates over an epoch; a `Stateful` iterator in torchdata's sense."""
 
     def __init__(self, sampler: PlannedSampler, start: int) -> None:
         self._sampler, self._epoch = sampler, sampler.epoch

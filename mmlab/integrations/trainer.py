@@ -1,4 +1,4 @@
-"""mmlab's batches in transformers' Trainer and in what derives from it, such as TRL's SFTTrainer."""
+"""mmlab's batches in transformers' Trainer and in its subclasses, such as TRL's SFTTrainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = signature(DataLoader).parameters.keys() - _SET_ANEW - {"dataset"}
 
 
 class PlannedBatches:
-    """Put before a Trainer, it replaces that trainer's batches by a scheduler's; all else stays the trainer's own.
+    """A mixin that replaces a Trainer's batches by a scheduler's and changes nothing else; name it first.
 
     ::
 
@@ -29,21 +29,21 @@ class PlannedBatches:
 
         MyTrainer(model, args, train_dataset=dataset, data_collator=collate, scheduler=scheduler, sizes=sizes).train()
 
-    `PlannedTrainer` is that for transformers' own `Trainer`.
+    `PlannedTrainer` is this mixin with transformers' own `Trainer`.
 
     Every epoch has the same number of steps, so learning rates, `num_items_in_batch` and the Trainer's own skipping on
-    resume stay right; each process draws its own share and accelerate does not share it out again, whatever
+    resume stay correct. Each process draws its own share, and accelerate does not divide it again, whatever
     `even_batches`, `split_batches` and `dispatch_batches` say. `per_device_train_batch_size` has no effect.
 
     Args:
         scheduler: `mmlab.make_scheduler(...)`; None leaves the trainer as it is.
-        sizes: of the training samples, in their order; None takes those of the data set (`MultimodalDataset`, or
-            `Conversations` under the trainer's `processing_class`), or the lengths of its column `input_ids`, as
-            SFTTrainer makes it.
+        sizes: of the training samples, in their order; None takes those of the data set (`MultimodalDataset`,
+            or `Conversations` under the trainer's `processing_class`), or the lengths of its column
+            `input_ids`, which SFTTrainer makes.
 
     Raises:
-        DataError: sizes of another number of samples, or none to be found.
-        OptionError: a data set without length.
+        DataError: there are no sizes, or not as many as samples.
+        OptionError: the data set has no length.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PlannedBatches:
         return prepare_data_loader(planned, device, num_processes=1, process_index=0, put_on_device=True)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of an optimizer step over all processes, on average: what the trainer computes samples/s from."""
+        """Mean samples of an optimizer step over all processes, from which the trainer computes samples/s."""
         if self.planned is None:
             return super().get_total_train_batch_size(args)  # type: ignore[misc]
         steps = math.ceil(len(self.planned) / args.gradient_accumulation_steps)
@@ -83,7 +83,7 @@ class PlannedBatches:
         assert self.batch_scheduler is not None
         place = {"rank": args.process_index, "world_size": args.world_size}
         num_epochs = math.ceil(args.num_train_epochs)
-        if args.max_steps > 0:  # the first epoch is as short as any that is made as long as the longest
+        if args.max_steps > 0:  # no epoch gets shorter than the first one is now, so these epochs suffice
             first = PlannedSampler(sizes, self.batch_scheduler, num_epochs=1, **place)
             num_epochs = math.ceil(args.max_steps / math.ceil(len(first) / args.gradient_accumulation_steps))
         sampler = PlannedSampler(sizes, self.batch_scheduler, num_epochs=num_epochs, **place)

@@ -1,4 +1,4 @@
-"""mmlab's events of a run of transformers' Trainer: `Trainer(..., callbacks=[TrainerEvents()])`."""
+"""mmlab's events for a run of transformers' Trainer: `Trainer(..., callbacks=[TrainerEvents()])`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
 class TrainerEvents(TrainerCallback):
-    """Every rank writes its steps; the loss of a step is there where the Trainer logs it: `logging_steps=1` for each.
+    """Every rank writes its steps, with the loss of those that the Trainer logs (all with `logging_steps=1`).
 
-    The live panel and `mmlab watch` show the run, pause it and stop it. Without `PlannedBatches` nothing is known of
-    a batch but the size that was asked for.
+    The live panel and `mmlab watch` show the run, pause it and stop it. Without `PlannedBatches`, only the
+    configured size of a batch is known.
 
     Args:
         folder: of the run; the Trainer's `output_dir` unless given.

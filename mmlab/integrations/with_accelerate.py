@@ -13,13 +13,13 @@ from mmlab.integrations.writer import planned_sampler
 
 
 def prepare_loader(accelerator: Accelerator, loader: DataLoader) -> Any:
-    """What `accelerator.prepare(loader)` gives, without sharing the batches among processes a second time.
+    """Like `accelerator.prepare(loader)`, but without dividing the batches among processes a second time.
 
     `loader.set_epoch(epoch)` chooses the epoch, `accelerate.skip_first_batches` resumes within it, and
-    `accelerator.prepare` leaves the loader as it is from here on.
+    `accelerator.prepare` returns the loader unchanged from here on.
 
     Raises:
-        OptionError: a loader without `PlannedSampler`, which `accelerator.prepare` itself should share.
+        OptionError: the loader has no `PlannedSampler`; pass it to `accelerator.prepare` instead.
     """
     if planned_sampler(loader) is None:
         raise OptionError(

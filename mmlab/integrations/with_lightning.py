@@ -18,8 +18,8 @@ from mmlab.types import Samples
 class PlannedDataModule(LightningDataModule):
     """Training batches from a scheduler: `trainer.fit(model, datamodule=PlannedDataModule(...))`.
 
-    Checkpoints hold the place in the epoch, so that a resume sees every sample once. On several devices give
-    `Trainer(use_distributed_sampler=False)`: each rank draws its own share already.
+    Checkpoints hold the position in the epoch, so that a resumed run sees every sample once. On several
+    devices use `Trainer(use_distributed_sampler=False)`: each rank draws its own share already.
 
     Args:
         dataset: with `len` and items.
@@ -39,7 +39,8 @@ class PlannedDataModule(LightningDataModule):
         """A loader that Lightning saves and resumes.
 
         Raises:
-            OptionError: Lightning would share the batches among devices again; or the number of epochs is unknown.
+            OptionError: Lightning would divide the batches among devices again; or the number of epochs is
+                unknown.
         """
         trainer: Any = self.trainer
         if trainer.max_epochs is None or trainer.max_epochs < 0:
@@ -55,7 +56,8 @@ class PlannedDataModule(LightningDataModule):
 class LightningEvents(Callback):
     """Writes mmlab's events: `Trainer(callbacks=[LightningEvents("runs/mine")])`; the live panel pauses and stops the run.
 
-    The loss is what `training_step` returns; a batch for which it returns None is counted without one.
+    The loss is what `training_step` returns, a mean over a step's batches without those for which it returns
+    None.
 
     Args:
         folder: of the run; Lightning's `default_root_dir` unless given.

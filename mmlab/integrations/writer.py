@@ -1,7 +1,8 @@
-"""Writes the events of a run that another trainer does, or a loop of your own: views follow it as they follow mmlab's.
+"""Writes the events of a run by another trainer or by your own loop; views follow it like mmlab's own runs.
 
-What a batch is made of (shape, padding, cost, predicted bytes) is read from its `PlannedSampler`'s plan: the tensors
-themselves are not looked at. Costs about 50 us a step; a GPU is synchronised at each step's end, for its time to be true.
+The figures of a batch (shape, padding, cost, predicted bytes) come from the plan of its `PlannedSampler`;
+tensors are not inspected. Costs about 50 us a step; a GPU is synchronised at each step's end, so that its
+time is correct.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mmlab.types import PATCH, CostModel
 
 
 class RunWriter(AbstractContextManager["RunWriter"]):
-    """A context manager around a run; a step of it is one call.
+    """A context manager around a run; each optimizer step is one call of `step`.
 
     ::
 
@@ -43,13 +44,15 @@ class RunWriter(AbstractContextManager["RunWriter"]):
                     break
 
     Args:
-        folder: of the run; events of an earlier run there are moved to `previous-N`, unless this one goes on from it.
+        folder: of the run; events of an earlier run there are moved to `previous-N`, unless this one resumes
+            it.
         sampler: whose batches are trained.
-        memory: predicts a batch's peak in bytes from its shape; None takes the scheduler's, if that counts bytes.
+        memory: predicts a batch's peak in bytes from its shape; None takes the scheduler's cost, if that is
+            in bytes.
         live: measure each step's peak by counting live tensors (12 us an operation); else the peak is that of the
             GPU's allocator, or of the process.
         device: of the model.
-        step: steps that were done before, by the run that this one resumes.
+        step: steps already done by the run that this one resumes.
         about: keys of a `start` event: `num_steps`, `num_epochs`, `run_name`, ...
     """
 
@@ -78,7 +81,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self._opened.enter_context(DeviceMonitor(self._run.emit, device=self.device, rank=rank))
         if self._live is not None:
             self._opened.enter_context(self._live)
-        self._plan: Any = None  # of which the columns below are
+        self._plan: Any = None  # the plan that `_counts` and `_bytes` were computed from
         about.setdefault("run_name", Path(folder).resolve().name)
         about.setdefault("scheduler", "" if sampler is None else type(sampler.scheduler).__name__.lower())
         self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
@@ -87,11 +90,11 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self.leave_out_time()
 
     def begin_step(self) -> None:
-        """The batch is there; the time since the step before was spent waiting for it."""
+        """Call this when the batch has arrived: the time since the last step counts as waiting for data."""
         self._waited_s = time.perf_counter() - self._ended_s
 
     def leave_out_time(self) -> None:
-        """What was done since the last step (evaluation, a checkpoint) is no part of the next one."""
+        """Leave the time since the last step (evaluation, a checkpoint) out of the next one."""
         self._ended_s, self._waited_s = time.perf_counter(), 0.0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -102,14 +105,14 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         """Write a step; waits while the run is paused.
 
         Args:
-            num_batches: of gradient accumulation.
-            start: batches of the epoch before this step; None counts on.
+            num_batches: micro-batches of gradient accumulation.
+            start: batches of the epoch before this step; None continues after the last step.
             values: keys of a `step` event, such as `loss`, `lr` and `grad_norm`; `num_samples` where there is no plan.
         """
         self.write_step({**self.measure(num_batches, start=start), **values})
 
     def measure(self, num_batches: int = 1, *, start: int | None = None) -> dict[str, Any]:
-        """What is known at a step's end without its loss: time, memory and the plan; the next step begins."""
+        """Values of the step that ends now, without its loss: time, memory, plan; begins the next step."""
         step_s = clock(self.device) - self._ended_s
         values = self._planned(num_batches, start) | {"step_s": step_s, "data_wait_s": self._waited_s}
         values |= step_memory(self.device, self._live)
@@ -121,12 +124,12 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         return values
 
     def write_step(self, values: Mapping[str, Any]) -> None:
-        """Write what `measure` gave, and more, as the event of the last step."""
+        """Write the values of `measure`, and any others, as the event of the last step."""
         speed = {"samples_per_s": values["num_samples"] / values["step_s"]} if "num_samples" in values else {}
         self._run.write("step", **speed, **values)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write another event, such as `eval`; its time is no part of the next step."""
+        """Write another event, such as `eval`; the time since the last step is left out of the next."""
         self._run.write(kind, **values)
         self.leave_out_time()
 
@@ -145,7 +148,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self.close(getattr(sys, "last_value", None))
 
     def _planned(self, num_batches: int, start: int | None) -> dict[str, Any]:
-        """What the plan says of the next batches."""
+        """The plan's values for the next batches."""
         if self.sampler is None:
             return {"num_batches": num_batches}
         if self._plan is not self.sampler.plan:

@@ -1,4 +1,4 @@
-"""The notebook's face: `Lab` starts, watches and keeps a comparison; panels draw runs while they are written."""
+"""The notebook interface: `Lab` starts, watches and saves a comparison; panels draw runs while they train."""
 
 import lazy_loader
 

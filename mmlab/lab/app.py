@@ -31,7 +31,7 @@ from mmlab.machine import end_with_parent
 
 DEFAULT_NOTEBOOK = "05_live_dashboard.ipynb"
 START_S = 60.0  # within which the page must answer
-STOP_S = 10.0  # within which the server must end its kernels and itself, before all are killed
+STOP_S = 10.0  # within which the server must end its kernels and itself; then all are killed
 _HOST = "127.0.0.1"
 
 
@@ -40,16 +40,16 @@ def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tupl
     """Serve a notebook; leaving the context ends the server and its kernels.
 
     Args:
-        notebook: to serve; the live dashboard of this project unless given.
+        notebook: to serve (default: this project's live dashboard).
         port: 0 takes a free one.
 
     Returns:
         The page's address, with its token, and the server's process.
 
     Raises:
-        DataError: the notebook is not there.
+        DataError: the notebook does not exist.
         OptionError: voila is not installed, or the port is taken.
-        RunError: the page did not come up.
+        RunError: the page did not answer.
     """
     path = find_notebook(notebook)
     if importlib.util.find_spec("voila") is None:
@@ -57,9 +57,9 @@ def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tupl
     token = secrets.token_urlsafe(24)
     port = _free_port(port)
     url = f"http://{_HOST}:{port}/?token={token}"
-    # in a file that only this user can read: a command line can be read by everybody
+    # the token goes into a file that only this user can read: everybody can read a command line
     chosen = {"token": token, "ip": _HOST, "port": port, "port_retries": 0, "open_browser": False}
-    # each cell is shown when it has run; until the last one has, voila answers no ping, which would end it after 90 s
+    # show cells as they finish; until the last has, voila answers no ping, which would end it after 90 s
     chosen["tornado_settings"] = {"ws_ping_interval": 0}
     live = {"progressive_rendering": True}
     with TemporaryDirectory(prefix="mmlab-app-") as settings, Path(settings, "log.txt").open("w+") as log:
@@ -69,10 +69,10 @@ def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tupl
             [sys.executable, "-m", "mmlab.lab.app", str(path)],
             cwd=path.parent,
             env={**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)},
-            stdin=subprocess.PIPE,  # nothing is written: when it breaks, we are gone
+            stdin=subprocess.PIPE,  # nothing is written; it breaks when this process ends
             stdout=log,
             stderr=log,
-            start_new_session=True,  # signals from the terminal are for us: we end the server and its kernels
+            start_new_session=True,  # the terminal's signals go to this process, which ends the server
         )
         try:
             deadline_s = time.monotonic() + START_S
@@ -102,10 +102,10 @@ def _end(server: subprocess.Popen) -> None:
 
 
 def find_notebook(notebook: str | Path | None) -> Path:
-    """The notebook to serve: the one given, or the live dashboard beside or below this folder, or in the checkout.
+    """The notebook to serve: the one given, or the live dashboard in `notebooks`, here, or in the checkout.
 
     Raises:
-        DataError: it is not there.
+        DataError: it does not exist.
     """
     if notebook is not None:
         if not Path(notebook).is_file():
@@ -118,7 +118,7 @@ def find_notebook(notebook: str | Path | None) -> Path:
 
 
 def _free_port(asked: int) -> int:
-    """The port that is asked for, or of 0 any."""
+    """The port given, or a free one for 0."""
     try:
         with socket.create_server((_HOST, asked)) as server:
             return server.getsockname()[1]
@@ -127,13 +127,13 @@ def _free_port(asked: int) -> int:
 
 
 def _serve() -> None:
-    """Be voila until the process that started this one is gone, killed or not."""
+    """Run voila until the process that started this one has ended, however it ends."""
     threading.Thread(target=end_with_parent, args=(signal.SIGTERM,), daemon=True).start()
     runpy.run_module("voila", run_name="__main__", alter_sys=True)
 
 
 def _answers(port: int) -> bool:
-    """Whether a server is there; one that asks for the token is."""
+    """Whether a server answers; an HTTP error, such as for the missing token, is an answer."""
     try:
         urllib.request.urlopen(f"http://{_HOST}:{port}/voila/static/", timeout=2).close()
     except OSError as error:

@@ -1,11 +1,12 @@
-"""`Lab`: choose how to train, start it, watch it, steer it, keep what it found; from widgets or from code.
+"""`Lab`: configure, start, watch and steer a comparison, and save its results; from widgets or from code.
 
-A lab is a configuration and at most one run of it in a folder. The run is a comparison of schedulers in a process of
-its own: `start()` returns at once, the kernel stays free, and whatever happens in the run is read from its files. So
-the same lab can be opened again after a restart of the kernel, or from another process, while it runs or later.
+A lab is a configuration and at most one run of it in a folder. The run is a comparison of schedulers in a
+process of its own: `start()` returns at once, the kernel stays free, and everything about the run is read
+from its files. So the same lab can be opened again after a restart of the kernel, or from another process,
+while it runs or later.
 
-Costs: a look at the state reads what is new in the runs' files, a few tenths of a millisecond, at most ten times a
-second. Loads neither torch nor widgets until the panel is asked for.
+Costs: reading the state reads what is new in the runs' files, a few tenths of a millisecond, at most ten
+times a second. Loads neither torch nor widgets until the panel is opened.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
 
     from mmlab.lab.lab_panel import LabPanel
 
-POLL_S = 0.1  # between two looks at the runs' files
+POLL_S = 0.1  # between two reads of the runs' files
 
 
 class Lab:
     """A comparison of batch schedulers that is configured, started, watched and steered from a notebook.
 
-    Every method may be called from any thread, and none but `wait` and `wait_for` waits.
+    Every method may be called from any thread; only `wait` and `wait_for` block.
 
     >>> lab = Lab("data/sample", schedulers=("random", "budget"), epochs=2, image="aspect:64")
     >>> lab.state
@@ -66,13 +67,15 @@ class Lab:
     Args:
         data: anything that `mmlab.read_records` takes, or records.
         schedulers: names from `mmlab.SCHEDULERS`, or configured schedulers by name.
-        out: folder of the results; what an earlier run left there is moved to `previous-N` when a new one starts.
-        detached: the run goes on when this process ends (the kernel is restarted); `Lab.open` finds it again.
+        out: folder of the results; an earlier run's files there are moved to `previous-N` when a new run
+            starts.
+        detached: the run continues when this process ends (the kernel is restarted); `Lab.open` finds it
+            again.
         options: those of `mmlab.compare` (`mmlab.comparison.options.ComparisonOptions`): `budget`, `batch_size`,
             `epochs`, `image`, `augment`, `ratios`, `adaptive`, `model`, `precision`, `memory_gb` and others.
 
     Raises:
-        OptionError: an option that cannot work.
+        OptionError: an option cannot work.
     """
 
     def __init__(
@@ -88,14 +91,14 @@ class Lab:
         self.options: dict[str, Any] = _checked({**_DEFAULTS, "schedulers": schedulers, **options})
         self._lock = threading.RLock()
         self._run: BackgroundRun | None = None
-        self._opened = False  # what is in the folder is of this lab, though it has not started it
+        self._opened = False  # the runs in the folder belong to this lab, though it did not start them
         self._runs = Runs(self.folder / "runs")
         self._polled_s = 0.0
         self._panel: LabPanel | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> Lab:
-        """The lab of a run that is going on or has ended, started by whichever process.
+        """The lab of a run, active or ended, whichever process started it.
 
         Raises:
             DataError: no comparison was started there.
@@ -108,25 +111,26 @@ class Lab:
         job = _job_of(Path(folder)) if run is None else run.job
         lab = cls(job["data"], out=folder)
         known = {key: value for key, value in job["options"].items() if key in _DEFAULTS}
-        # as they were: configured schedulers are known by name only, and cannot be checked
+        # not checked: of configured schedulers only the names are known
         lab.options |= {**known, "schedulers": tuple(job["schedulers"])}
         lab._run, lab._opened = run, True
         return lab
 
     def configure(self, **changes: Any) -> None:
-        """Change options of the next run; one that is going on keeps those that it was started with.
+        """Change options of the next run; a run in progress keeps the options it was started with.
 
         Raises:
-            OptionError: an option that cannot work; nothing is changed then.
+            OptionError: an option cannot work; nothing is changed then.
         """
         self.options = _checked({**self.options, **changes})
 
     def start(self) -> Lab:
-        """Start a run and return at once; does nothing where one with the same options is going on already.
+        """Start a run and return at once; does nothing if a run with the same options is already in progress.
 
         Raises:
-            OptionError: something that cannot be sent to another process, a value in the panel that cannot work, or a
-                run with other options is going on in the same folder: `stop()` and the panel now reach that run.
+            OptionError: an argument cannot be sent to another process, a value in the panel cannot work, or a
+                run with other options is in progress in the same folder: `stop()` and the panel then control
+                that run.
         """
         with self._lock:
             if self._panel is not None and self._panel.wrong:
@@ -157,25 +161,25 @@ class Lab:
         return self
 
     def pause(self) -> None:
-        """Hold the run after the step in hand."""
+        """Pause the run after the current step."""
         self._tell("pause")
 
     def resume(self) -> None:
-        """Let a paused run go on."""
+        """Let a paused run continue."""
         self._tell("resume")
 
     def stop(self) -> None:
-        """End the run after the step in hand; the epochs that every scheduler finished are kept."""
+        """End the run after the current step; the epochs that every scheduler finished are kept."""
         if self._run is not None:
             self._run.ask_to_stop()
         else:
             self._tell("stop")
 
     def wait(self) -> Comparison:
-        """Wait for the end and return what was found. An interrupt of the waiting cell stops the run cleanly.
+        """Wait for the end and return the result. Interrupting the waiting cell stops the run cleanly.
 
         Raises:
-            DataError, OptionError: what was given cannot be used.
+            DataError, OptionError: the data or an option cannot be used.
             RunError: nothing was started, the run failed, or it was stopped before every scheduler had finished an
                 epoch.
         """
@@ -184,12 +188,12 @@ class Lab:
             return run.wait()
         if self.state == "idle":
             raise RunError("nothing is running; press Start or call start() first")
-        while self.state in ("running", "paused"):  # started without a Lab, by whichever process
+        while self.state in ("running", "paused"):  # started without a Lab, by any process
             time.sleep(1.0)
         return load_comparison(self.folder)
 
     def wait_for(self, *states: str, done_ratio: float = inf, timeout_s: float = 60.0) -> str:
-        """Wait until the lab is in one of these states, so much of its run is done, or it has ended; returns the state.
+        """Wait for one of these states, a share `done_ratio` of the run, or its end; returns the state.
 
         Raises:
             RunError: it takes longer than `timeout_s`.
@@ -216,7 +220,7 @@ class Lab:
 
     @property
     def progress(self) -> Progress:
-        """Share of the run that is done, and seconds left by what the plans still cost; NaN where not known yet."""
+        """Share of the run that is done, and seconds left by the planned cost; NaN where not known yet."""
         with self._lock:
             states = self._poll()
             known = len(states) >= len(self.options["schedulers"])
@@ -224,19 +228,19 @@ class Lab:
 
     @property
     def error(self) -> str | None:
-        """Traceback of what ended the run, if anything did."""
+        """Traceback of the error that ended the run, if there was one."""
         if self._run is not None:
             return self._run.error
         ends = [state.latest("end") for state in self._poll().values()]
         return next((end["traceback"] for end in ends if end.get("traceback")), None)
 
     def figure(self) -> Figure:
-        """A figure of the finished comparison, or of its runs as far as they are."""
+        """A figure of the finished comparison, or of its runs so far."""
         found = self._comparison()
         return draw_runs(self._poll(at_once=True)) if found is None else found.figure()
 
     def table(self) -> pd.DataFrame:
-        """A row a scheduler, as far as its run is: `mmlab.runs.summaries.summarize`.
+        """One row per scheduler, with its figures so far: `mmlab.runs.summaries.summarize`.
 
         Raises:
             RunError: no run has begun.
@@ -281,7 +285,7 @@ class Lab:
         return path
 
     def report(self, path: str | Path) -> Path:
-        """Write one self-contained page: what was found, or what the runs show so far; returns the path.
+        """Write one self-contained page: the comparison, or its runs so far; returns the path.
 
         Raises:
             RunError: no run has begun.
@@ -313,9 +317,9 @@ class Lab:
         return self._panel
 
     def differences(self, job: Mapping[str, Any]) -> str:
-        """In which options a run's job (`BackgroundRun.job`) is not as this configuration; empty where in none."""
+        """The options in which a run's job (`BackgroundRun.job`) differs from this configuration, as text."""
         own = job_of(self.data, self.options["schedulers"], {**self.options, "schedulers": None})
-        own = json.loads(json.dumps(own, default=str))  # as the other one was written
+        own = json.loads(json.dumps(own, default=str))  # in the form in which jobs are written
         asked, ours = ({**each.get("options", {}), **each, "options": None} for each in (job, own))
         keys = [key for key in asked | ours if asked.get(key) != ours.get(key)]
         return ", ".join(f"{key}={asked.get(key)!r}" for key in keys)
@@ -328,7 +332,7 @@ class Lab:
             send(self.folder, command)
 
     def _find_running(self) -> BackgroundRun | None:
-        """The run that goes on in the folder, whoever started it; from now on the one that this lab steers."""
+        """The run in progress in the folder, whoever started it; this lab steers it from now on."""
         if self._run is None or self._run.state != "running":
             found = find_run(self.folder)
             if found is None or found.state != "running":
@@ -337,7 +341,7 @@ class Lab:
         return self._run
 
     def _poll(self, *, at_once: bool = False) -> dict[str, RunState]:
-        """The runs, with what is new in their files, unless that was read a moment ago."""
+        """The runs; reads what is new in their files, unless that was done a moment ago."""
         with self._lock:
             if at_once or time.monotonic() - self._polled_s > POLL_S:
                 self._polled_s = time.monotonic()
@@ -345,7 +349,7 @@ class Lab:
             return self._runs.states
 
     def _comparison(self) -> Comparison | None:
-        """The finished comparison; None while it is not there."""
+        """The finished comparison; None if there is none yet."""
         if self.state in ("done", "stopped"):
             with suppress(DataError):
                 return load_comparison(self.folder)
@@ -356,7 +360,7 @@ _DEFAULTS: dict[str, Any] = {"schedulers": COMPARED, **asdict(ComparisonOptions(
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as they will be used; raises OptionError for one that cannot work."""
+    """The options as they will be used; raises OptionError if one cannot work."""
     for name in options:
         check_name("option of Lab", name, _DEFAULTS)
     found = dict(options)
@@ -368,7 +372,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _job_of(folder: Path) -> dict[str, Any]:
-    """What a comparison that was not started by a Lab was asked for, from the first events of its runs."""
+    """The job of a comparison that no Lab started, from the first events of its runs."""
     runs = Runs(folder / "runs")
     runs.poll()
     starts = [state.latest("start") for state in runs.states.values()]

@@ -1,7 +1,7 @@
 """The panel of a `Lab`: its configuration as widgets, above the live view of its runs.
 
-A change of a widget changes the lab's next run at once. The panel says which value cannot work, and the lab keeps the
-value before it. Starting, pausing and stopping are done in the live view, or by the lab's own methods.
+Changing a widget changes the lab's next run at once. If a value cannot work, the panel says so and the lab
+keeps the previous one. Start, pause and stop are in the live view, or methods of the lab.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class LabPanel(Panel):
             continuous_update=False,
             style=_WIDE,
         )
-        # an IntText would take 1.5 for 1 without a word
+        # an IntText would silently turn 1.5 into 1
         self.batch_size = widgets.FloatText(options["batch_size"], description="batch size", style=_WIDE)
         self.epochs = widgets.FloatText(options["epochs"], description="epochs", style=_WIDE)
         self.precision = widgets.Dropdown(
             options=PRECISIONS, value=options["precision"], description="precision", style=_WIDE
         )
         self.code = widgets.HTML()
-        self.wrong: list[str] = []  # what is the matter with the fields' values
+        self.wrong: list[str] = []  # errors in the fields' values
         self.earlier = widgets.VBox()
-        self._followed = [lab.folder]  # read again at every look for new files
+        self._followed = [lab.folder]  # read again at every scan for new files
         self.live = LivePanel(self._followed, controller=lab)
-        # configured schedulers have their sizes in them
+        # configured schedulers carry their own sizes
         sizes = [self.batch_size, self.budget] if by_name else []
         numbers = widgets.VBox([*sizes, self.epochs, self.precision])
         more = widgets.Accordion([self.code], titles=("as code",))
@@ -76,7 +76,7 @@ class LabPanel(Panel):
         self.list_earlier()
 
     def list_earlier(self) -> None:
-        """A box for every run that was moved aside, with what was different; the last one is shown beside the new one."""
+        """Show a checkbox, with the options that differ, for every run moved aside; check the last one."""
         boxes = []
         aside = [path for path in self.lab.folder.glob(f"*/{PROCESS}") if is_aside(path.parent.name)]
         for path in sorted(aside, key=os.path.getmtime):
@@ -98,7 +98,7 @@ class LabPanel(Panel):
         self._followed[1:] = [self.lab.folder / name for name in chosen]
 
     def close(self) -> None:
-        """Let go of the runs; the lab goes on."""
+        """Stop following the runs; the lab's run continues."""
         self.live.close()
         super().close()
 
@@ -108,7 +108,7 @@ class LabPanel(Panel):
         return {**chosen, **{name: getattr(self, name) for name in names}}
 
     def _take(self) -> None:
-        """Hand every value to the lab and show what is wrong: a message stays until its cause is gone."""
+        """Pass every value to the lab and show errors: a message stays until its cause is gone."""
         self.wrong = []
         for name, control in self._controls().items():
             try:
@@ -123,10 +123,10 @@ class LabPanel(Panel):
 
 
 def _read(name: str, value: Any) -> Any:
-    """The option that a field's value stands for: whole numbers as such, no budget where nothing is written.
+    """The option value of a field: a whole float becomes an int, an empty budget None.
 
     Raises:
-        OptionError: a budget that is not a number.
+        OptionError: the budget is not a number.
     """
     if isinstance(value, float):
         return int(value) if value.is_integer() else value

@@ -1,12 +1,12 @@
-"""The live panel: runs drawn while they are written, on one time axis, and steered, in a notebook.
+"""The live panel: draws runs while they train, on one time axis, and steers one, in a notebook.
 
 One small widget. A daemon thread follows the runs' event files and sends new rows as binary float32; the browser keeps
-every row, draws, smooths, zooms and exports. The page answers each message once it is drawn; without an answer the
-thread sends once a second, so neither a slow page nor a closed one holds anything up.
+every row, draws, smooths, zooms and exports. The page acknowledges messages once they are drawn; without an
+acknowledgement the thread sends once a second, so neither a slow page nor a closed one blocks anything.
 
-Costs: under 1 ms of the thread's CPU time an update, ten updates a second in the long run; nothing while no page shows
-the panel. docs/internals/live_panel.md has the measured figures. Opening a run needs no torch.
-Does not: train, nor write anything to disk. Exports are made by the browser.
+Costs: under 1 ms of the thread's CPU time per update, on average ten updates a second; nothing while no page
+shows the panel. docs/internals/live_panel.md has the measured figures. Opening a run needs no torch.
+Does not: train, nor write anything to disk. The browser makes the exports.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class LivePanel(anywidget.AnyWidget):
 
     Args:
         source: what to follow: a run's folder, a folder of runs (a comparison, or its `runs`), or several of those.
-        controller: what the buttons call, a `Lab` or what has its `start`, `pause`, `resume`, `stop`, `state`, `progress`
-            and `error`: any thread may ask, and every answer comes at once. Without one the panel only watches.
+        controller: what the buttons call, a `Lab` or an object with its `start`, `pause`, `resume`, `stop`,
+            `state`, `progress` and `error`, all of which must be thread-safe and return at once. Without one
+            the panel only watches.
     """
 
     _esm = STATIC / "live_panel.js"
@@ -62,17 +63,17 @@ class LivePanel(anywidget.AnyWidget):
         self._save([])
         self._pump = Pump(source, controller, self.send, self._save)
         self.on_msg(lambda _widget, content, _buffers: self._pump.receive(content))
-        # ipykernel would hand the page's messages to the thread that last sent one: the main one, behind the cells.
-        # The page asks for a subshell of the kernel where there are any.
+        # ipykernel would handle the page's messages in the thread that last sent one: the main thread, behind
+        # queued cells. The page asks for a subshell where the kernel has them.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = lambda _data, asked: asked
-            # and IPython would take each for a cell that has ended: a figure that a cell is drawing would be shown half done
+            # IPython would take each message for the end of a cell, and show a half-drawn figure of that cell
             self.comm.handle_msg = self._handle_msg
-            # while a cell captures its output, ipykernel hands each message's parent to what lacks this, and drops the message
+            # while a cell captures its output, ipykernel calls this for each message, else drops the message
             CapturingDisplayPublisher.set_parent = lambda *_: None
 
     def begin(self) -> None:
-        """Send from now on, as displaying does: a page's first word may have to wait behind cells that are queued."""
+        """Start sending, as displaying does: the page's first message may wait behind queued cells."""
         self._pump.begin()
         self._saved.take_place()
 
@@ -97,7 +98,7 @@ class LivePanel(anywidget.AnyWidget):
             return f"LivePanel: {error!r}"
 
     def _save(self, runs: list[RunState]) -> None:
-        """Put what the ended runs came to where a notebook keeps it."""
+        """Save a summary of the ended runs in the notebook."""
         self._saved.show(saved_view(runs), repr(self))
 
     def _repr_mimebundle_(self, **arguments: Any) -> Any:

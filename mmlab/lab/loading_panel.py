@@ -1,7 +1,7 @@
-"""A panel for notebooks: what do workers, prefetching and a cache change in loading? Each setting is measured and kept.
+"""A panel for notebooks: how do workers, prefetching and a cache change loading? It measures each setting.
 
-A measurement loads two epochs and counts the second. The button measures in a thread, with progress; `measure` does it at
-once, without a front-end too.
+A measurement loads two epochs and counts the second. The button measures in a thread, with progress;
+`measure` does it in the caller's thread and works without a front end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SHOWN = 8  # settings in the picture, the last ones
 
 
 class LoadingPanel(Panel):
-    """Knobs of a loader, and a row for each setting that was measured: samples/s, and how busy each stage was.
+    """Options of a loader, and a row for each setting measured: samples/s, and how busy each stage was.
 
     Args:
-        dataset: loaded twice by each measurement, so let it be small.
+        dataset: each measurement loads it twice, so it should be small.
         cache: folder for decoded images, filled by the first measurement with a cache.
         batch_size: samples a batch.
     """
@@ -60,11 +60,11 @@ class LoadingPanel(Panel):
 
     @property
     def text(self) -> str:
-        """A line for each setting."""
+        """One line per setting."""
         return "\n".join(f"{name}: {report.sentence}" for name, report in self.reports.items())
 
     def measure(self) -> StageReport:
-        """Load with the present setting, and keep what each stage did as a row. Waits until it is done."""
+        """Load with the current setting, and keep the figures of each stage as a row. Blocks until done."""
         step_s, dataset = self.step_ms.value / 1000, self._dataset
         name = f"{self.workers.value} {self.backend.label if self.workers.value else 'workers'}"
         name += f", {self.prefetch.value} ahead" if self.workers.value else ""
@@ -85,7 +85,7 @@ class LoadingPanel(Panel):
             loader.set_epoch(epoch)
             for number, _ in enumerate(loader, 1 + epoch * len(loader)):
                 time.sleep(step_s)
-                if time.monotonic() > told_s + 0.2 or number == self.progress.max:  # to tell takes time
+                if time.monotonic() > told_s + 0.2 or number == self.progress.max:  # updates take time
                     told_s, self.progress.value = time.monotonic(), number
         report = loader.stage_report()
         loader.close()
@@ -114,7 +114,7 @@ class LoadingPanel(Panel):
 
 
 def figures_of(reports: dict[str, StageReport]) -> pd.DataFrame:
-    """A row a setting: samples/s, the busy share of each stage, and the share of the time that training waited."""
+    """One row per setting: samples/s, the busy share of each stage, and the share of time training waited."""
     rows = []
     for report in reports.values():
         busy = {row["stage"]: row["busy_ratio"] for row in report.rows}

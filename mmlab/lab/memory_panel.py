@@ -1,6 +1,6 @@
-"""A panel for notebooks: how large do the batches become on a device with so much memory?
+"""A panel for notebooks: how large do batches become on a device with a given amount of memory?
 
-Sliders around `plan_memory`; it can be used without a front-end. Each answer plans at most 16,384 samples, drawn by
+Sliders around `plan_memory`; it works without a front end. Each update plans at most 16,384 samples, drawn by
 image, in a fraction of a second.
 """
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class MemoryPanel(Panel):
-    """Memory, precision and checkpointing beside the batches that they allow and the bytes that those need.
+    """Widgets for memory, precision and checkpointing, beside the batches these allow and the bytes needed.
 
     Args:
         sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
         models: fitted memory models by (precision, checkpointing).
-        memory_gb: GiB for a step's tensors: least, most, and at the beginning.
+        memory_gb: GiB for a step's tensors: least, most, and initial value.
 
     Raises:
-        OptionError: no model.
+        OptionError: there is no model.
     """
 
     def __init__(
@@ -88,5 +88,5 @@ class MemoryPanel(Panel):
 
     @property
     def text(self) -> str:
-        """The answer in words."""
+        """The result in words."""
         return re.sub("<.*?>", lambda tag: "; " * (tag[0] == "<br>"), self.summary.value)

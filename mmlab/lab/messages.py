@@ -1,4 +1,4 @@
-"""What a page is told of a run: rows of float32 columns, facts, and notes for a person."""
+"""The data that a page gets about a run: rows of float32 columns, facts, and notes for a person."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and 
 
 
 def columns_of(run: RunState, track: str, rank: int, start: int, stop: int) -> NDArray[np.float32]:
-    """(C, N) rows of a track; seconds count from the run's first event, or float32 could not tell steps apart."""
+    """(C, N) rows of a track; seconds count from the run's first event, so that float32 is precise enough."""
     columns = run.rows(TRACKS[track], track, rank, start, stop)
     if track == "device":
         columns[TRACKS[track].index("utilization_ratio")] = run.utilization(rank, start, stop)
@@ -57,7 +57,7 @@ def facts_of(run: RunState) -> dict[str, Any]:
 
 
 def earlier_of(runs: Sequence[RunState]) -> list[RunState]:
-    """Those that were moved aside, where others are shown as well: they are drawn pale, and compared with."""
+    """The runs that were moved aside, if others are shown as well: they are drawn pale, as a reference."""
     aside = [run for run in runs if is_aside(run.name.partition("/")[0])]
     return aside if len(aside) < len(runs) else []
 
@@ -66,10 +66,10 @@ _GAUGED = ("utilization_ratio", "memory_bytes", "memory_total_bytes")
 
 
 def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
-    """A run's figures in words: of all its steps so far, on its first rank; gauges of several ranks and of GPUs.
+    """A run's figures in words, over all steps of its first rank; gauges for several ranks and for GPUs.
 
     Args:
-        earlier: runs to compare its speed with, those of the same scheduler among them.
+        earlier: reference runs; its speed is compared with those of the same scheduler.
     """
     found, step, device = summarize(run), run.latest("step"), run.latest("device")
     busy = run.utilization()
@@ -77,7 +77,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     source = str(device.get("utilization_source", ""))
     peak, limit = found["peak_bytes"], step.get("limit_bytes")
     if is_process := step.get("memory_source") == "process RSS":
-        limit = None  # that of tensors: what the whole process takes does not compare with it
+        limit = None  # the limit is for tensors, and not comparable with the memory of the whole process
     if limit is None and not is_process and device.get("memory_source") not in (None, "process RSS"):
         limit = device.get("memory_total_bytes")
     left_s = progress_of([run]).left_s if run.status in ACTIVE else nan
@@ -108,7 +108,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
 
 
 def headlines_of(runs: Sequence[RunState]) -> dict[str, Any]:
-    """Every run's tile, and what the runs come to; those that were moved aside are only compared with."""
+    """Every run's tile, and the verdict on the runs; runs that were moved aside are only a reference."""
     earlier = earlier_of(runs)
     return {
         "tiles": [tile_of(run, earlier if run not in earlier else ()) for run in runs if run.count()],
@@ -145,7 +145,7 @@ def _mib(*sizes: float) -> str:
 
 
 def note_of(run: RunState, event: RunEvent) -> dict[str, Any]:
-    """What a person should see of a run."""
+    """An event that a person should see, as the page shows it."""
     said = {"out_of_memory": "operation", "decision": "reason"}.get(event.kind, "message")
     return {
         "run": run.name,

@@ -1,4 +1,4 @@
-"""What the notebooks need and the library does not: sizes for a quick run, scenes to train on, a large set of sizes to plan.
+"""Helpers of the notebooks: small sizes for tests, scenes to train on, a large set of sizes to plan.
 
 Nothing here is used by the rest of mmlab.
 """
@@ -24,20 +24,20 @@ Value = TypeVar("Value")
 
 
 def smoke(small: Value, full: Value) -> Value:
-    """`small` where the environment says MMLAB_SMOKE=1, as it does when notebooks are tested, else `full`."""
+    """`small` if MMLAB_SMOKE=1 is set, as it is when notebooks are tested, else `full`."""
     return small if os.environ.get("MMLAB_SMOKE") == "1" else full
 
 
 def scenes() -> Path:
-    """The folder of the 800 generated scenes that the notebooks share, `make demo` among them; made if it is not there.
+    """The folder of the 800 generated scenes that the notebooks and `make demo` share; made if missing.
 
-    Each has five captions, and 80 of them are the split `val`. It takes some seconds, once. 60 where notebooks are
-    tested.
+    Each has five captions, and 80 of them are the split `val`. Making it takes some seconds. Only 60 scenes
+    when notebooks are tested.
     """
     num_images = smoke(60, 800)
     folder = Path("../runs") / ("scenes" if num_images == 800 else f"scenes-{num_images}")
     if not folder.exists():
-        with suppress(OSError):  # another notebook made it meanwhile
+        with suppress(OSError):  # another notebook made it in the meantime
             make_dataset(folder, num_images=num_images, max_side=256, progress=False)
     return folder
 
@@ -69,7 +69,7 @@ def change_by_one_text(fusion: str) -> list[float]:
 
     Args:
         fusion: "mmlab" for `MultimodalFusion`; "article" for its attention as article C calls it, with features (B, T, D)
-            and without `batch_first=True`, so that torch takes the samples for positions.
+            and without `batch_first=True`, so that torch takes the batch dimension for the sequence.
 
     Returns:
         Mean distance of each sample's features, as a share of the largest.

@@ -1,4 +1,4 @@
-"""What the panels of widgets share: they show errors, and the notebook does not see the keys that are pressed in them.
+"""The base of the widget panels: shows errors, and keeps keys pressed in a panel from the notebook.
 
 Does not: draw. The live panel has a page of its own and needs none of this.
 """
@@ -19,8 +19,8 @@ from IPython.display import display
 from mmlab.lab.live_panel import LivePanel
 from mmlab.lab.saved import HIDDEN, SavedView
 
-WIDE = {"description_width": "9rem"}  # labels of one column, as wide as each other
-_LONG = {"width": "26rem", "margin": "2px"}  # a SelectionSlider has no margin of its own, as others do
+WIDE = {"description_width": "9rem"}  # equally wide labels in a column
+_LONG = {"width": "26rem", "margin": "2px"}  # the margin of other sliders, which a SelectionSlider lacks
 SLIDES: dict[str, Any] = {"continuous_update": False, "style": WIDE, "layout": _LONG}
 
 
@@ -58,12 +58,12 @@ class Panel(widgets.VBox):
         return "\n".join(repr(child) for child in self.children if isinstance(child, LivePanel))
 
     def _save(self) -> None:
-        """Keep what the widgets show for those who open the notebook without its kernel."""
+        """Save what the widgets show, for readers who open the notebook without its kernel."""
         page = "".join(_parts(self))
         self._saved.show(page, repr(self))
 
     def display(self) -> None:
-        """Show the panel in the cell that runs, if it is one of a notebook."""
+        """Show the panel in the current cell, if this is a notebook."""
         if hasattr(get_ipython(), "kernel"):
             display(self)
 
@@ -86,7 +86,7 @@ class Panel(widgets.VBox):
 
 
 def slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
-    """A slider that reports its value when it is let go."""
+    """A slider that reports its value when it is released."""
     return widgets.IntSlider(value, low, high, description=name, **SLIDES)
 
 

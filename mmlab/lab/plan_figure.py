@@ -1,6 +1,6 @@
-"""A picture of plans: what is padding in some batches of the first and the last, and what every batch costs.
+"""A picture of plans: padding in some batches of the first and the last plan, and the cost of every batch.
 
-Costs a tenth of a second, most of it matplotlib's, and as much again where images are decoded for it.
+Costs a tenth of a second, most of it in matplotlib, and as much again if images are decoded for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLEAR: Any = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
 _ON_ANY_PAGE: Any = {**_CLEAR, **dict.fromkeys(_INK, GREY), "image.cmap": "cool"}
 _NUM_BATCHES = 5  # shown of a plan, one below the other
 _NUM_SAMPLES = 9  # and of each batch, side by side
-_PIXELS, _STEP = 8, PATCH // 8  # of the picture along a patch; from one of an image to the next
+_PIXELS, _STEP = 8, PATCH // 8  # picture pixels along a patch; distance of the image pixels taken for them
 _KINDS = np.array([(0, 0, 0, 0), (128, 128, 128, 70), (0, 114, 178, 255), (217, 140, 0, 255)], np.uint8)
 EMPTY, PADDING, IMAGE, TEXT = range(len(_KINDS))
 
@@ -47,7 +47,7 @@ def plan_figure(
     prices: PlanPrices | None = None,
     photo: Callable[[int], Tensor | None] | None = None,
 ) -> Figure:
-    """Some batches of the first and the last plan, and how many batches cost how much, with the limit dashed.
+    """Some batches of the first and the last plan, and histograms of batch costs, with the limit dashed.
 
     Args:
         photo: (3, h, w) the image of a sample, to be shown in its place.
@@ -61,7 +61,7 @@ def plan_figure(
     shown = list(dict.fromkeys((*list(plans)[:1], *list(plans)[-1:])))
     figure = Figure(figsize=(2.9 * len(shown) + 3.1 * len(costs), 2.9))
     axes = figure.subplots(1, len(shown) + len(costs), squeeze=False)[0]
-    # by hand: a layout engine takes as long as everything else
+    # margins by hand: a layout engine takes as long as everything else
     figure.subplots_adjust(left=0.01, right=0.98, bottom=0.19, top=0.82, wspace=0.28)
     for area, name in zip(axes, shown, strict=False):
         area.imshow(_picture(plans[name], photo))
@@ -99,10 +99,10 @@ def _picture(plan: BatchPlan, photo: Callable[[int], Tensor | None] | None) -> N
 
 
 def thumbnails(plan: BatchPlan) -> tuple[NDArray[np.int64], dict[tuple[int, int], int]]:
-    """Some batches of a plan, cheap and dear ones, as a picture: (H, W) cells, which are patches, each of one kind.
+    """Some batches of a plan, from cheapest to costliest, as a picture: (H, W) kinds of cells, one per patch.
 
-    A row is a batch, its cells are the first samples: the padded image with the useful part filled, above the text.
-    The second result has the sample whose image begins at a cell (top, left).
+    A row is a batch and shows its first samples: each is the padded image with the useful part filled, above
+    the text. The second result maps the cell (top, left) where an image begins to its sample.
     """
     places: dict[tuple[int, int], int] = {}
     if not len(plan):

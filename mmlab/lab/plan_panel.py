@@ -1,6 +1,6 @@
 """A panel for notebooks: what would each scheduler's batches waste? Sliders around `preview`, without training.
 
-It can be used without a front-end.
+It works without a front end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmlab.schedule.plan import BatchPlan
     from mmlab.types import SampleSizes
 
-MAX_EXPLORED = 16_384  # samples that a slider's answer is worked out from; more would take too long
+MAX_EXPLORED = 16_384  # samples planned at each update; more would take too long
 _NUM_EPOCHS = 2  # planned with each scheduler, of which the first is drawn
 _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
 
@@ -33,14 +33,15 @@ _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collis
 class PlanExplorer(Panel):
     """Sliders beside a table: what would each scheduler's batches waste on these samples?
 
-    Answers at once also for a large data set, because it plans 16,384 samples of it, drawn by image; the table says so.
-    `preview` plans them all.
+    It responds at once even for a large data set, because it plans only 16,384 samples, drawn by image; the
+    table says so. `preview` plans them all.
 
     Args:
         data: a `MultimodalDataset`, whose images are shown in their batches, or sizes alone, with image sizes as the
             model will see them (`records.sizes(policy)`).
         schedulers: names to begin with.
-        prices: bytes and seconds of a model's steps (`mmlab.pricing.plan_prices.price_plans`), for two more pictures.
+        prices: bytes and seconds of a model's steps (`mmlab.pricing.plan_prices.price_plans`), for two more
+            plots.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PlanExplorer(Panel):
 
     @property
     def text(self) -> str:
-        """The figures of the present plans."""
+        """The figures of the current plans."""
         return str(self.found)
 
     def _update(self) -> None:
@@ -119,7 +120,7 @@ class PlanExplorer(Panel):
 
 
 def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:
-    """The rows of all samples of as many randomly drawn images as make about so many samples."""
+    """The rows of all samples of randomly drawn images, together at most `num_samples`."""
     if len(sizes) <= num_samples:
         return np.arange(len(sizes))
     group = np.where(sizes.group < 0, -1 - np.arange(len(sizes)), sizes.group)  # unknown: an image of its own

@@ -1,9 +1,9 @@
 """The thread between runs' files and a live panel's page: reads, paces, sends.
 
-Each message has the rows that the page does not have yet, at most ten messages a second. The page answers once it has
-drawn; without an answer the thread sends once a second, so neither a slow page nor a closed one holds anything up. Until
-a page is heard at all, each message begins anew: the first ones may come before the page listens, and what it says may
-stand behind queued cells.
+Each message has the rows that the page does not have yet, on average at most ten messages a second. The page
+acknowledges messages once it has drawn them; without that the thread sends once a second, so neither a slow
+page nor a closed one blocks anything. Until the page has sent a first message, each message starts from the
+beginning: the first ones may arrive before the page listens, and its own may wait behind queued cells.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import ENDED, Runs, RunState, Source, overall_status, shown_error
 from mmlab.runs.summaries import progress_of
 
-INTERVAL_S = 0.1  # between two messages, in the long run; more than the screen shows is no use
+INTERVAL_S = 0.1  # between two messages, on average; a screen shows no more
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
-WINDOW = 50  # messages that may wait for the page's answer; it answers every 25th, and one that says `more`
-SILENCE_S = 1.0  # without an answer for so long, messages are sent at this interval
-BEAT_S = 1.0  # a message at least so often, so that the page knows that the kernel lives
-HEADLINE_S = 4.0  # between two looks at what the runs come to, once there is something to tell
-FACTS_S = (0.2, 1.0)  # between looks at all but the rows, such as the controller's state; while rows come
-POLL_S = (0.02, 0.1, 0.25)  # between looks at the files: when news came within 1 s, within 10 s, longer ago
-REGULAR = 0.95  # of the shortest time between the last steps: no look before that
-SCAN_S = 1.0  # between looks for new folders and files
+WINDOW = 50  # unacknowledged messages allowed; the page acknowledges every 25th, and any with `more`
+SILENCE_S = 1.0  # after so long without an acknowledgement, messages are sent at this interval
+BEAT_S = 1.0  # most seconds between messages, so that the page knows that the kernel is alive
+HEADLINE_S = 4.0  # between two updates of tiles and verdict, once there are any
+FACTS_S = (0.2, 1.0)  # between updates of all but rows, such as the state: without new rows, with them
+POLL_S = (0.02, 0.1, 0.25)  # between reads of the files: if the last news came within 1 s, 10 s, longer ago
+REGULAR = 0.95  # of the shortest recent time between steps: no read before that
+SCAN_S = 1.0  # between scans for new folders and files
 ACTIONS = ("start", "pause", "resume", "stop")
 
 
 class Pump:
     """The thread between the files and the page: reads, paces, sends.
 
-    Only this thread sends messages and reads runs, and hands runs that have ended to `save`. `receive` may be called
-    from any thread and only notes, under a lock, what the page said.
+    Only this thread reads runs, sends messages, and passes runs to `save` when they have ended. `receive` may
+    be called from any thread: it records the page's message under a lock, and calls the controller for an
+    action.
     """
 
     def __init__(
@@ -57,21 +58,21 @@ class Pump:
     ) -> None:
         self._runs = Runs(source, scan_s=SCAN_S)
         self._controller, self._send, self._save = controller, send, save
-        self._wake = threading.Condition()  # may be taken again by whoever has it
+        self._wake = threading.Condition()  # its lock is re-entrant
         self._thread: threading.Thread | None = None
         # under the lock
         self._shown = self._heard = self._closed = self._urgent = False
         self._seen_s = 0.0  # when the page was last heard from
         self._acked = 0
         self._rewind: list[dict[str, int]] = []  # what pages say they have
-        self._cleared: set[str] = set()  # ids of runs that are shown no more; only added to
+        self._cleared: set[str] = set()  # ids of runs that are no longer shown; never removed
         self._errors: list[dict[str, str]] = []
         # the thread's own
         self._sent: dict[str, int] = {}  # rows of each series that were sent
         self._names: dict[str, None] = {}  # of runs, in the order in which they were first seen
-        self._said: dict[str, Any] = {}  # facts as they were last sent
+        self._said: dict[str, Any] = {}  # facts as last sent
         self._saved: list[str] = []  # ids of the runs whose end was saved
-        self._answers: dict[str, Any] = {}  # the controller's last ones
+        self._answers: dict[str, Any] = {}  # the last values from the controller
         self._headline: dict[str, Any] = {"tiles": [], "verdict": ""}
         self._headline_s = self._headline_due_s = 0.0
         self._seq = 0
@@ -79,11 +80,11 @@ class Pump:
         self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the writer's clock
         self._stepped_s = -inf  # when the last step was written, and when it was read
         self._stepped_at_s = 0.0
-        self._fresh = False  # rows were read
-        self._more = False  # rows are left over that did not fit into the last message
+        self._fresh = False  # there are new rows
+        self._more = False  # there are rows that did not fit into the last message
 
     def receive(self, content: Mapping[str, Any]) -> None:
-        """Take a message from the page; what goes wrong is shown there."""
+        """Take a message from the page; errors are shown there."""
         try:
             self._act(content)
         except Exception as error:  # Jupyter hides what a callback raises, so the panel shows it
@@ -92,7 +93,7 @@ class Pump:
             self._wake.notify()
 
     def begin(self) -> None:
-        """Send, whether a page asks or not."""
+        """Start sending, whether or not a page has asked for it."""
         with self._wake:
             self._shown = True
             if self._thread is None and not self._closed:
@@ -121,7 +122,7 @@ class Pump:
                 self.begin()
             elif kind == "hidden":
                 self._shown = False
-            elif kind == "clear":  # a run that is written anew has another id
+            elif kind == "clear":  # a new run in the same folder has another id
                 self._cleared.add(content["run"])
             elif kind == "action" and action in ACTIONS and self._controller is not None:
                 self._errors = [error for error in self._errors if error["where"] != "callback"]
@@ -147,7 +148,7 @@ class Pump:
                     return
             try:
                 wait_s = self._turn()
-            except Exception as error:  # nothing would show what a thread raises, so the panel does
+            except Exception as error:  # nothing else would show a thread's error
                 self._report("panel", error)
                 wait_s = 1.0
                 with self._wake:
@@ -177,7 +178,7 @@ class Pump:
         has_rows = self._more or (self._fresh and now_s >= self._due_s)
         told = [(run["id"], run["status"]) for run in self._said.get("runs", ())]
         looks = urgent or told != [(run.id, run.status) for run in self._shown_runs()]
-        # facts go along with rows: a message of their own would hold up the next rows
+        # facts are sent along with rows: a separate message would delay the next rows
         old_s = now_s - self._looked_s
         looks |= old_s >= FACTS_S[1] if has_rows else old_s >= FACTS_S[0] <= now_s - self._news_s
         if urgent or (may_send and (has_rows or looks)):
@@ -185,13 +186,13 @@ class Pump:
         quiet_s = now_s - self._news_s
         poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
         if self._more:
-            return 0.001 if may_send else poll_s  # an answer wakes
+            return 0.001 if may_send else poll_s  # an acknowledgement wakes the thread
         ended_s = time.monotonic()
         early_s = self._stepped_at_s + REGULAR * min(self._gaps_s, default=0.0) - ended_s
         return max(poll_s, min(early_s, POLL_S[1]), self._due_s - ended_s)
 
     def _update(self, now_s: float, urgent: bool, looks: bool) -> None:
-        """Send what is new, if it is time to; `looks` also at what is not in rows."""
+        """Send what is new, if it is time to; with `looks`, also what is not in rows."""
         if not self._heard and not self._more:
             self._said, self._sent = {}, {}
         message = self._news() if looks or not self._said else {}
@@ -202,7 +203,7 @@ class Pump:
             self._more = sum(columns.size for columns in rows.values()) > MAX_NUMBERS // 2
         if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
             return
-        # One message an interval in the long run; one may come early, so that the messages fall in step with the run.
+        # On average one message per interval; one may come early, so that messages get in step with the run.
         self._paid_s = min(max(self._paid_s, now_s) + INTERVAL_S, now_s + 2 * INTERVAL_S)
         self._due_s = max(self._paid_s - INTERVAL_S, now_s + 0.5 * INTERVAL_S)
         self._sent_s = now_s
@@ -227,11 +228,11 @@ class Pump:
         return [run for run in self._runs.states.values() if run.id not in self._cleared]
 
     def _phase(self) -> str:
-        source = self._runs.source  # the first of several is what runs now
+        source = self._runs.source  # of several, the first is the current run
         return read_phase(str(source if isinstance(source, str | Path) else next(iter(source), "")))
 
     def _new_rows(self) -> dict[str, NDArray[np.float32]]:
-        """Rows that were not sent yet, (C, N) for each series "<run id>.<rank>.<track>"; as many as a message holds."""
+        """Rows not sent yet, (C, N) per series "<run id>.<rank>.<track>"; as many as fit into a message."""
         found, room = {}, MAX_NUMBERS
         for run in self._shown_runs():
             for rank, (track, keys) in product(run.ranks(), TRACKS.items()):
@@ -243,7 +244,7 @@ class Pump:
         return found
 
     def _asked(self, name: str) -> Any:
-        """The controller's answer; the last good one where it raises, and the panel shows what."""
+        """A value from the controller; if it raises, the last good one, and the panel shows the error."""
         try:
             self._answers[name] = getattr(self._controller, name)
         except Exception as error:  # a controller's error must not stop the drawing
@@ -258,7 +259,7 @@ class Pump:
         return [value if isfinite(value) else None for value in found]
 
     def _news(self) -> dict[str, Any]:
-        """Facts that are not as they were last sent."""
+        """Facts that have changed since they were last sent."""
         runs = self._shown_runs()
         state = overall_status(runs) if self._controller is None else self._asked("state")
         failure = None if self._controller is None else self._asked("error")
@@ -266,7 +267,7 @@ class Pump:
             errors = [*self._runs.errors[-10:], *self._errors]
         if failure:
             raised = failure.rsplit("Traceback (", 1)[-1]
-            text = re.split(r"\n(?=\S)", raised, maxsplit=1)[-1].strip()  # behind frames, which are indented
+            text = re.split(r"\n(?=\S)", raised, maxsplit=1)[-1].strip()  # after the indented frames
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
         self._names |= dict.fromkeys(run.name for run in runs)
         light, dark = colours_of(self._names), colours_of(self._names, dark=True)
@@ -294,7 +295,7 @@ class Pump:
         return changed
 
     def _headlines(self, runs: list[RunState]) -> dict[str, Any]:
-        """Every run's figures and what they come to, worked out anew every 4 s, or less often where that takes long."""
+        """Every run's tile and the verdict, updated every 4 s, or less often if that takes long."""
         started_s = time.monotonic()
         if started_s >= self._headline_due_s and self._news_s >= self._headline_s:
             self._headline_s = started_s

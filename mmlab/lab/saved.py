@@ -1,6 +1,6 @@
-"""What stands in a notebook where its widgets cannot be shown: an output below each, hidden while the widget is there.
+"""What a notebook shows in place of widgets: an output below each, hidden while the widget is shown.
 
-So a notebook that is opened without its kernel, and a front end without widgets, show a table and a picture.
+So a notebook opened without its kernel, or in a front end without widgets, still shows a table and a picture.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ HIDDEN = ".jp-OutputArea:has(.mmlp, .mmlab-panel) .jp-OutputArea-child:has(.mmla
 
 
 class SavedView:
-    """A place in the cell that shows a widget; outside of a notebook's kernel it does nothing."""
+    """An output in the cell that shows a widget; does nothing outside a notebook's kernel."""
 
     def __init__(self) -> None:
         self._place: DisplayHandle | None = None
         self._bundle: dict[str, str] = {}
 
     def take_place(self) -> None:
-        """After the widget in the cell that now runs, unless there is a place already."""
+        """Add the output after the widget in the current cell, unless there is one already."""
         shell = get_ipython()
         if self._place is None and shell is not None and hasattr(shell, "kernel"):
             self._place = DisplayHandle()

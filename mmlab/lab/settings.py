@@ -1,8 +1,8 @@
-"""For notebooks: train one model under several settings, one after the other, and compare what each run wrote.
+"""For notebooks: train one model under several settings, one after the other, and compare the runs.
 
-Every run is a `FusionTrainer` on a copy of the same model and on the same batches. It writes its events to a folder of
-its own below one folder, which a `LivePanel` of that folder draws meanwhile. `Lab` compares schedulers, and trains in
-a process of its own.
+Every run is a `FusionTrainer` on a copy of the same model and on the same batches. It writes its events to
+its own folder below a common one, where a `LivePanel` can draw them. `Lab`, by contrast, compares schedulers,
+and trains in a process of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def train_with(
 ) -> pd.DataFrame:
     """Train a copy of the model for one pass over the batches, and evaluate it.
 
-    The run is named by precision, accumulation and weighting. An earlier run of that name is moved to `previous-N`.
+    The run is named after precision, accumulation and weighting. An earlier run of that name is moved to
+    `previous-N`.
 
     Args:
         folder: holds a folder for every run.
@@ -46,10 +47,10 @@ def train_with(
         options: of the trainer. Weights of the objectives are updated every five steps.
 
     Returns:
-        A row for every run in the folder: steps, those skipped, the median time of a step, the held-out loss.
+        One row per run in the folder: steps, skipped steps, the median time of a step, the held-out loss.
 
     Raises:
-        OptionError: an option that cannot work.
+        OptionError: an option cannot work.
     """
     window, rule = options.accumulation_steps, options.weighting
     name = " ".join([options.precision] + [f"x{window}"] * (window > 1) + [rule] * (rule != "fixed"))
@@ -72,7 +73,7 @@ def train_with(
 
 
 def settings_figure(folder: str | Path) -> Figure:
-    """Loss by objective, weights and loss scale of every run in a folder, over the samples that it has seen."""
+    """Loss by objective, weights and loss scale of every run in a folder, over the samples seen."""
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     loss, weight, scale = figure.subplots(1, 3)
     begun = {name: run for name, run in _runs(folder).items() if run.count()}

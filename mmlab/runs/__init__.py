@@ -1,6 +1,6 @@
-"""What a run wrote, followed and steered: the event file is the only boundary between a run and its views.
+"""Event files of runs, and all that reads them: the file is the only interface between a run and its views.
 
-A run appends `RunEvent`s to its file; monitors, panels and the terminal read it; one small control file goes the other
+A run appends `RunEvent`s to its file; panels and the terminal read it; one small control file goes the other
 way (pause, resume, stop).
 """
 

@@ -1,7 +1,8 @@
 """Pause, resume or stop a run from anywhere: a small file in the run's folder, read between two optimizer steps.
 
-`send` replaces the file in one piece; `Control`, in the training process, looks at it after every step and waits while
-it says pause. Whoever can write to the folder can steer the run: a notebook, a terminal, a kernel that was restarted.
+`send` replaces the file atomically; `Control`, in the training process, checks it after every step and waits
+while it says pause. Whoever can write to the folder can steer the run: a notebook, a terminal, a kernel that
+was restarted.
 
 >>> import tempfile
 >>> folder = tempfile.mkdtemp()
@@ -29,9 +30,9 @@ from mmlab.errors import check_name
 from mmlab.machine import replace_file
 
 CONTROL = "control.json"
-PHASE = "phase.txt"  # what a run does before its first step, for a person
-POLL_S = 0.05  # how often a paused run looks whether it may go on
-_LEVELS = {"resume": 0, "pause": 1, "stop": 2}  # of several ranks the highest holds
+PHASE = "phase.txt"  # what a run is doing before its first step, in words
+POLL_S = 0.05  # how often a paused run checks whether it may continue
+_LEVELS = {"resume": 0, "pause": 1, "stop": 2}  # the highest among the ranks applies to all
 
 Emit = Callable[[str, dict[str, Any]], object]  # takes the kind of an event and its values
 
@@ -39,11 +40,11 @@ Emit = Callable[[str, dict[str, Any]], object]  # takes the kind of an event and
 def send(folder: str | Path, command: str) -> None:
     """Tell the run that writes into `folder` to `pause`, `resume` or `stop`. Returns at once.
 
-    The run obeys after the step in hand. A run that starts later ignores the command.
+    The run obeys after the current step. A run that starts later ignores the command.
 
     Raises:
-        OptionError: another command.
-        OSError: the folder is not there or cannot be written to.
+        OptionError: an unknown command.
+        OSError: the folder does not exist or cannot be written to.
     """
     check_name("command to a run", command, _LEVELS)
     path = Path(folder) / CONTROL
@@ -51,7 +52,7 @@ def send(folder: str | Path, command: str) -> None:
 
 
 def read_phase(folder: str | Path) -> str:
-    """What `Control.say` said last of a run in this folder; empty where it said nothing."""
+    """The last text of `Control.say` for a run in this folder; empty if there is none."""
     with suppress(OSError):
         return (Path(folder) / PHASE).read_text()
     return ""
@@ -61,9 +62,9 @@ class Control:
     """The commands to a run, read by its training loop. Use from one thread.
 
     Args:
-        folder: of the run. None reads no commands: of several ranks only rank 0 reads them, and all obey what it read.
-        since_s: commands given before this time (seconds since 1970) are ignored, as they were for an earlier run; now,
-            unless given.
+        folder: of the run. None reads no commands: only rank 0 reads them, for all ranks.
+        since_s: commands older than this time (seconds since 1970; default: now) are ignored, since they were
+            meant for an earlier run.
     """
 
     def __init__(self, folder: str | Path | None, *, since_s: float | None = None) -> None:
@@ -72,17 +73,17 @@ class Control:
         self._seen: tuple[int, int] | None = None  # inode and time of the file as last read
         self._wanted = "resume"
         self.paused_s = 0.0  # spent waiting so far
-        self.stopped = False  # the last answer of `wait_if_paused_or_stop`
+        self.stopped = False  # the last result of `wait_if_paused_or_stop`
 
     def say(self, phase: str) -> None:
-        """Tell what the run does before its first step, for the views that follow it; without its folder there are none."""
+        """Tell views what the run is doing before its first step; does nothing if there is no folder."""
         if self._path is not None:
             with suppress(FileNotFoundError):
                 replace_file(self._path.with_name(PHASE), phase)
 
     @property
     def wanted(self) -> str:
-        """The latest command: `resume` where there was none."""
+        """The latest command; `resume` if there was none."""
         if self._path is not None:
             try:
                 status = os.stat(self._path)
@@ -102,12 +103,12 @@ class Control:
         agree: Callable[[float], float] = float,
         emit: Emit = lambda kind, values: None,
     ) -> bool:
-        """Wait while the run is paused; returns whether it is to stop. A pause is written as two events.
+        """Wait while the run is paused; returns whether it is to stop. A pause emits two events.
 
         Args:
             stopping: another reason to stop, called after every step and repeatedly during a pause.
-            agree: gives every rank the largest of the ranks' numbers, so that all pause and stop at the same step and
-                exchange equally often.
+            agree: gives every rank the largest of the ranks' numbers (an all-reduce), so that all pause and
+                stop at the same step.
             emit: takes `pause` and `resume`.
         """
         started: float | None = None

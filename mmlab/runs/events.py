@@ -1,15 +1,17 @@
-"""What happened in a run, as lines in a file: the boundary between training and everything that looks at it.
+"""The events of a run, as lines of a file: the interface between training and everything that reads a run.
 
-A run is a folder; each rank appends to its own `events-rank<rank>.jsonl`, one JSON object a line. The trainer and the
-device monitor write, views read: in the same process, in another one, or long after the run. Every key stands in one
-table, `mmlab.runs.event_keys.EVENT_KEYS`.
+A run is a folder; each rank appends to its own `events-rank<rank>.jsonl`, one JSON object per line. The
+trainer and the device monitor write, views read: in the same process, in another one, or long after the run.
+All keys are listed in `mmlab.runs.event_keys.EVENT_KEYS`.
 
-Costs: about 25 us and 400 bytes a step event: one unbuffered `write` to the operating system, no `fsync`. So a killed
-process loses nothing and leaves at most one torn last line; a power cut may lose the last seconds.
+Costs: about 25 us and 400 bytes per step event: one unbuffered `write` to the operating system, no `fsync`.
+So a killed process loses nothing and leaves at most one torn last line; a power cut may lose the last
+seconds.
 Does not: rotate or compress files, nor guard against two processes that write the same rank's file.
 
-JSON has no NaN and no infinity, and a loss may be either. They are written as the texts "NaN", "Infinity" and
-"-Infinity" (which JavaScript's `Number()` reads back as numbers) and `read_events` returns them as floats.
+JSON has neither NaN nor infinity, and a loss may be either. They are written as the texts "NaN", "Infinity"
+and "-Infinity" (which JavaScript's `Number()` reads back as numbers) and `read_events` returns them as
+floats.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS, USER_PREFIX
 if TYPE_CHECKING:
     import pandas as pd
 
-EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one a rank
+EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one per rank
 _FIELDS = ("kind", "step", "rank", "time_s")
-_FIELD_TYPES = ((str,), (int,), (int,), (float, int))  # of those, in that order
+_FIELD_TYPES = ((str,), (int,), (int,), (float, int))  # of `_FIELDS`
 _TYPES = {"text": (str, float), "object": (dict,)}  # by unit, else numbers; a text may read "NaN"
 _KEY_TYPES = {name: _TYPES.get(key.unit, (float, int)) for name, key in EVENT_KEYS.items()}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -78,7 +80,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     ('step', {'loss': nan})
 
     Raises:
-        OptionError: an event's kind or key is in no table, so no view would know its unit.
+        OptionError: an event's kind or key is not in the table, so no view would know its unit.
         TypeError: a value is not a number, text, truth value, None, or a list or dict of those.
     """
 
@@ -121,7 +123,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
 
 def warn(emit: Callable[[RunEvent], object] | None, message: str, *, source: str) -> None:
-    """Give a warning on as an event, or as Python's where nobody takes events."""
+    """Emit a warning as an event, or as a Python warning if `emit` is None."""
     if emit is None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
     else:
@@ -129,23 +131,24 @@ def warn(emit: Callable[[RunEvent], object] | None, message: str, *, source: str
 
 
 class WrittenAnewError(DataError):
-    """A file is another one than before."""
+    """An event file was replaced by a new one."""
 
 
 def read_events(path: str | Path, offset: int = 0, head: bytes = b"") -> tuple[list[RunEvent], int]:
-    """Read the whole lines that stand in a file after `offset` bytes; call again with the new offset to follow a run.
+    """Read the complete lines of a file after `offset` bytes; call again with the new offset to follow a run.
 
     A last line without its newline is still being written (or torn): it is left for the next call.
 
     Args:
-        head: what the file began with before; its first event has the time, so that no other file begins like it.
+        head: the file's first bytes as read earlier; they hold the time of its first event, so no other file
+            has them.
 
     Returns:
-        The events, and the offset behind the last whole line.
+        The events, and the offset after the last complete line.
 
     Raises:
-        DataError: a whole line is not an event.
-        WrittenAnewError: the file begins otherwise, or is shorter than `offset`.
+        DataError: a complete line is not an event.
+        WrittenAnewError: the file begins differently, or is shorter than `offset`.
     """
     with open(path, "rb", buffering=0, opener=regular) as file:
         if file.read(len(head)) != head or file.seek(0, 2) < offset:
@@ -166,7 +169,7 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
     `time_s`, `elapsed_s` (since the run's first event), then the keys that any event has, in the table's order.
 
     Raises:
-        DataError: no event file below the folder, or a line is not an event.
+        DataError: there is no event file below the folder, or a line is not an event.
     """
     import pandas as pd
 
@@ -241,10 +244,10 @@ def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
 
 
 def check_types(events: Iterable[RunEvent], path: str | Path) -> None:
-    """Refuse events that another program wrote with values of another type than their keys have: views count with them.
+    """Refuse events with values of the wrong type, since views compute with them.
 
     Raises:
-        DataError: the first of them.
+        DataError: a value has the wrong type; the message names the first one.
     """
     for event in events:
         for key, value in event.values.items():
@@ -270,7 +273,7 @@ def _restore(values: dict[str, Any]) -> None:
 
 
 def _cut_torn_line(path: Path) -> int:
-    """Cut off what stands behind the last newline; returns how many bytes that was."""
+    """Cut off everything after the last newline; returns the number of bytes cut."""
     written = path.read_bytes() if path.exists() else b""
     if num_torn_bytes := len(written) - written.rfind(b"\n") - 1:
         os.truncate(path, len(written) - num_torn_bytes)

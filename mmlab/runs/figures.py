@@ -35,13 +35,14 @@ _OTHERS = (
     ("#B5651D", "#F0B27A"),
 )
 PALETTE = tuple(light for light, _dark in _COLOURS.values())
-GREY = "#808080"  # is seen on light and on dark pages
+GREY = "#808080"  # visible on light and on dark pages
 
 
 def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:
-    """The colour of each scheduler or run, by name: the same in every picture, in whichever order they come.
+    """The colour of each scheduler or run, by name: the same in every picture, whatever their order.
 
-    Names that no scheduler has get the colour that their letters choose, or the next one if an earlier name has it.
+    A name that is no scheduler's gets a colour by its hash, or the next one if an earlier name has that
+    colour.
 
     >>> colours_of(["budget", "later/random", "random"])
     {'budget': '#D98C00', 'later/random': '#0072B2', 'random': '#0072B2'}

@@ -1,4 +1,4 @@
-"""The folder of a run or comparison: the files of an earlier one are moved aside, never overwritten, and one run at a time."""
+"""The folder of a run or comparison: earlier files are moved aside, never overwritten; one run at a time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mmlab.machine import lock
 
 TIME_MODEL = "time_model.json"
 COMPARISON_FILES = ("comparison.json", "table.csv", "figure.png", "report.html", TIME_MODEL, "runs")
-ASIDE = "previous-"  # what earlier runs left lies in previous-1, previous-2, ...
+ASIDE = "previous-"  # files of earlier runs are in previous-1, previous-2, ...
 
 
 def is_aside(name: str) -> bool:
-    """Whether a folder of this name holds what an earlier run left."""
+    """Whether a folder of this name holds the files of an earlier run."""
     return name.startswith(ASIDE) and name.removeprefix(ASIDE).isdecimal()
 
 
 def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
-    """The folder, with what an earlier run wrote there moved to `previous-N` inside it.
+    """Move an earlier run's files in a folder to `previous-N` inside it; returns the folder.
 
     Args:
         written: names of the files and folders that a run writes, with wildcards.
@@ -41,15 +41,15 @@ def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, made if need be, until the context is left or this process ends in whichever way.
+    """Keep other runs out of a folder, made if need be, until the context is left or this process ends.
 
-    The lock is on the folder itself, so it leaves no file. Nothing is locked where the system or the file system cannot.
+    The lock is on the folder itself, so it leaves no file. Nothing is locked where locks are not supported.
 
     Raises:
         OptionError: another run holds the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)  # processes that are started from this one do not get it
+    descriptor = os.open(folder, os.O_RDONLY)  # child processes do not inherit it
     try:
         try:
             lock(descriptor, wait=False)
@@ -62,7 +62,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _holder(folder: Path) -> str:
-    """Which process holds a folder, in brackets; empty where the system does not tell."""
+    """Which process holds a folder, in brackets; empty if unknown."""
     with suppress(OSError):
         end = f":{folder.stat().st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():

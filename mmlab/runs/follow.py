@@ -1,11 +1,11 @@
-"""Follow runs by their event files: what each has written so far, brought up to date by every `poll`.
+"""Follows runs by their event files: each `poll` reads what was written since the last one.
 
-The one reader behind every view: the live panel, `mmlab watch`, tables, figures and `Lab`. It reads the files alone, so
-it follows a run of this process, of another one, of several ranks, or of last week. `RunState` follows one run, `Runs`
-all runs below some folders.
+The only reader behind every view: the live panel, `mmlab watch`, tables, figures and `Lab`. It reads nothing
+but the files, so it follows a run of this process, of another one, of several ranks, or of last week.
+`RunState` follows one run, `Runs` all runs below some folders.
 
-Costs: a poll without news is one `stat` a file, about 3 us; an event takes about 10 us. Each number is kept, as 8
-bytes: about 25 MB for 100,000 steps.
+Costs: a poll without news is one `stat` per file, about 3 us; an event takes about 10 us. Every number is
+kept, in 8 bytes: about 25 MB for 100,000 steps.
 Does not: write, draw, or need torch. Not thread-safe: one thread polls.
 """
 
@@ -29,18 +29,18 @@ from mmlab.machine import IDENTITY, process_runs, regular
 from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, check_types, read_events
 from mmlab.runs.folders import is_aside
 
-ACTIVE = ("waiting", "running", "paused")  # what a run's status is until it has ended
-ENDED = ("done", "stopped", "failed", "unreadable")  # what runs are together once all of them have
+ACTIVE = ("waiting", "running", "paused")  # statuses of a run that has not ended
+ENDED = ("done", "stopped", "failed", "unreadable")  # overall statuses once all runs have ended
 NOTED = ("warning", "out_of_memory", "decision", "bad_sample")  # kinds of event that a person should see
 MAX_NOTES = 30  # kept of each run
-HEAD_BYTES = 128  # of an event file, by which a new file in its place is recognised
+HEAD_BYTES = 128  # first bytes of an event file, which tell it from a new file in its place
 UNREAD = (0, b"", 0)
 
 Source = str | Path | Sequence[str | Path]  # folders of runs, or folders above them
 
 
 class RunState:
-    """A run as its event files tell it so far: the latest values, and a column of numbers for every key.
+    """A run's state by its event files so far: the latest values, and a column of numbers for every key.
 
     >>> state = RunState()
     >>> state.apply([RunEvent("step", 1, 0, 10.0, {"loss": 2.5})])
@@ -52,7 +52,7 @@ class RunState:
 
     Args:
         folder: a run's folder; `poll` reads what is new in it. It need not exist yet.
-        id: what tells this run from others in a view, also from an earlier one in the same folder.
+        id: distinguishes this run from others in a view, also from an earlier one in the same folder.
     """
 
     def __init__(self, folder: str | Path | None = None, *, id: str = "") -> None:
@@ -61,10 +61,10 @@ class RunState:
         self.name = "" if self.folder is None else self.folder.resolve().name
         self.first_s = self.last_s = nan  # time of the first and the last event, seconds since 1970
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
-        self.done_cost = 0.0  # of the first rank's steps, as the plan counts it
-        self.is_broken = False  # a file of it cannot be read; it is left alone
+        self.done_cost = 0.0  # planned cost of the first rank's steps so far
+        self.is_broken = False  # one of its files cannot be read; it is not polled any more
         self._written_status = "waiting"
-        # path -> inode, first bytes, and the offset that was reached; a new file may be given an old one's inode
+        # path -> inode, first bytes (a new file may reuse an old one's inode), and the offset read so far
         self._files: dict[str, tuple[int, bytes, int]] = {}
         self._latest: dict[tuple[str, int], RunEvent] = {}
         self._columns: dict[tuple[str, int], dict[str, array[float]]] = {}
@@ -72,15 +72,15 @@ class RunState:
 
     @property
     def status(self) -> str:
-        """Waiting, running, paused, done, stopped or failed; killed if the run's process is gone without a word, and
-        unreadable if its files are damaged.
+        """Waiting, running, paused, done, stopped or failed; killed if the run's process ended without
+        writing an `end` event, and unreadable if its files are damaged.
         """
         if self.is_broken:
             return "unreadable"
         start = self.latest("start")
         if self._written_status not in ("running", "paused") or not start.keys() >= set(IDENTITY):
             return self._written_status
-        if self._process_runs and time.monotonic() - self._checked_s > 0.5:  # asking the system takes 0.1 ms
+        if self._process_runs and time.monotonic() - self._checked_s > 0.5:  # each check takes 0.1 ms
             try:
                 self._process_runs = process_runs({key: start[key] for key in IDENTITY})
             except (TypeError, ValueError, OverflowError):  # no process has such a number
@@ -89,10 +89,10 @@ class RunState:
         return self._written_status if self._process_runs else "killed"
 
     def poll(self) -> int:
-        """Take in what was written since the last call; returns the number of new events.
+        """Read what was written since the last call; returns the number of new events.
 
         Raises:
-            DataError: a file was written anew, or holds a line that is not an event or a value of a wrong type.
+            DataError: a file was replaced, or has a line that is not an event or a value of a wrong type.
             FileNotFoundError: a file was moved away.
         """
         if self.folder is None:
@@ -102,7 +102,7 @@ class RunState:
         return self._read()
 
     def apply(self, events: Iterable[RunEvent]) -> None:
-        """Take in events, in the order in which they happened."""
+        """Add events, in the order in which they happened."""
         for event in events:
             if not self._latest:
                 self.first_s = self.last_s = event.time_s
@@ -133,7 +133,7 @@ class RunState:
         return {} if event is None else dict(event.values)
 
     def messages(self) -> list[str]:
-        """What the last warnings say."""
+        """The messages of the last warnings."""
         return [str(event.values.get("message")) for event in self.notes if event.kind == "warning"]
 
     def ranks(self) -> list[int]:
@@ -141,7 +141,7 @@ class RunState:
         return sorted({rank for _, rank in self._latest})
 
     def keys(self, kind: str = "step", rank: int = 0) -> list[str]:
-        """The keys that `column` has for a kind of event."""
+        """The keys for which `column` has numbers of a kind of event."""
         return list(self._columns.get((kind, rank), {}))
 
     def count(self, kind: str = "step", rank: int = 0) -> int:
@@ -152,13 +152,13 @@ class RunState:
         """A key's numbers, one for each event of a kind: NaN where an event lacks it. Also `step` and `time_s`.
 
         Args:
-            start: the first event to give, for a view that has those before it.
+            start: the first event to return, for a view that has the ones before it.
 
         Returns:
             (N,) a copy.
 
         Raises:
-            OptionError: no event of this kind has the key, though there are some.
+            OptionError: there are events of this kind, but none has the key.
         """
         columns = self._columns.get((kind, rank), {})
         if columns and key not in columns:
@@ -168,7 +168,7 @@ class RunState:
     def column_or_nan(
         self, key: str, kind: str = "step", rank: int = 0, start: int = 0
     ) -> NDArray[np.float64]:
-        """The same, all NaN where no event has the key."""
+        """Like `column`, but all NaN if no event has the key."""
         return self.rows([key], kind, rank, start)[0]
 
     def rows(
@@ -182,12 +182,12 @@ class RunState:
         return np.array(found).reshape(len(keys), -1)
 
     def pauses(self, rank: int = 0) -> list[tuple[float, float]]:
-        """From when to when training was paused, seconds since 1970; infinity where it still is."""
+        """Begin and end of each pause, seconds since 1970; a pause that lasts ends at infinity."""
         begins, ends = (self.column("time_s", kind, rank).tolist() for kind in ("pause", "resume"))
         return list(zip(begins, [*ends, inf], strict=False))
 
     def utilization(self, rank: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.float64]:
-        """The busy share of each reading of the device; NaN where training was paused since the reading before."""
+        """The busy share of each device reading; NaN if training was paused since the previous reading."""
         first = max(0, start - 1)
         busy, read_s = self.rows(("utilization_ratio", "time_s"), "device", rank, first, stop)
         before_s = np.concatenate([read_s[:1], read_s[:-1]])
@@ -206,14 +206,14 @@ class RunState:
                 check_types(events, path)
                 if len(head) < HEAD_BYTES:
                     with open(path, "rb", buffering=0) as file:
-                        head = file.read(min(offset, HEAD_BYTES))  # its first event, with the time of writing
+                        head = file.read(min(offset, HEAD_BYTES))  # holds the first event's time
                 self.apply(events)
                 num_events += len(events)
             self._files[path] = (found.st_ino, head, offset)
         return num_events
 
     def _append(self, event: RunEvent) -> None:
-        """One more row: every column of this kind has as many numbers as there are events of it."""
+        """Add a row: all columns of a kind have as many numbers as there are events of that kind."""
         new = {"step": array("d"), "time_s": array("d")}
         columns = self._columns.setdefault((event.kind, event.rank), new)
         num_rows = len(columns["step"])
@@ -230,12 +230,12 @@ class RunState:
 
 
 class Runs:
-    """Every run below some folders. A run that is written anew in its folder is another run.
+    """All runs below some folders. A run that replaces another one in its folder is a new run.
 
     Args:
-        source: folders of runs, or folders above them. They need not be there yet; runs that were moved aside
+        source: folders of runs, or folders above them. They need not exist yet; runs that were moved aside
             (`previous-N`) do not count.
-        scan_s: seconds between two looks for new files. A look that takes long is repeated less often.
+        scan_s: seconds between two scans for new files. A slow scan is repeated less often.
     """
 
     def __init__(self, source: Source, *, scan_s: float = 0.0) -> None:
@@ -247,7 +247,7 @@ class Runs:
 
     @property
     def states(self) -> dict[str, RunState]:
-        """The runs in the order in which they began, by folder relative to the one that was given."""
+        """The runs in the order in which they began, keyed by folder relative to `source`."""
         root = Path(self.source) if isinstance(self.source, str | Path) else Path()
         named = {}
         for folder, state in sorted(
@@ -258,14 +258,14 @@ class Runs:
         return named
 
     def poll(self) -> bool:
-        """Read what was written since the last call; True if anything is new. Never raises for what a file holds."""
+        """Read what was written since the last call; True if anything is new. Never raises for a bad file."""
         changed, started_s = False, time.monotonic()
         if started_s >= self._next_scan_s:
             changed = self._scan()
             now_s = time.monotonic()
             self._next_scan_s = now_s + max(self._scan_s, 50 * (now_s - started_s)) if self._scan_s else now_s
         if self._read():
-            self._read()  # runs that step together are written one after the other: take the rest at once
+            self._read()  # runs in lockstep are written one after the other: read the rest at once
             return True
         return changed
 
@@ -279,7 +279,7 @@ class Runs:
             except WrittenAnewError:
                 self._take(folder, list(state._files))
                 changed = True
-            except FileNotFoundError:  # moved aside: a new one may come in its place
+            except FileNotFoundError:  # moved aside: a new run may take its place
                 del self._states[folder]
                 self._next_scan_s, changed = -inf, True
             except (DataError, OSError) as error:
@@ -289,7 +289,7 @@ class Runs:
         return changed
 
     def _scan(self) -> bool:
-        """Look for folders of runs that came or went."""
+        """Find folders of runs that were added or removed."""
         before, found = list(self._states), run_files(self.source)
         for folder in set(self._states) - set(found):
             del self._states[folder]
@@ -309,7 +309,7 @@ class Runs:
         state._files = dict.fromkeys(paths, UNREAD)
 
     def _name(self) -> None:
-        """Name every run after its folder; runs of one name, or moved aside, after their comparisons as well."""
+        """Name every run after its folder; prefix its comparison's if ambiguous, or if it was moved aside."""
         above = {
             folder: (folder.parent.parent if folder.parent.name == "runs" else folder.parent).resolve().name
             for folder in self._states
@@ -322,13 +322,13 @@ class Runs:
 
 
 def shown_error(where: str, error: Exception) -> dict[str, str]:
-    """An error as views show it; `where` is what was done: reading, training, ..."""
+    """An error as views show it; `where` is the activity that failed: reading, training, ..."""
     text = f"{type(error).__name__}: {error}"[:500]
     return {"where": where, "text": text, "traceback": "".join(traceback.format_exception(error))[-8000:]}
 
 
 def run_files(source: Source) -> dict[Path, list[str]]:
-    """The folders of the runs that a source stands for, and the event files of each."""
+    """The folders of all runs of a source, and the event files of each."""
     roots = [source] if isinstance(source, str | Path) else source
     start, end = EVENT_FILES.split("*")
     found: dict[Path, list[str]] = {}
@@ -337,13 +337,13 @@ def run_files(source: Source) -> dict[Path, list[str]]:
             ours = [name for name in files if name.startswith(start) and name.endswith(end)]
             if ours:
                 found[Path(folder)] = [os.path.join(folder, name) for name in sorted(ours)]
-            # a run holds no other run, and what was moved aside is over
+            # a run's folder holds no other run; runs that were moved aside do not count
             below[:] = [] if ours else sorted(name for name in below if not is_aside(name))
     return found
 
 
 def overall_status(states: Iterable[RunState]) -> str:
-    """What runs are together, as those of a comparison that take turns: `failed` if one of them was killed."""
+    """The overall status of runs, such as those of a comparison; `failed` if one of them was killed."""
     found = {state.status for state in states}
     if "waiting" in found and len(found) > 1:
         found.add("running")
@@ -354,13 +354,13 @@ def overall_status(states: Iterable[RunState]) -> str:
 
 
 def summary_line(folder: str | Path) -> str:
-    """How far a run is, in words, from the last 64 KiB of its first rank's file."""
+    """A run's progress in words, from the last 64 KiB of its first rank's file."""
     path = min(Path(folder).glob(EVENT_FILES))
     with open(path, "rb", opener=regular) as file:
         offset = max(0, file.seek(0, 2) - 65536)
         file.seek(offset)
         if offset:
-            offset += len(file.readline())  # a line that is cut
+            offset += len(file.readline())  # an incomplete line
     state = RunState()
     state.apply(read_events(path, offset)[0])
     step = state.event("step")

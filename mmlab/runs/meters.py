@@ -1,14 +1,16 @@
-"""Read how much memory is in use and how busy the device is, and count the live bytes of tensors.
+"""Reads how much memory is in use and how busy the device is, and counts the live bytes of tensors.
 
-`DeviceMeter` asks the best source there is and names it: for a GPU NVML (for those of AMD, Apple and Intel what torch
-tells), then torch's allocator; for a CPU, or when these fail, this process's resident memory and CPU time. A source
-that fails (no driver, no permission, a GPU that disappears) is replaced by the next one for that reading, and the
-reading keeps the reason. A process's figures are never called a GPU's. `LiveBytes` counts the bytes of live tensors
-exactly, on any device: so a step's peak can be measured on a CPU, where no allocator keeps statistics.
+`DeviceMeter` uses the best source available and names it: for an NVIDIA GPU NVML (for AMD, Apple and Intel
+devices torch's own figures), then torch's allocator; for a CPU, or when these fail, this process's resident
+memory and CPU time. A source that fails (no driver, no permission, a GPU that disappears) is replaced by the
+next one for that reading, and the reading keeps the reason. A process's figures are never called a GPU's.
+`LiveBytes` counts the bytes of live tensors exactly, on any device: so a step's peak can be measured on a
+CPU, where no allocator keeps statistics.
 
-Costs: a reading takes 0.05 ms on a CPU; with NVML about 1 ms of CPU time and 40 ms of waiting: take it in the monitor's
-thread, never in the training loop. `LiveBytes` adds about 12 us to each operation and never synchronises.
-Does not: count what worker processes use, nor (`LiveBytes`) scratch memory inside one operation.
+Costs: a reading takes 0.05 ms on a CPU; with NVML about 1 ms of CPU time and 40 ms of waiting: do it in the
+monitor's thread, never in the training loop. `LiveBytes` adds about 12 us to each operation and never
+synchronises.
+Does not: count memory of worker processes, nor (`LiveBytes`) scratch memory inside one operation.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ _START = (time.perf_counter(), time.process_time())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """Memory and use of a device at one moment, each with the source that gave it."""
+    """Memory and utilisation of a device at one moment, each with its source."""
 
     device: str
-    memory_bytes: int  # in use: by everybody (NVML), by this process (the other sources)
+    memory_bytes: int  # in use: by all processes (NVML), by this process (the other sources)
     memory_total_bytes: int
     memory_source: str  # "NVML", "torch accelerator", "torch allocator", "process RSS"
     # 0-1: share of time that a kernel ran (NVML), share of this process's cores (process CPU)
@@ -54,7 +56,7 @@ class DeviceReading:
 
 
 def read_device(device: str | torch.device) -> DeviceReading:
-    """One reading; a process's CPU share is taken since this module was imported.
+    """One reading; the process's CPU share covers the time since this module was imported.
 
     >>> reading = read_device("cpu")
     >>> reading.memory_source, reading.utilization_source, reading.notes
@@ -66,25 +68,25 @@ def read_device(device: str | torch.device) -> DeviceReading:
 
 
 class DeviceMeter(AbstractContextManager["DeviceMeter"]):
-    """Reads one device again and again; a process's CPU share is taken since the reading before. Use from one thread.
+    """Reads one device repeatedly; the process's CPU share covers the time since the last reading.
 
-    For a CUDA device, making it opens NVML and initialises CUDA in this process. Close it, or use it as a context
-    manager.
+    Use from one thread. For a CUDA device, creating it opens NVML and initialises CUDA in this process. Close
+    it, or use it as a context manager.
     """
 
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
-        self.since = (time.perf_counter(), time.process_time())  # of the reading before: wall clock, CPU time
+        self.since = (time.perf_counter(), time.process_time())  # of the last reading: wall clock, CPU time
         self._gpu: Any = None
         self._no_nvml = ""
         if self.device.type == "cuda" and torch.version.hip is None:
             try:
                 self._gpu = Gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
-            except Exception as error:  # whatever the driver says: every reading keeps it as its note
+            except Exception as error:  # any driver error: every reading has it as a note
                 self._no_nvml = first_line(error)
 
     def read(self) -> DeviceReading:
-        """Read memory and use now, each from the first source that answers."""
+        """Read memory and utilisation now, each from the first source that works."""
         notes: list[str] = []
         memory: dict[str, Callable[[], tuple[int, int]]] = {
             "process RSS": lambda: (process_rss_bytes(), total_memory_bytes())
@@ -120,7 +122,7 @@ class DeviceMeter(AbstractContextManager["DeviceMeter"]):
         )
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Release NVML."""
         if self._gpu is not None:
             self._gpu.close()
             self._gpu = None
@@ -138,7 +140,7 @@ class DeviceMeter(AbstractContextManager["DeviceMeter"]):
         return torch.cuda.memory_reserved(self.device), total_bytes
 
     def _accelerator_memory(self) -> tuple[int, int]:
-        """Of AMD's, Apple's and Intel's devices, where this torch can tell."""
+        """Used and total bytes of AMD, Apple and Intel devices, where this torch supports it."""
         free_bytes, total_bytes = torch.accelerator.get_memory_info(self.device)
         return total_bytes - free_bytes, total_bytes
 
@@ -150,13 +152,13 @@ class DeviceMeter(AbstractContextManager["DeviceMeter"]):
 
 
 def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str, Any]:
-    """What a `step` event tells of memory: the peak since it was reset, and what counted it; see docs/internals/memory.md."""
+    """Memory values of a `step` event: peak since its reset, and its source (docs/internals/memory.md)."""
     rss_bytes = process_rss_bytes()
     if live is not None:
         return {"rss_bytes": rss_bytes, "peak_bytes": live.peak_bytes, "memory_source": "live tensors"}
     if device.type != "cuda":
         return {"rss_bytes": rss_bytes, "peak_bytes": rss_bytes, "memory_source": "process RSS"}
-    # asked once: each of torch's short names asks anew
+    # one query: each of torch's shortcuts would make its own
     found = torch.cuda.memory_stats_as_nested_dict(device)
     allocated = found["allocated_bytes"]["all"]
     return {
@@ -207,7 +209,7 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is live now."""
+        """Reset the peak to the bytes that are live now."""
         self.peak_bytes = self.current_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,7 +222,7 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensors: Iterable[torch.Tensor]) -> None:
         with self._lock:
             for tensor in tensors:
-                if type(tensor) not in _PLAIN:  # of a tensor that ranks share, what this one has
+                if type(tensor) not in _PLAIN:  # of a DTensor, the part of this rank
                     tensor = getattr(tensor, "_local_tensor", tensor)
                 if tensor.layout != torch.strided:
                     continue
@@ -252,12 +254,12 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _first(sources: dict[str, Callable[[], Any]], what: str, notes: list[str]) -> tuple[Any, str]:
-    """The first source's answer and name; the reasons of those that failed go to `notes`. The last must not fail."""
+    """Value and name of the first source that works; `notes` gets others' errors. The last must not fail."""
     *candidates, last = sources
     for name in candidates:
         try:
             return sources[name](), name
-        except Exception as error:  # whatever the driver says: it is noted and the next source takes over
+        except Exception as error:  # any driver error: it is noted and the next source takes over
             notes.append(f"{what} not from {name}: {first_line(error)}")
     return sources[last](), last
 

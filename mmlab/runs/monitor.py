@@ -1,4 +1,4 @@
-"""Sample the device during a run, in a thread of the training process that never holds up the training loop.
+"""Samples the device during a run, in a thread of the training process that never blocks the training loop.
 
 Costs: a sample takes 0.1 ms of CPU time, about 1 ms with NVML (and 40 ms of waiting); each `device` event carries the
 CPU time that the thread has used.
@@ -30,7 +30,7 @@ class DeviceMonitor:
     A context manager. The device's readings (NVML included) are taken in that thread only, and `emit` is called from
     it: it must be safe to call from any thread, as `RunLog.emit` is. When a better source of readings fails, one
     `warning` event says so. If the thread itself fails, a `warning` event carries the traceback, sampling ends,
-    the run goes on, and leaving the context issues a RuntimeWarning.
+    the run continues, and leaving the context issues a RuntimeWarning.
 
     Args:
         emit: takes each event.
@@ -53,7 +53,7 @@ class DeviceMonitor:
             raise OptionError(f"interval_s: expected seconds above 0, found {interval_s}")
         from mmlab.runs.meters import DeviceMeter
 
-        self.error: Exception | None = None  # what ended the thread before its time
+        self.error: Exception | None = None  # that ended the thread early
         self._emit, self._interval_s, self._rank = emit, interval_s, rank
         self._make_meter = partial(DeviceMeter, device)
         self._stop = threading.Event()
@@ -74,16 +74,16 @@ class DeviceMonitor:
     def _run(self) -> None:
         try:
             self._sample_until_stopped()
-        except Exception as error:  # nothing would show what a thread raises: __exit__ and the event do
+        except Exception as error:  # nothing else would show a thread's error than __exit__ and the event
             self.error = error
-            with suppress(Exception):  # when `emit` itself is what fails, __exit__ is left to show it
+            with suppress(Exception):  # if `emit` itself fails, only __exit__ shows it
                 self._warn(
                     f"the device monitor failed, sampling has ended: {error!r}",
                     traceback=traceback.format_exc(),
                 )
 
     def _sample_until_stopped(self) -> None:
-        told: set[str] = set()  # each note is told once, however often it comes and goes
+        told: set[str] = set()  # each note is reported once, however often it comes and goes
         with self._make_meter() as meter:
             while True:
                 started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What NVIDIA's driver tells of one GPU, through NVML: memory, use, power, temperature, clocks, PCIe traffic.
+"""Readings of one NVIDIA GPU through NVML: memory, utilisation, power, temperature, clocks, PCIe traffic.
 
-Whatever the driver refuses is left out, with the reason: laptops have no power limit, containers hide other processes,
-virtual GPUs have no clocks. A reading that the device does not support is not asked for again.
+A value that the driver refuses is left out, and the reason kept: laptops have no power limit, containers hide
+other processes, virtual GPUs have no clocks. A value that the device does not support is not requested again.
 
 Costs: about 1 ms of CPU time a reading, and 40 ms of waiting, because the driver counts PCIe traffic for 20 ms each
 way: call it in a thread of its own, never in the training loop. Needs the driver's library, not torch.
@@ -37,7 +37,7 @@ class Gpu:
         nvml: the driver's bindings; `pynvml` unless given.
 
     Raises:
-        Exception: whatever the driver says when it cannot be opened, or has no such GPU.
+        Exception: the driver's own error, if it cannot be opened or has no such GPU.
     """
 
     def __init__(self, uuid: str, nvml: Any = None) -> None:
@@ -45,19 +45,19 @@ class Gpu:
         nvml.nvmlInit()
         self._nvml = nvml
         try:
-            # by UUID: NVML counts every GPU of the machine, torch those that CUDA_VISIBLE_DEVICES leaves
+            # by UUID: NVML numbers every GPU of the machine, torch only those in CUDA_VISIBLE_DEVICES
             self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         except Exception:
             nvml.nvmlShutdown()
             raise
-        self._unsupported: dict[str, str] = {}  # key -> why it is not asked for again
+        self._unsupported: dict[str, str] = {}  # key -> why it is not requested again
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         self._nvml.nvmlShutdown()
 
     def memory(self) -> tuple[int, int]:
-        """Bytes in use by everybody, and bytes that there are."""
+        """Bytes in use by all processes, and bytes in total."""
         info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return info.used, info.total
 
@@ -69,7 +69,7 @@ class Gpu:
         """Further values of a `device` event, and why others are missing.
 
         Args:
-            process_id: whose share of memory and use to tell.
+            process_id: the process whose share of memory and utilisation to report.
         """
         found: dict[str, Any] = {}
         failed = []
@@ -78,13 +78,13 @@ class Gpu:
                 continue
             try:
                 value = read(self._nvml, self._handle, process_id)
-            except Exception as error:  # whatever the driver says: the value is left out and the reason kept
+            except Exception as error:  # any driver error: the value is left out and the reason kept
                 code = getattr(error, "value", None)
                 reason = f"no {key} from NVML: {first_line(error)}"
                 if code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
                     self._unsupported[key] = reason
                 elif code != self._nvml.NVML_ERROR_NOT_FOUND:
-                    # that one only says that no process has been sampled yet
+                    # NOT_FOUND only means that no process has been sampled yet
                     failed.append(reason)
                 continue
             if value is not None:
@@ -93,7 +93,7 @@ class Gpu:
 
 
 def throttle_reasons(bits: int) -> str:
-    """Why the clocks are below what they could be, for a person; empty when nothing holds them back.
+    """Why the clocks are reduced, in words; empty if they are not.
 
     >>> throttle_reasons(0x1), throttle_reasons(0x60), throttle_reasons(0x1000)
     ('', 'temperature, hardware temperature', 'reason 0x1000')
@@ -105,7 +105,7 @@ def throttle_reasons(bits: int) -> str:
 
 
 def _process_bytes(nvml: Any, gpu: Any, process_id: int) -> int | None:
-    """None where the driver does not know the process: in a container it may have another number."""
+    """Bytes that the process holds; None if the driver does not know it: container process ids may differ."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
     return next((process.usedGpuMemory for process in processes if process.pid == process_id), None)
 
@@ -116,7 +116,7 @@ def _process_use(nvml: Any, gpu: Any, process_id: int) -> float | None:
     return max(own)[1] / 100 if own else None
 
 
-# keys of a `device` event: what gives them, in the units of the key table; None where there is nothing to tell
+# key of a `device` event -> how to read it, in the unit of the key table; None if there is no value
 _DETAILS: Mapping[str, Callable[[Any, Any, int], Any]] = {
     "memory_utilization_ratio": lambda nvml, gpu, _: nvml.nvmlDeviceGetUtilizationRates(gpu).memory / 100,
     "power_w": lambda nvml, gpu, _: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,

@@ -1,7 +1,8 @@
-"""What runs come to so far: progress, a row of figures for each, a table and a figure of several.
+"""Summaries of runs so far: progress, a row of figures per run, a one-line verdict and a figure of several.
 
-Everything follows from the runs' events (`mmlab.runs.follow`). How long is left follows from what the plans still
-cost, not from how many steps they have: with batches of different cost, a step is no measure of time.
+Everything is computed from the runs' events (`mmlab.runs.follow`). The time left is estimated from the cost
+of the batches still planned, not from the number of steps: batches differ in cost, so a step is no measure of
+time.
 
 Costs: a row takes about 0.1 ms, the figure a tenth of a second.
 """
@@ -22,8 +23,8 @@ from mmlab.types import PATCH
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WARMUP_STEPS = 2  # of a run, not representative
-_RECENT_STEPS = 200  # that a speed is taken from
+WARMUP_STEPS = 2  # first steps, which are not representative
+_RECENT_STEPS = 200  # from which a speed is computed
 
 
 class Progress(NamedTuple):
@@ -34,7 +35,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(runs: Iterable[RunState]) -> Progress:
-    """How far these runs are together, which take turns or follow each other; those that cannot be read do not count.
+    """The joint progress of runs that take turns or follow each other; unreadable runs do not count.
 
     >>> from mmlab.runs.events import RunEvent
     >>> run = RunState()
@@ -67,13 +68,13 @@ def progress_of(runs: Iterable[RunState]) -> Progress:
 
 
 def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
-    """What a row says of one rank of a run; None where nothing is known."""
+    """The figures of one rank of a run; None where a figure is not known."""
     step, device = run.latest("step", rank), run.latest("device", rank)
     seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
     timed = slice(WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0, None)
     timed_s = seconds[timed].sum()
     peaks = run.column_or_nan("peak_bytes", rank=rank)
-    peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts those of some steps
+    peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
 
     def ratio_of_time(key: str) -> float | None:
         return _ratio(run.column_or_nan(key, rank=rank)[timed].sum(), timed_s)
@@ -106,7 +107,7 @@ WASTE_KEYS = (*_SIZES, *_WASTES)  # of step events, that `waste_of` needs
 
 
 def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
-    """Padding shares of several steps from those of each: a share of text weighs as the step's padded texts, and so on.
+    """Padding shares of several steps together: each step is weighted by its padded texts, images, or both.
 
     >>> steps = {"num_samples": [1, 1], "num_tokens": [10, 30], "height": [16, 16], "width": [16, 16]}
     >>> steps |= {"text_waste": [0.0, 0.4], "image_waste": [0.0, 0.5], "combined_waste": [0.0, 0.4]}
@@ -114,7 +115,7 @@ def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
     {'text_waste': 0.3, 'image_waste': 0.25, 'combined_waste': 0.295}
 
     Args:
-        steps: columns of step events, those in `WASTE_KEYS`.
+        steps: the columns `WASTE_KEYS` of step events.
 
     Returns:
         Each share; None where a step lacks it.
@@ -128,11 +129,11 @@ def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
 
 
 def verdict_of(runs: Iterable[RunState]) -> str:
-    """Which run is the fastest, over which other one, and how far its epochs agree: one line for a person.
+    """One line for a person: which run is the fastest, its gain over another one, and the spread over epochs.
 
-    The fastest is compared with `random`, else with the first run; where it is that itself, with the next best. Epochs
-    that alternate are paired, so that what slows the machine for a while slows both; where one run began after the other
-    had ended, that is said. Empty before two runs have finished an epoch.
+    The fastest is compared with `random`, else with the first run; if it is that run itself, with the next
+    fastest. Epochs that alternate are paired, so that a slow phase of the machine affects both; if one run
+    began after the other had ended, the line says so. Empty before two runs have finished an epoch.
 
     >>> from mmlab.runs.events import RunEvent
     >>> runs = [RunState("random"), RunState("budget")]
@@ -175,7 +176,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
 
 
 def _epoch_speeds(run: RunState) -> list[float]:
-    """Samples a second of each epoch that was evaluated, without its first steps."""
+    """Samples a second of each evaluated epoch, without its first steps."""
     epochs, samples, seconds = (run.column_or_nan(key) for key in ("epoch", "num_samples", "step_s"))
     speeds = []
     for epoch in np.unique(epochs[np.isfinite(epochs)])[: run.count("eval")]:
@@ -188,11 +189,11 @@ def _epoch_speeds(run: RunState) -> list[float]:
 def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
     """Runs overlaid: loss, padded tokens and throughput of each step against samples seen, and memory.
 
-    Loss and throughput are pale behind their moving averages, in which each sample, or each second, counts alike. Memory
-    is what each step was predicted to need, where that is known, else what was held over time.
+    Loss and throughput are pale behind their moving averages, weighted by samples and by seconds. Memory is
+    the predicted peak of each step if known, else the memory in use over time.
 
     Args:
-        pale: names of runs that the others are only compared with.
+        pale: names of runs to draw pale, as a reference.
     """
     import pandas as pd
     from matplotlib.figure import Figure
@@ -218,10 +219,10 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         )
         for axis, column, weights in drawn:
             if weights is not None:
-                # added as an artist, a line does not stretch its axis
+                # a line added as an artist does not change the limits of its axis
                 axis.add_artist(Line2D(batch.cumsum(), column, color=colour, lw=0.5, alpha=0.15))
                 sums = pd.DataFrame({"value": column * weights, "weight": weights * np.isfinite(column)})
-                means = sums.fillna(0.0).ewm(span=1 + len(column) / 20).mean()  # of a twentieth of the run
+                means = sums.fillna(0.0).ewm(span=1 + len(column) / 20).mean()  # over a twentieth of the run
                 column = means["value"] / means["weight"]
             if np.isfinite(column).any():
                 axis.plot(batch.cumsum(), column, **style)
@@ -254,7 +255,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _planned_and_done(run: RunState) -> tuple[float, float]:
-    """Cost of the whole run and of what is done, in steps where no cost is known; NaN where neither is."""
+    """Cost of the whole run and of the steps done; in steps if no cost is known, NaN if neither is."""
     start = run.latest("start")
     if start.get("planned_cost"):
         return start["planned_cost"], run.done_cost
@@ -263,7 +264,7 @@ def _planned_and_done(run: RunState) -> tuple[float, float]:
 
 
 def _speed(run: RunState) -> float:
-    """Cost (or steps) a second, of the recent steps; NaN before the first."""
+    """Cost (or steps) per second over the recent steps; NaN before the first."""
     num_steps = run.count()
     first = max(min(WARMUP_STEPS, num_steps - 1), num_steps - _RECENT_STEPS, 0)
     seconds = run.column_or_nan("step_s", start=first)

@@ -2,9 +2,9 @@
 
 Reads the event files, so training does not depend on trackers and a run can be exported again later. Numbers of `step`,
 `epoch`, `eval` and `device` events become curves named `kind/key`, the start event's configuration the run's parameters.
-Steps that were done again after a resume appear once.
+Steps that were repeated after a resume appear once.
 
-Costs nothing in training. Does not: install a tracker, upload checkpoints, or follow a run that goes on.
+Costs nothing in training. Does not: install a tracker, upload checkpoints, or follow a run in progress.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
         target: TensorBoard's folder, the Weights & Biases project, or MLflow's tracking address.
 
     Raises:
-        DataError: no events in the folder.
-        OptionError: an unknown tracker, or one that is not installed.
+        DataError: there are no events in the folder.
+        OptionError: the tracker is unknown or not installed.
     """
     check_name("tracker", to, TRACKERS)
     folder = Path(run)
@@ -54,7 +54,7 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
 
 
 def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
-    """One rank's events without the steps that a later start from an earlier checkpoint did again.
+    """One rank's events without the steps that a resumed run repeated.
 
     >>> def event(kind, step): return RunEvent(kind, step, 0, 0.0, {})
     >>> done = [event("step", 1), event("step", 2), event("start", 1), event("step", 2)]
@@ -95,7 +95,7 @@ def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Se
 def _to_wandb(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
     wandb = import_module("wandb")
     with wandb.init(project=target, name=name, config=start) as run:
-        run.define_metric("*", step_metric="run_step")  # its own steps must not go back
+        run.define_metric("*", step_metric="run_step")  # wandb's own steps must not decrease
         for curve, value, step, _ in points:
             run.log({curve: value, "run_step": step})
 

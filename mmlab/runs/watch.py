@@ -1,8 +1,8 @@
 """`mmlab watch DIR`: the runs below a folder, live in a terminal, or once as text or JSON.
 
-One line a rank of each run: how far it is, what is left, memory, utilisation, waiting, waste, speed, loss. Everything
-comes from the runs' files, so it follows a run of a notebook, of `torchrun`, or one that ended last week. It only
-reads: ending it leaves the runs alone.
+One line per rank of each run: progress, time left, memory, utilisation, waiting, waste, speed, loss.
+Everything comes from the runs' files, so it follows a run of a notebook, of `torchrun`, or one that ended
+last week. It only reads: quitting does not affect the runs.
 
 Costs: reads what is new twice a second; about 2 % of a core for four runs. Does not: need torch, or draw curves.
 """
@@ -33,10 +33,10 @@ _MAX_MESSAGES = 3
 
 
 def summary(folder: str | Path) -> dict[str, Any]:
-    """What there is to see of the runs below a folder now, ready for JSON.
+    """The current state of the runs below a folder, ready for JSON.
 
     Raises:
-        DataError: no run there.
+        DataError: there is no run.
     """
     runs = Runs(folder)
     if not runs.poll():
@@ -85,10 +85,10 @@ def text_of(found: Mapping[str, Any], width: int = 160) -> str:
 def follow(folder: str | Path, *, interval_s: float = 0.5) -> dict[str, Any]:
     """Show the runs in the terminal until the last of them has ended; an interrupt ends the view, not the runs.
 
-    A folder without a run is waited for.
+    If the folder has no run yet, it waits for one.
 
     Returns:
-        What was shown last.
+        What was shown last, as from `summary`.
     """
     from rich.console import Console
     from rich.live import Live
@@ -106,7 +106,7 @@ def follow(folder: str | Path, *, interval_s: float = 0.5) -> dict[str, Any]:
 
 
 def table_of(found: Mapping[str, Any], width: int) -> Table:
-    """The runs as a table of rich: a line a rank. Where the terminal is narrow, the least important columns go."""
+    """The runs as a rich table, one line per rank. A narrow terminal drops the least important columns."""
     from rich.table import Table
     from rich.text import Text
 
@@ -130,7 +130,7 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
 
 
 def _lines(name: str, run: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """A line a rank: what stands under each heading. What is of the whole run stands in the first."""
+    """One line per rank: its texts by heading. Values of the whole run are in the first line only."""
     several = len(run["ranks"]) > 1
     for index, (rank, row) in enumerate(run["ranks"].items()):
         values = {**run, **row, "run": name, "rank": rank if several else ""}
@@ -141,7 +141,7 @@ def _lines(name: str, run: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def page_of(found: Mapping[str, Any], width: int) -> Group:
-    """The table, and below it what the runs have warned of."""
+    """The table, and below it the runs' warnings and errors."""
     from rich.console import Group
     from rich.text import Text
 
@@ -161,7 +161,7 @@ def _number(value: float | None, factor: float = 1.0, unit: str = "", *, digits:
 
 
 def _steps(row: Mapping[str, Any]) -> str:
-    """With how many there will be, about; no two epochs need have as many."""
+    """Steps done, and the approximate total while the run lasts: epochs may differ in their steps."""
     planned = f"/{row['planned_steps']}" if row["planned_steps"] and row["left_s"] else ""
     return f"{row['steps']}{planned}"
 
@@ -192,7 +192,7 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {  # heading -> how a 
     "W": lambda row: _number(row["power_w"]),
 }
 _OF_THE_RUN = ("run", "status", "done", "left")
-_FIRST_TO_GO = (  # where the terminal is narrow
+_FIRST_TO_GO = (  # columns that a narrow terminal drops, in this order
     *("W", "step ms", "use %", "rank", "waste %", "ranks %", "wait %", "memory GiB", "left", "loss", "step"),
     "samples/s",
 )

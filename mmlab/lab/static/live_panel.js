@@ -1,21 +1,21 @@
 // The page's half of mmlab/lab/live_panel.py. A Store keeps every row that the kernel sent, one for each model; a View
-// draws it into live_panel.html. Nothing here waits for the kernel but the buttons.
+// draws it into live_panel.html. Only the buttons wait for the kernel.
 
 const RUN_DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [4, 2], [1, 3], [12, 3], [6, 2, 1, 2, 1, 2]];
 const MEASURE_DASHES = [[], [6, 3], [1.5, 2.5], [9, 3, 2, 3], [3, 5], [12, 4]];
 const AXES = { sample: "sample", step: "step", second: "second", token: "padded token" };
 
-const ACK_EVERY = 25, ACK_MS = 2700; // messages, or time, between answers to the kernel; each costs it two milliseconds
-const SILENT_MS = 5000; // without word from the kernel for so long, it is called busy
+const ACK_EVERY = 25, ACK_MS = 2700; // messages, or time, between acknowledgements; each costs the kernel two milliseconds
+const SILENT_MS = 5000; // without a message from the kernel for so long, it is called busy
 const NUDGE_MS = 2500; // before that, ask whether it is there
 const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, CSS pixels
 const FONT = "px system-ui, sans-serif";
 const patches = (h, w) => Math.ceil(h / 16) * Math.ceil(w / 16);
 
 // robust: a few outliers do not set the range, and may be drawn on a log scale.
-// from: [track, column] of the measure, or several, of which the first with numbers counts; or f(columns, row) of steps;
-// sharp: never smoothed, as the highest counts.
-// or ratio: two of those, of which sums are divided where several steps count. learnt: steps that teach nothing are marked and no part of the line.
+// from: [track, column] of the measure, or several, of which the first with numbers is used; or f(columns, row) of steps;
+// or ratio: two of those, whose sums are divided where several steps are averaged.
+// sharp: never smoothed, because its maximum matters. learnt: steps without learning are marked, and not part of the line.
 const PLOTS = [
 	{ id: "loss", title: "loss", robust: true, measures: [
 		{ id: "loss", label: "training", from: [["step", "loss"]] },
@@ -63,7 +63,7 @@ class Series {
 	}
 }
 
-// A growing array worked out from others, row by row: `done` rows of it stand.
+// A growing array computed from others, row by row: the first `done` rows are final.
 class Derived {
 	constructor(Type, f) { this.Type = Type; this.f = f; this.done = 0; this.array = new Type(1024); }
 	upTo(n) {
@@ -140,13 +140,13 @@ class Line { // one run on one rank
 		const pauses = this.pauses(track);
 		return pauses.length ? (i) => pauses.some(([first, last]) => i >= first && i <= last) : null;
 	}
-	// Whether a line ends before row i: at a pause; on the axis of seconds also where it evaluated or waited for its turn.
+	// Whether a line ends before row i: at a pause; on the axis of seconds also where the run evaluated or waited for its turn.
 	isCut(track, axis) {
 		const { columns, n } = this.series(track), times = columns.time_s, usual = (times[n - 1] - times[0]) / n, paused = this.isPaused(track);
 		const last = columns.step_s ? (i) => columns.step_s[i] : () => usual;
 		return axis !== "second" ? paused : (i) => paused?.(i) || times[i] - times[i - 1] > 3 * last(i) + 0.5;
 	}
-	// From when to when it trained, in seconds, without pauses and others' turns.
+	// Intervals in which it trained, in seconds, without pauses and others' turns.
 	turns() {
 		const { n, columns: { time_s, step_s } } = this.series("step"), cut = this.isCut("step", "second"), spans = [];
 		for (let i = 0; i < n; i++) {
@@ -156,7 +156,7 @@ class Line { // one run on one rank
 		return spans;
 	}
 	teaches(i) { const { columns, finite } = this.series("step"); return !finite.loss || !Number.isNaN(columns.loss[i]); }
-	// Exponential mean with the start's bias taken out; gaps stay gaps.
+	// Exponential mean, corrected for the bias at the start; gaps stay gaps.
 	smoothed(measure, found, weight) {
 		if (!weight || measure.marks || measure.soft || measure.sharp) return found.values;
 		const name = `s${measure.id}`;
@@ -192,7 +192,7 @@ class Store {
 		this.listen = (message, buffers) => this.take(message, buffers);
 		this.part = () => { this.lost = true; this.schedule(); };
 		model.on("msg:custom", this.listen);
-		model.on("comm_live_update", this.part); // the kernel was restarted; a word from it would say otherwise
+		model.on("comm_live_update", this.part); // the kernel was restarted, unless it sends a message
 		this.timer = setInterval(() => this.watch(), 500);
 		this.born = Date.now();
 	}
@@ -306,7 +306,7 @@ const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
 
 /* ---- the page ---- */
 
-// element("span.dim", { title }, "text"): a span of class mmlp-dim
+// element("span.dim", { title }, "text"): makes a span of class mmlp-dim
 function element(kind, attributes = {}, ...children) {
 	const [tag, ...classes] = kind.split("."), made = document.createElement(tag);
 	if (classes.length) made.className = classes.map((name) => `mmlp-${name}`).join(" ");
@@ -424,7 +424,7 @@ class View {
 		else return;
 		event.preventDefault();
 	}
-	// Whether a part of the page has to be made anew, as what it shows has changed.
+	// Whether a part of the page must be redrawn because what it shows has changed.
 	isNew(part, ...facts) {
 		const wanted = JSON.stringify(facts);
 		return this.shown[part] !== wanted && (this.shown[part] = wanted, true);
@@ -583,7 +583,7 @@ class View {
 		});
 	}
 
-	// Of memory, what a process takes in all says little beside the bytes of its tensors: words, and no line.
+	// Memory of the whole process says little beside the bytes of its tensors: it is written as text, not drawn as a line.
 	isExtra(line, measure, soft) {
 		if (line.run[measure.source] !== "process RSS") return false;
 		const found = (line.run.peak_source !== "process RSS" || line.values({ from: [["step", "predicted_bytes"], ["step", "limit_bytes"]] })) && line.values(measure);
@@ -861,7 +861,7 @@ function strokeWide(g, path) {
 
 /* ---- the widget ---- */
 
-// A notebook would take b, d d, ... for itself.
+// A notebook would handle b, d d, ... itself.
 function keep(event) { if (!event.ctrlKey && !event.metaKey) event.stopPropagation(); }
 
 const stores = new Map();
