@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from mmlab.comparison.preparation import costs_of, suit
-from mmlab.comparison.sizing import largest_that
+from mmlab.comparison.sizing import largest_fitting
 from mmlab.data.collate import Sample, collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
@@ -233,7 +233,7 @@ class Planner:
         def fits(size: int) -> bool:
             return self.peak_bytes(make_scheduler(name, batch_size=size), setting.images) <= limit_bytes
 
-        size = largest_that(fits, first=self.batch_size, most=len(self.sizes[setting.images]))
+        size = largest_fitting(fits, first=self.batch_size, most=len(self.sizes[setting.images]))
         return make_scheduler(name, batch_size=size)
 
 

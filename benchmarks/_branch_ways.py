@@ -13,7 +13,7 @@ from _parallel_balance import VOCAB_SIZE
 from torch import distributed
 
 from mmlab.model.fusion_model import FusionModel
-from mmlab.model.parameters import learning, parameter_groups
+from mmlab.model.parameters import parameter_groups, trainable_parameters
 from mmlab.model.presets import build_model
 from mmlab.parallel.predict import Network, StepCosts, predict
 from mmlab.parallel.probe import probe_costs, probe_network
@@ -132,7 +132,7 @@ def _pipelined(sizes: Sizes) -> Callable[[], float | None]:
 
     def step() -> float | None:
         loss = pipeline.step(batch)
-        torch.nn.utils.clip_grad_norm_(learning(model), 1.0)  # of each stage by itself
+        torch.nn.utils.clip_grad_norm_(trainable_parameters(model), 1.0)  # of each stage by itself
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss

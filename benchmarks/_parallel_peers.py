@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mmlab.model.parameters import learning, parameter_groups
+from mmlab.model.parameters import parameter_groups, trainable_parameters
 from mmlab.parallel.bench import OBJECTIVES, Arm, BenchOptions, BuildArm, make_batch, seeded_model
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import parse_objectives
@@ -39,7 +39,7 @@ def _prepared(options: BenchOptions, rank: int) -> tuple[torch.nn.Module, Any, B
 
 
 def _prepare_steps(module: torch.nn.Module, wrapped: Any, optimizer: Any, batch: Batch, backward: Any) -> Arm:
-    weights = learning(module)
+    weights = trainable_parameters(module)
 
     def step() -> dict[str, float]:
         loss = wrapped(batch)

@@ -24,7 +24,7 @@ from _common import COCO_LENGTHS, goal, paired
 from schedulers import in_own_process, wide_sizes
 from torch import nn
 
-from mmlab.comparison.sizing import largest_that
+from mmlab.comparison.sizing import largest_fitting
 from mmlab.data.collate import Sample, collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
@@ -188,7 +188,7 @@ def largest_scheduler(
     first = int(tokens.max()) if is_budget else BATCH_SIZE
     most = int(tokens.sum()) if is_budget else len(sizes)
     return made(
-        largest_that(
+        largest_fitting(
             lambda size: peak_bytes(made(size), memory, sizes, epochs) <= limit, first=first, most=most
         )
     )

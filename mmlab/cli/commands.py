@@ -55,7 +55,7 @@ def compare(
 def train(
     config: Annotated[str, "see examples/train.toml"],
     *,
-    resume: Annotated[str, "where to go on from, if anywhere: auto, never, or a path"] = "never",
+    resume: Annotated[str, "resume from: auto, never, or the path of a checkpoint"] = "never",
     set: Annotated[tuple[str, ...], "change one key, as in trainer.lr=3e-4"] = (),
     runs: Annotated[str, "folder of all runs"] = "runs",
 ) -> Any:
@@ -110,7 +110,7 @@ def export(
 
     count = export_run(run, to, target)
     document = {"run": run, "to": to, "target": target, "num_points": count}
-    return Printed(document=document, text=f"Gave {count} points of {run} to {to} at {target}")
+    return Printed(document=document, text=f"Exported {count} points of {run} to {to} at {target}")
 
 
 def plan(
@@ -235,7 +235,7 @@ def inspect(
     image: Image = "aspect:224",
     images: Images = None,
     tokenizer: Tokenizer = "builtin",
-    skip_bad_rows: Annotated[bool, "list bad rows and go on without them"] = False,
+    skip_bad_rows: Annotated[bool, "list bad rows and continue without them"] = False,
     plot: Plot = None,
 ) -> Any:
     """Show sizes, aspects, lengths, and the padding each scheduler would cause."""

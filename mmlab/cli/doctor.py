@@ -101,7 +101,7 @@ def needed_libraries() -> dict[str, SpecifierSet]:
 def _libraries() -> Iterator[Check]:
     needed = needed_libraries()
     if not needed:
-        detail = "run from its source, so the libraries it needs are not known"
+        detail = "not installed (run from its source), so the libraries it needs are not known"
         yield _judged("mmlab", detail, "pip install .", bad=True)
     found = versions(needed)
     for name, wanted in needed.items():
@@ -131,7 +131,7 @@ def _torch() -> Iterator[Check]:
         # one of the operators that torchvision compiles
         torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        detail = f"they do not fit each other: {first_line(error)}"
+        detail = f"incompatible versions: {first_line(error)}"
         remedy = "pip install --upgrade torch torchvision, both from the same index"
         yield Check(name="torch and torchvision", status="missing", detail=detail, remedy=remedy)
     yield from _devices()

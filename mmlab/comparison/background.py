@@ -34,7 +34,7 @@ from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import PHASE, Control, replace_file, send
-from mmlab.runs.folders import COMPARISON_FILES, fresh_folder, held
+from mmlab.runs.folders import COMPARISON_FILES, exclusive_folder, move_earlier_aside
 
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
@@ -147,7 +147,7 @@ class BackgroundRun:
         if self.asked_to_stop:
             return {"status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
-        message = trace = f"its process ended{code} without saying why"
+        message = trace = f"its process ended{code} without an error message"
         with contextlib.suppress(FileNotFoundError):
             trace = f"{message}; its log ends:\n{(self.folder / LOG).read_text(errors='replace')[-4000:]}"
         return {"status": "failed", "message": message, "traceback": trace}
@@ -176,10 +176,10 @@ def start_compare(
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
     ours = (LOG, PROCESS, OUTCOME, PHASE)
-    with held(folder):  # fails while a run of another process uses the folder
+    with exclusive_folder(folder):  # fails while a run of another process uses the folder
         # move aside an earlier run's files now, so that followers of the new run do not see them
         if any((folder / name).exists() for name in COMPARISON_FILES):
-            fresh_folder(folder, (*COMPARISON_FILES, *ours))
+            move_earlier_aside(folder, (*COMPARISON_FILES, *ours))
         for name in ours:
             (folder / name).unlink(missing_ok=True)
     with (folder / LOG).open("wb") as log:
@@ -232,7 +232,7 @@ def _child() -> None:
         if not detached:
             threading.Thread(target=end_with_parent, args=(signal.SIGINT,), daemon=True).start()
         control = Control(options["out"], since_s=since_s)
-        control.say("importing torch")
+        control.report_phase("importing torch")
         import mmlab
 
         if mmlab.compare(data, schedulers, **options, control=control).interrupted:

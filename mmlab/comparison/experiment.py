@@ -39,7 +39,7 @@ from mmlab.loading.loader import default_num_workers
 from mmlab.machine import progress_bar, resolve_device, signals_held, versions
 from mmlab.model.presets import PRESETS
 from mmlab.runs.control import Control
-from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, fresh_folder, held
+from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, exclusive_folder, move_earlier_aside
 from mmlab.runs.summaries import WARMUP_STEPS
 from mmlab.schedule.base import Scheduler
 
@@ -80,11 +80,13 @@ def compare(
     chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device), num_workers=num_workers)
     control = control or Control(out)
     with ExitStack() as stack:
-        stack.enter_context(nullcontext() if out is None else held(Path(out)))  # no other run writes there
+        stack.enter_context(
+            nullcontext() if out is None else exclusive_folder(Path(out))
+        )  # no other run writes there
         names = scheduler_names(schedulers)
-        control.say("reading headers")
+        control.report_phase("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)
-        control.say("planning")
+        control.report_phase("planning")
         if isinstance(schedulers, Mapping):
             sized = as_configured(schedulers, chosen, train_set)
         else:
@@ -107,7 +109,7 @@ def compare(
             "versions": versions(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        folder = None if out is None else fresh_folder(Path(out), COMPARISON_FILES)
+        folder = None if out is None else move_earlier_aside(Path(out), COMPARISON_FILES)
         setup = ComparisonSetup(
             options=chosen,
             config=config,
@@ -123,7 +125,7 @@ def compare(
         gc.freeze()  # else each collection between turns would scan all imported objects
         stack.callback(gc.unfreeze)
         runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
-        control.say("reading every image once")
+        control.report_phase("reading every image once")
         _warm_page_cache(train_set, progress)
         interrupted = take_turns(runs, setup, progress)
         finished = min(len(run.epochs) for run in runs)

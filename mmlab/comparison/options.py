@@ -39,9 +39,9 @@ class SamplingOptions:
     length: Annotated[
         Literal["keep", "undersample", "oversample"], "samples of an epoch under ratios, see mmlab.Mixed"
     ] = "keep"
-    correct: Annotated[bool, "weigh samples that come more often less, so that the expected loss stays"] = (
-        False
-    )
+    correct: Annotated[
+        bool, "give samples that are drawn more often less weight: the expected loss is unchanged"
+    ] = False
 
     def __post_init__(self) -> None:
         if self.ratios is not None and self.adaptive == "sampling":
@@ -59,7 +59,7 @@ class ComparisonOptions(SamplingOptions):
 
     equal: Annotated[
         Literal["memory", "batch_size"],
-        "what schedulers have alike: the predicted memory of the largest batch, or the batch size (so with a budget)",
+        "what is equal for all schedulers: the predicted memory of the largest batch, or the batch size (with a budget, too)",
     ] = "memory"
     budget: Annotated[float | None, "padded tokens a batch may cost (default: what memory allows)"] = None
     batch_size: Annotated[

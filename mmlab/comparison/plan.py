@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from mmlab.comparison.config import RunConfig
-from mmlab.comparison.preparation import sampled
+from mmlab.comparison.preparation import with_sampling
 from mmlab.comparison.run import Run
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.machine import memory_limit
@@ -102,7 +102,7 @@ def plan_run(
         )
         scheduler = Fastest(**Fastest.options_among({**vars(scheduler), **bounds, "time": time}))
     memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
-    whole, weights = sampled(scheduler, dataset, config.sampling, progress=run.rank == 0)
+    whole, weights = with_sampling(scheduler, dataset, config.sampling, progress=run.rank == 0)
     if whole is scheduler and isinstance(scheduler, Memory) and follow:
         agree = group.largest
         following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)

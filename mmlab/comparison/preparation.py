@@ -110,7 +110,9 @@ def make_datasets(
     if not isinstance(data, kind):
         data = read(data, images=images, progress=progress)
     elif images is not None:
-        raise OptionError("images= goes with the path of the data; records know where their images are")
+        raise OptionError(
+            "images= applies only to data given as a path; records have the paths of their images"
+        )
     train, held_out = hold_out(data.sample(limit, seed=seed), seed=seed)
     if processor is not None:
         talks = partial(ConversationDataset, processor=loaded, cache=cache, progress=progress)
@@ -175,7 +177,7 @@ def model_of(options: ComparisonOptions, dataset: Any) -> nn.Module:
     return make_model(named, dataset, seed=options.seed)
 
 
-def sampled(
+def with_sampling(
     scheduler: Scheduler, dataset: MultimodalDataset, options: SamplingOptions, *, progress: bool = True
 ) -> tuple[Scheduler, NDArray[np.float64] | None]:
     """The scheduler, wrapped in one that chooses samples if asked for; (N,) weights in the loss, or None.
@@ -194,7 +196,7 @@ def sampled(
     return scheduler, weights if options.adaptive == "loss" else None
 
 
-def suit(model: nn.Module, plan: BatchPlan | LivePlan, dataset: Any = None) -> nn.Module:
+def packed_if_planned(model: nn.Module, plan: BatchPlan | LivePlan, dataset: Any = None) -> nn.Module:
     """Enable packed execution if the plan lays samples end to end; changes no weight.
 
     Args:

@@ -136,7 +136,7 @@ class Comparison:
             "The number of optimizer steps differs between schedulers.",
         ]
         if level := ", ".join(f"{one} and {other}" for one, other in self.overlapping):
-            notes.append(f"Their epochs overlap in samples/s, so these cannot be told apart: {level}.")
+            notes.append(f"Not distinguishable, because their epochs overlap in samples/s: {level}.")
         apart = all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
         if apart and self.config.get("processor") is None:
             notes.append("No batch of any scheduler holds two captions of one image.")

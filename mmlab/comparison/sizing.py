@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.comparison.preparation import COST, augmentation, model_of, sampled
+from mmlab.comparison.preparation import COST, augmentation, model_of, with_sampling
 from mmlab.errors import OptionError
 from mmlab.machine import GIB, memory_limit
 from mmlab.model.conversation_model import ConversationModel
@@ -29,7 +29,7 @@ from mmlab.pricing.step_prices import packing, price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, loading_seconds
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.cost import PaddedTokens, batch_costs, require_room
+from mmlab.schedule.cost import PaddedTokens, batch_costs, check_samples_fit
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import scheduler_type
@@ -123,7 +123,7 @@ class _Sizing:
             limit_bytes = max(map(self._peak_bytes, self._plans(baseline)))
         else:
             limit_bytes = memory_limit(options.device, memory_gb=options.memory_gb).usable_bytes
-            require_room(
+            check_samples_fit(
                 memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
             )
             baseline = self._largest("random", limit_bytes)
@@ -156,7 +156,7 @@ class _Sizing:
 
     def _plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
         """The plans of all epochs."""
-        planner, _ = sampled(scheduler, self.dataset, self.options, progress=False)
+        planner, _ = with_sampling(scheduler, self.dataset, self.options, progress=False)
         return (planner.plan(self.dataset.sizes, epoch=epoch) for epoch in range(self.options.epochs))
 
     def _largest(self, name: str, limit_bytes: float) -> Scheduler:
@@ -174,7 +174,7 @@ class _Sizing:
             plans = islice(self._plans(self._make(name, size)), num_epochs)
             return all(self._peak_bytes(plan) <= limit_bytes for plan in plans)
 
-        size = largest_that(fits, least=least, first=first, most=most)
+        size = largest_fitting(fits, least=least, first=first, most=most)
         while not fits(size, None):
             if size == least:
                 raise OptionError(
@@ -215,12 +215,12 @@ class _Sizing:
             )  # fmt: skip
 
 
-def largest_that(fits: Callable[[int], bool], *, least: int = 1, first: int, most: int) -> int:
+def largest_fitting(fits: Callable[[int], bool], *, least: int = 1, first: int, most: int) -> int:
     """The largest number up to `most` that fits, to within 1 %; `least` if none does.
 
     Assumes that everything below a number that fits also fits.
 
-    >>> largest_that(lambda number: number <= 41, first=8, most=1000)
+    >>> largest_fitting(lambda number: number <= 41, first=8, most=1000)
     41
     """
     low, high = least, first

@@ -30,7 +30,7 @@ from mmlab.comparison.preparation import (
     held_out_loader,
     make_datasets,
     make_model,
-    suit,
+    packed_if_planned,
 )
 from mmlab.comparison.run import Run
 from mmlab.errors import DataError
@@ -43,7 +43,7 @@ from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_lau
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.events import EVENT_FILES, RunEvent
-from mmlab.runs.folders import fresh_folder, held
+from mmlab.runs.folders import exclusive_folder, move_earlier_aside
 from mmlab.training.checkpoint.files import MANIFEST, check
 from mmlab.training.checkpoint.keeping import Checkpoints, restore
 from mmlab.training.loop import FusionTrainer
@@ -112,7 +112,7 @@ def train(
         rank, world_size, device = stack.enter_context(_joined(config))
         folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
-            stack.enter_context(held(folder))
+            stack.enter_context(exclusive_folder(folder))
             _prepare_folder(folder, resume, restarted=restarted)
         if world_size > 1:
             distributed.barrier()
@@ -157,7 +157,7 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
         raise DataError(f"{resume or 'an empty path'}: no checkpoint there; {_GIVE}")
     elsewhere = resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
     if elsewhere and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
-        fresh_folder(folder, _WRITTEN)
+        move_earlier_aside(folder, _WRITTEN)
     note_launch(folder / LAUNCH)
 
 
@@ -206,7 +206,7 @@ class _Training:
         # evaluation in mid-epoch takes the first batches only: random ones are a fair sample, sorted ones not
         self._held_out = held_out_loader(held_out_set, "random" if options.eval_batches else "sorted")
         self.trainer = FusionTrainer(
-            suit(model, self._loader.plan, train_set),
+            packed_if_planned(model, self._loader.plan, train_set),
             options,
             objectives=objectives,
             strategy=make_strategy(config.parallel),

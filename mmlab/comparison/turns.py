@@ -25,7 +25,14 @@ import torch
 from numpy.typing import NDArray
 
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.comparison.preparation import augmentation, costs_of, held_out_loader, model_of, sampled, suit
+from mmlab.comparison.preparation import (
+    augmentation,
+    costs_of,
+    held_out_loader,
+    model_of,
+    packed_if_planned,
+    with_sampling,
+)
 from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import Sized
@@ -68,7 +75,7 @@ class ComparisonSetup:
         gc.collect()  # frees the trainer before this one: trainers are in reference cycles
         options = self.options
         return FusionTrainer(
-            suit(model_of(options, self.train_set), plan, self.train_set),
+            packed_if_planned(model_of(options, self.train_set), plan, self.train_set),
             precision=options.precision,
             device=options.device,
             lr=options.lr,
@@ -118,7 +125,7 @@ class ComparisonRun:
     def __init__(self, name: str, scheduler: Scheduler, setup: ComparisonSetup) -> None:
         options = setup.options
         self.name, self._scheduler, self._setup = name, scheduler, setup
-        planner, weights = sampled(scheduler, setup.train_set, options, progress=False)
+        planner, weights = with_sampling(scheduler, setup.train_set, options, progress=False)
         self._loader = PlannedLoader(
             setup.train_set,
             planner,
@@ -217,7 +224,7 @@ class ComparisonRun:
         learnt = ~np.isnan(losses)  # the rest had no negatives
         if not learnt.any():
             raise DataError(
-                f"no batch of {self.name!r} holds two different images, so there is nothing to tell apart; "
+                f"no batch of {self.name!r} holds two different images, so a contrastive loss has no negatives; "
                 "give a larger batch size or budget, or more images"
             )
         predicted = {}

@@ -19,8 +19,8 @@ from mmlab.data.conversation_sizes import (
     answer_tokens,
     check_processor,
     count_images,
+    is_encoder_decoder,
     processor_inputs,
-    reads_apart,
     templated,
 )
 from mmlab.data.conversations import Message
@@ -50,11 +50,11 @@ class ConversationCollator:
 
     def __init__(self, processor: Any, *, packed_for: nn.Module | None = None) -> None:
         check_processor(processor)
-        self.processor, self.reads_apart = processor, reads_apart(processor)
-        self.num_asked: int | None = None  # tokens that an encoder-decoder's questions are padded to
+        self.processor, self.is_encoder_decoder = processor, is_encoder_decoder(processor)
+        self.question_length: int | None = None  # tokens that an encoder-decoder's questions are padded to
         self.pack: Callable[[dict[str, Tensor]], dict[str, Any]] = dict
         if packed_for is not None:
-            if self.reads_apart:
+            if self.is_encoder_decoder:
                 raise OptionError(REFUSED % (type(packed_for).__name__, "it is an encoder-decoder"))
             self.pack = Packer(packed_for)
             batch = self.padded(_two_samples())
@@ -69,13 +69,16 @@ class ConversationCollator:
         images = [list(row["images"]) for row in rows]
         shown = images if any(images) else None
         inputs = processor_inputs(processor, messages)
-        padding: Any = {"padding": "max_length" if self.num_asked else True, "max_length": self.num_asked}
+        padding: Any = {
+            "padding": "max_length" if self.question_length else True,
+            "max_length": self.question_length,
+        }
         try:
             batch = processor(images=shown, return_tensors="pt", **padding, **inputs)
         except Exception as error:  # processors raise nearly anything
             reason = f"{type(processor).__name__} cannot make a batch of {len(rows)} conversations: {error}"
             raise DataError(reason.splitlines()[0]) from error
-        if self.reads_apart:
+        if self.is_encoder_decoder:
             answers = [torch.tensor(answer) for answer in answer_tokens(processor, messages)]
             return {**batch, "labels": pad_sequence(answers, batch_first=True, padding_value=IGNORED)}
         if "suffix" in inputs:  # such processors label answers themselves

@@ -87,9 +87,9 @@ class ConversationDataset(Dataset[Sample]):
         self.collator = ConversationCollator(processor)
         found = conversation_sizes(conversations, processor, cache=cache, progress=progress)
         self.sizes: SampleSizes = found.sizes()
-        if self.collator.reads_apart and len(conversations):
+        if self.collator.is_encoder_decoder and len(conversations):
             (answer,) = answer_tokens(processor, conversations.messages[:1])
-            self.collator.num_asked = int(found.num_tokens[0]) - len(answer)
+            self.collator.question_length = int(found.num_tokens[0]) - len(answer)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -138,7 +138,7 @@ class ConversationDataset(Dataset[Sample]):
         """The batch of these rows, from the processor's output for them."""
         sizes, there = self.sizes.take(rows), inputs["attention_mask"].bool()
         input_ids, labels = inputs["input_ids"], inputs["labels"]
-        if self.collator.reads_apart:
+        if self.collator.is_encoder_decoder:
             there = torch.cat([there, labels != IGNORED], 1)
             labels = torch.cat([torch.full_like(input_ids, IGNORED), labels], 1)
             input_ids = torch.cat([input_ids, inputs["labels"].clamp(min=0)], 1)

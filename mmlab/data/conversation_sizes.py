@@ -72,7 +72,7 @@ def conversation_sizes(
             with np.load(path) as saved:
                 return ConversationSizes(**saved)
     found = _sizes(conversations, processor, progress)
-    if reads_apart(processor):
+    if is_encoder_decoder(processor):
         answers = [len(answer) for answer in answer_tokens(processor, conversations.messages)]
         found = found._replace(num_tokens=found.num_tokens.max(initial=0) + np.array(answers, dtype=np.int32))
     if path is not None:
@@ -96,7 +96,7 @@ def check_processor(processor: Any) -> None:
         )
 
 
-def reads_apart(processor: Any) -> bool:
+def is_encoder_decoder(processor: Any) -> bool:
     """Whether its models are encoder-decoders: its `is_encoder_decoder`, or else what transformers says."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -144,7 +144,7 @@ def processor_inputs(processor: Any, conversations: Sequence[list[Message]]) -> 
     Raises:
         OptionError: as `templated`, or several answers for a processor that takes one.
     """
-    apart = reads_apart(processor)
+    apart = is_encoder_decoder(processor)
     if processor.chat_template is None and (
         apart or "suffix" in signature(type(processor).__call__).parameters
     ):
@@ -250,7 +250,7 @@ def _count_tokens(processor: Any, messages: Sequence[list[Message]], progress: b
     """(N,) tokens of the texts, without the placeholder of each image."""
     counts: list[int] = []
     # an encoder-decoder's processor may rewrite a question, as Florence-2's does its tasks
-    plain = reads_apart(processor) and processor.chat_template is None
+    plain = is_encoder_decoder(processor) and processor.chat_template is None
     tokenize = processor if plain else processor.tokenizer
     starts = range(0, len(messages), _BATCH_SIZE)
     for start in progress_bar(starts, "counting tokens", show=progress):

@@ -23,7 +23,7 @@ from mmlab.comparison.run import Run
 from mmlab.integrations.sampler import PlannedSampler, place_of_process
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.runs.events import EVENT_FILES
-from mmlab.runs.folders import fresh_folder
+from mmlab.runs.folders import move_earlier_aside
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.runs.monitor import DeviceMonitor
 from mmlab.schedule.metrics import cells, lengths, waste
@@ -70,7 +70,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self.sampler, self.device, self.stopped = sampler, torch.device(device), False
         rank, self.world_size = place_of_process()
         if rank == 0 and step == 0:
-            fresh_folder(Path(folder), (EVENT_FILES,))
+            move_earlier_aside(Path(folder), (EVENT_FILES,))
         if self.world_size > 1 and distributed.is_initialized():
             distributed.barrier()
         cost = None if sampler is None else sampler.plan.limits.cost
@@ -87,13 +87,13 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
         self.is_open = True
         atexit.register(self._close_at_exit)
-        self.leave_out_time()
+        self.exclude_time()
 
     def begin_step(self) -> None:
         """Call this when the batch has arrived: the time since the last step counts as waiting for data."""
         self._waited_s = time.perf_counter() - self._ended_s
 
-    def leave_out_time(self) -> None:
+    def exclude_time(self) -> None:
         """Leave the time since the last step (evaluation, a checkpoint) out of the next one."""
         self._ended_s, self._waited_s = time.perf_counter(), 0.0
         if self.device.type == "cuda":
@@ -120,7 +120,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self.stopped = self._run.control.wait_if_paused_or_stop(
             agree=ProcessGroup(self.device).largest, emit=lambda kind, found: self._run.write(kind, **found)
         )
-        self.leave_out_time()
+        self.exclude_time()
         return values
 
     def write_step(self, values: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
     def write(self, kind: str, **values: Any) -> None:
         """Write another event, such as `eval`; the time since the last step is left out of the next."""
         self._run.write(kind, **values)
-        self.leave_out_time()
+        self.exclude_time()
 
     def close(self, error: BaseException | None = None) -> None:
         """Write how the run ended: done, stopped, or failed by this error."""

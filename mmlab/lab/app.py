@@ -79,7 +79,7 @@ def serve(notebook: str | Path | None = None, *, port: int = 0) -> Iterator[tupl
             while not _answers(port):
                 if server.poll() is not None:
                     log.seek(0)
-                    said = log.read().strip().splitlines() or ["it said nothing"]
+                    said = log.read().strip().splitlines() or ["it printed nothing"]
                     raise RunError(f"voila ended before it served anything: {said[-1]}")
                 if time.monotonic() > deadline_s:
                     raise RunError(f"voila did not answer at {url} within {START_S:.0f} s")

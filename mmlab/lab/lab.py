@@ -142,7 +142,7 @@ class Lab:
                     if self._panel is None:
                         self.panel().display()  # with its Stop, before the error ends the cell
                     raise OptionError(
-                        f"a run with other options is going on in {self.folder} ({changes}): stop it first (Stop in "
+                        f"a run with other options is active in {self.folder} ({changes}): stop it first (Stop in "
                         "its panel, or stop()), or give another folder, out=..."
                     )
                 return self

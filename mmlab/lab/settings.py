@@ -19,7 +19,7 @@ from torch import nn
 from mmlab.comparison.run import Run
 from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.figures import colours_of
-from mmlab.runs.folders import fresh_folder
+from mmlab.runs.folders import move_earlier_aside
 from mmlab.runs.follow import Runs, RunState
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.base import Objective
@@ -55,7 +55,7 @@ def train_with(
     window, rule = options.accumulation_steps, options.weighting
     name = " ".join([options.precision] + [f"x{window}"] * (window > 1) + [rule] * (rule != "fixed"))
     weighting = make_weighting(rule, list(objectives), interval=5, smoothing=0.3)
-    with Run(fresh_folder(Path(folder) / name, (EVENT_FILES,))) as run:
+    with Run(move_earlier_aside(Path(folder) / name, (EVENT_FILES,))) as run:
         run.start(run_name=name, precision=options.precision, num_steps=-(-len(batches) // window))
         learner = copy.deepcopy(model)
         trainer = FusionTrainer(learner, options, objectives=objectives, weighting=weighting, emit=run.emit)

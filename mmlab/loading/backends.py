@@ -217,7 +217,7 @@ def finish(loaded: LoadedBatch, meter: StageMeter, copier: Copier) -> LoadedBatc
 class Copier:
     """Pins batches and copies them to a device.
 
-    Copies to a CUDA device run on their own stream, while the device computes; `arrive` makes the current
+    Copies to a CUDA device run on their own stream, while the device computes; `wait_for_copies` makes the current
     stream wait for them without blocking the CPU.
 
     Args:
@@ -245,7 +245,7 @@ class Copier:
         with torch.cuda.stream(self._stream):  # does nothing where there is no stream
             return batch.to(self.device, non_blocking=True)
 
-    def arrive(self, batch: Batch) -> None:
+    def wait_for_copies(self, batch: Batch) -> None:
         """Let the current stream wait for the copies; for the thread that trains."""
         if self._stream is None:
             return

@@ -299,7 +299,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             number += 1
 
     def _complete(self, batch: Batch, rows: list[int]) -> Batch:
-        self._copier.arrive(batch)
+        self._copier.wait_for_copies(batch)
         if isinstance(batch, ConversationBatch):
             batch.dataset = self.dataset
         if self.weights is not None:

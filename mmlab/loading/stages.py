@@ -113,7 +113,7 @@ class StageReport:
         return self.rows[-1]["wait_ratio"]
 
     @property
-    def short_stage(self) -> str | None:
+    def bottleneck(self) -> str | None:
         """The busiest stage, if training waits for it; None if it idles too, as when an epoch starts."""
         busiest, wait_ratio = self._busiest, self.wait_ratio
         # without workers, training waits while the stages work; with them, for one that is mostly busy
@@ -129,7 +129,7 @@ class StageReport:
     @property
     def sentence(self) -> str:
         """Which stage is the bottleneck, and what would help."""
-        stage, busiest = self.short_stage, self._busiest
+        stage, busiest = self.bottleneck, self._busiest
         waited, busy = f"{self.wait_ratio:.1%} of the time", f"{busiest['busy_ratio']:.0%}"
         if stage is None:
             said = f"No stage is the bottleneck: training waited for data {waited}"

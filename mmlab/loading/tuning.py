@@ -112,7 +112,7 @@ class Tuner:
         if wait_ratio <= NO_WAIT_RATIO:
             self.done, after, verdict = True, setting, "training no longer waits"
         elif candidate == best:
-            after, verdict = self._widen(), "start"
+            after, verdict = self._next_candidate(), "start"
         elif setting == candidate and len(self._rates[candidate]) < _NUM_WINDOWS:
             after = best
         elif setting == candidate:
@@ -120,13 +120,13 @@ class Tuner:
             gain = np.median(rates) / np.median(before)
             if gain >= _SURE_GAIN or (gain >= _MIN_GAIN and min(rates) > max(before)):
                 self._best = candidate
-                after, verdict = self._widen(), f"kept: x {gain:.2f}"
+                after, verdict = self._next_candidate(), f"kept: x {gain:.2f}"
             else:
                 self.done, after, verdict = True, best, f"dropped: x {gain:.2f}"
         self.trials.append(Trial(*setting, samples_per_s, wait_ratio, self._ram_bytes(setting), verdict))
         return after
 
-    def _widen(self) -> Setting:
+    def _next_candidate(self) -> Setting:
         """The setting to compare with the best; if none is left, ends the search and returns the best."""
         best = self._best
         workers = min(2 * best.num_workers, self._most_workers)

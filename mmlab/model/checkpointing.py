@@ -52,7 +52,7 @@ def enable_checkpointing(model: nn.Module) -> nn.Module:
     return model
 
 
-def counts_batches(model: nn.Module) -> bool:
+def has_checkpointed_batch_norm(model: nn.Module) -> bool:
     """Whether a checkpointed block has running statistics, which recomputation must not change."""
     return any(isinstance(block.forward, _Checkpointed) and counting_norms(block) for block in _blocks(model))
 

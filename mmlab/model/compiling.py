@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError, check_name
-from mmlab.model.checkpointing import counts_batches
+from mmlab.model.checkpointing import has_checkpointed_batch_norm
 
 
 def compiled(model: nn.Module, device: torch.device, backend: str) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def compiled(model: nn.Module, device: torch.device, backend: str) -> Callable[.
     check_name("backend of torch.compile", backend, torch.compiler.list_backends(exclude_tags=None))
     if backend == "inductor":
         _check_compiler(device)
-    if backend.startswith("eager") and counts_batches(model):
+    if backend.startswith("eager") and has_checkpointed_batch_norm(model):
         raise OptionError(
             f"the backend {backend!r} of torch.compile would update the running statistics of checkpointed blocks twice; "
             "use 'aot_eager' or 'inductor', or checkpointing=False"

@@ -37,7 +37,7 @@ class Loss(NamedTuple):
     loss: Tensor
 
 
-def taking_batches(model: nn.Module) -> nn.Module:
+def accept_batches(model: nn.Module) -> nn.Module:
     """The model where its forward has an argument `batch`, else a `LossModel` of it."""
     return model if "batch" in inspect.signature(model.forward).parameters else LossModel(model)
 

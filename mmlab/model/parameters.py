@@ -42,7 +42,7 @@ def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return {part: weights for part, weights in parts.items() if weights}
 
 
-def learning(model: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The trainable parameters.
 
     Raises:

@@ -43,7 +43,7 @@ class DDPStrategy(ReduceStrategy):
         self.scale = float(self.world_size)
         self._used: set[int] = set()
         self._reduces = False  # whether this micro-batch's backward pass reduces
-        self.is_armed = False  # whether the reduction waits for every weight
+        self.reduction_started = False  # whether the reduction waits for every weight
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         """Wrap the trained weights; a collective.
@@ -69,7 +69,7 @@ class DDPStrategy(ReduceStrategy):
 
     def should_overlap(self, predicted_bytes: float | None) -> bool:
         self._used.clear()
-        self.is_armed = False
+        self.reduction_started = False
         return predicted_bytes is None or predicted_bytes <= NEAR_LIMIT * self._limit_bytes
 
     @contextmanager
@@ -84,12 +84,12 @@ class DDPStrategy(ReduceStrategy):
         loss = work()
         if self._reduces:
             loss = loss + self._ddp().to(loss.dtype)
-            self.is_armed = True
+            self.reduction_started = True
         return loss
 
     def drain_reduction(self, problem: Exception | None) -> None:
         try:
-            if not self.is_armed:
+            if not self.reduction_started:
                 self._ddp().backward()
             else:
                 for weight in self.weights:

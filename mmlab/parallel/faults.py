@@ -53,7 +53,7 @@ class _Sign(NamedTuple):
     num_exchanges: int = 0  # entered so far
     process: str = "not yet started"
     words: str | None = None  # its error, once it has ended; empty if it ended well
-    guilty: tuple[int, ...] = ()  # ranks because of which it ended
+    failed_ranks: tuple[int, ...] = ()  # ranks because of which it ended
 
 
 class RankWatch:
@@ -130,8 +130,8 @@ class RankWatch:
         The lowest rank that is not at fault also writes it to its events file, as a `warning`.
         """
         self._is_explaining = True
-        guilty, message = self._blame(f"the exchange between ranks broke off ({first_line(error)})")
-        self._tell(guilty, message)
+        failed_ranks, message = self._blame(f"the exchange between ranks broke off ({first_line(error)})")
+        self._tell(failed_ranks, message)
         return RunError(message)
 
     def _run(self) -> None:
@@ -142,18 +142,18 @@ class RankWatch:
             if waits and not self._is_explaining:
                 self._end(*self._blame(f"no progress for longer than timeout_s = {self.timeout_s:g}"))
 
-    def _end(self, guilty: tuple[int, ...], message: str) -> None:
+    def _end(self, failed_ranks: tuple[int, ...], message: str) -> None:
         """End this process, whose training loop hangs in an exchange that Python cannot leave."""
         step = self._here[0]
-        self._tell(guilty, message)
+        self._tell(failed_ranks, message)
         with suppress(Exception):
             self._write("end", step, status="failed", num_steps=step, message=message)
         print(f"mmlab: failed: RunError: {message}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _tell(self, guilty: tuple[int, ...], message: str) -> None:
-        self._beat(words=_words(RunError(message)), guilty=guilty)
-        left = [rank for rank in range(self.world_size) if rank not in guilty]
+    def _tell(self, failed_ranks: tuple[int, ...], message: str) -> None:
+        self._beat(words=_words(RunError(message)), failed_ranks=failed_ranks)
+        left = [rank for rank in range(self.world_size) if rank not in failed_ranks]
         if left[:1] == [self.rank]:
             with suppress(Exception):  # the error says the same
                 self._write("warning", self._here[0], message=message, source="ranks")
@@ -166,8 +166,8 @@ class RankWatch:
             while True:
                 signs = self._signs()
                 for rank, sign in signs.items():
-                    if sign.words and sign.guilty:  # it ended because of another rank, which it names
-                        return tuple(sign.guilty), sign.words.partition(": ")[2]
+                    if sign.words and sign.failed_ranks:  # it ended because of another rank, which it names
+                        return tuple(sign.failed_ranks), sign.words.partition(": ")[2]
                     if sign.words:
                         place = _place(rank, sign)
                         return (rank,), f"{place} and ended with an error of its own: {sign.words}"
@@ -208,11 +208,11 @@ class RankWatch:
                 found[rank] = _Sign(*json.loads(self._store.get(_key(rank)))) if there else _Sign()
         return found
 
-    def _beat(self, words: str | None = None, guilty: tuple[int, ...] = ()) -> None:
+    def _beat(self, words: str | None = None, failed_ranks: tuple[int, ...] = ()) -> None:
         """Write this rank's sign; last words, once set, stay."""
         with self._lock, suppress(RuntimeError):  # the store ends with its process
             step, doing, _ = self._here
-            changes: dict[str, Any] = {} if words is None else {"words": words, "guilty": guilty}
+            changes: dict[str, Any] = {} if words is None else {"words": words, "failed_ranks": failed_ranks}
             changes |= {"beat": self._own.beat + 1, "num_exchanges": self._num_exchanges}
             self._own = self._own._replace(step=step, doing=doing, **changes)
             self._store.set(_key(self.rank), json.dumps(self._own))

@@ -53,7 +53,9 @@ class Device:
             OptionError: it is not supported; the message names those that are.
         """
         if precision not in self.flops_per_s:
-            raise OptionError(f"{self.name} has no {precision}; choose one of {', '.join(self.flops_per_s)}")
+            raise OptionError(
+                f"{self.name} does not support {precision}; choose one of {', '.join(self.flops_per_s)}"
+            )
 
     def seconds(self, trace: StepTrace, precision: str = "fp32") -> float:
         """How long a traced step takes.

@@ -19,7 +19,7 @@ from mmlab.pricing.roofline import predict_time
 from mmlab.pricing.step_prices import packing, price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time
-from mmlab.schedule.cost import require_room
+from mmlab.schedule.cost import check_samples_fit
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import SampleSizes
 
@@ -127,7 +127,7 @@ def price_plans(
         else:
             network = named_model(model, vocab_size=_VOCAB_SIZE, device="meta" if named else "cpu")
         memory = fit_memory(network, dataset=dataset, device=kind, num_held_out=0, **priced)
-        require_room(memory, sizes, limit_bytes, "make images smaller, or take a larger device")
+        check_samples_fit(memory, sizes, limit_bytes, "make images smaller, or take a larger device")
         if named:
             priced |= {"dataset": dataset, "cost": memory, "budget": limit_bytes}
             time = predict_time(network, sizes, named, **priced)

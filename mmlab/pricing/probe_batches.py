@@ -73,7 +73,7 @@ class ProbeBatches:
         place = int((self._shapes[:, 2:] == (height, width)).all(axis=1).argmax())
         row, more = int(self.rows[place]), num_tokens - int(self._shapes[place, 1])
         sample, inputs = self._inputs[place], {}
-        length, apart = sample["input_ids"].shape[1], self.dataset.collator.reads_apart
+        length, apart = sample["input_ids"].shape[1], self.dataset.collator.is_encoder_decoder
         for name, value in sample.items():
             of_tokens = name == "labels" if apart else value.shape[1:2] == (length,)
             if of_tokens:

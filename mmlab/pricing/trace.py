@@ -23,8 +23,8 @@ from torch import nn
 
 from mmlab.errors import OptionError, unknown_name
 from mmlab.model.checkpointing import enable_checkpointing
-from mmlab.model.huggingface import taking_batches
-from mmlab.model.parameters import learning
+from mmlab.model.huggingface import accept_batches
+from mmlab.model.parameters import trainable_parameters
 from mmlab.pricing.fake import FakeDevice
 from mmlab.pricing.torch_internals import storage_key, without_modes
 from mmlab.pricing.values import device_asked_for
@@ -124,14 +124,14 @@ class StepTracer:
         self._make_batch = batches
         self.setting = StepSetting(**setting)
         self.fake = FakeDevice(self.setting.device)
-        self.model = self.fake.clone(taking_batches(model)).train()
+        self.model = self.fake.clone(accept_batches(model)).train()
         if self.setting.checkpointing:
             enable_checkpointing(self.model)
         with self.fake:
             self._live = _Trace(self.fake.device.type)
             self.objectives = parse_objectives(self.model, self.setting.objectives)
             self.precision = Precision(self.setting.precision, self.fake.device)
-            self.parameters = learning(self.model)
+            self.parameters = trainable_parameters(self.model)
             self.precision.check(self.parameters)
             self.optimizer = _optimizer(self.setting.optimizer, self.parameters)
             with self._live.add(self.model):

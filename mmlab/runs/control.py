@@ -52,7 +52,7 @@ def send(folder: str | Path, command: str) -> None:
 
 
 def read_phase(folder: str | Path) -> str:
-    """The last text of `Control.say` for a run in this folder; empty if there is none."""
+    """The last text of `Control.report_phase` for a run in this folder; empty if there is none."""
     with suppress(OSError):
         return (Path(folder) / PHASE).read_text()
     return ""
@@ -75,7 +75,7 @@ class Control:
         self.paused_s = 0.0  # spent waiting so far
         self.stopped = False  # the last result of `wait_if_paused_or_stop`
 
-    def say(self, phase: str) -> None:
+    def report_phase(self, phase: str) -> None:
         """Tell views what the run is doing before its first step; does nothing if there is no folder."""
         if self._path is not None:
             with suppress(FileNotFoundError):

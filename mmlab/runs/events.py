@@ -130,7 +130,7 @@ def warn(emit: Callable[[RunEvent], object] | None, message: str, *, source: str
         emit(RunEvent.now("warning", -1, {"message": message, "source": source}))
 
 
-class WrittenAnewError(DataError):
+class FileReplacedError(DataError):
     """An event file was replaced by a new one."""
 
 
@@ -148,11 +148,11 @@ def read_events(path: str | Path, offset: int = 0, head: bytes = b"") -> tuple[l
 
     Raises:
         DataError: a complete line is not an event.
-        WrittenAnewError: the file begins differently, or is shorter than `offset`.
+        FileReplacedError: the file begins differently, or is shorter than `offset`.
     """
     with open(path, "rb", buffering=0, opener=regular) as file:
         if file.read(len(head)) != head or file.seek(0, 2) < offset:
-            raise WrittenAnewError(f"{path}: the run was written anew; read it from offset 0")
+            raise FileReplacedError(f"{path}: the file was replaced by a new run; read it from offset 0")
         file.seek(offset)
         data = file.read()
     events = []

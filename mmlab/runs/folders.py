@@ -21,7 +21,7 @@ def is_aside(name: str) -> bool:
     return name.startswith(ASIDE) and name.removeprefix(ASIDE).isdecimal()
 
 
-def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
+def move_earlier_aside(folder: Path, written: Iterable[str]) -> Path:
     """Move an earlier run's files in a folder to `previous-N` inside it; returns the folder.
 
     Args:
@@ -40,7 +40,7 @@ def fresh_folder(folder: Path, written: Iterable[str]) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def exclusive_folder(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder, made if need be, until the context is left or this process ends.
 
     The lock is on the folder itself, so it leaves no file. Nothing is locked where locks are not supported.
@@ -54,7 +54,7 @@ def held(folder: Path) -> Iterator[None]:
         try:
             lock(descriptor, wait=False)
         except BlockingIOError:
-            problem = f"a run is going on in {folder}{_holder(folder)}; stop it, or name another folder"
+            problem = f"another run is active in {folder}{_holder(folder)}; stop it, or name another folder"
             raise OptionError(problem) from None
         yield
     finally:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mmlab.errors import DataError, unknown_name
 from mmlab.machine import IDENTITY, process_runs, regular
-from mmlab.runs.events import EVENT_FILES, RunEvent, WrittenAnewError, check_types, read_events
+from mmlab.runs.events import EVENT_FILES, FileReplacedError, RunEvent, check_types, read_events
 from mmlab.runs.folders import is_aside
 
 ACTIVE = ("waiting", "running", "paused")  # statuses of a run that has not ended
@@ -200,7 +200,7 @@ class RunState:
         for path, (inode, head, offset) in self._files.items():
             found = os.stat(path)
             if inode and (found.st_ino != inode or found.st_size < offset):
-                raise WrittenAnewError(f"{path} was written anew")
+                raise FileReplacedError(f"{path} was replaced by a new run")
             if found.st_size > offset:
                 events, offset = read_events(path, offset, head)
                 check_types(events, path)
@@ -276,7 +276,7 @@ class Runs:
                 continue
             try:
                 changed |= state._read() > 0
-            except WrittenAnewError:
+            except FileReplacedError:
                 self._take(folder, list(state._files))
                 changed = True
             except FileNotFoundError:  # moved aside: a new run may take its place

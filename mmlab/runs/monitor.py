@@ -67,7 +67,9 @@ class DeviceMonitor:
         self._stop.set()
         self._thread.join(timeout=10)
         if self._thread.is_alive():
-            warnings.warn("the device monitor hangs in a reading of the device", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                "the device monitor did not stop: reading the device hangs", RuntimeWarning, stacklevel=2
+            )
         if self.error is not None:
             warnings.warn(f"the device monitor failed: {self.error!r}", RuntimeWarning, stacklevel=2)
 

@@ -38,9 +38,9 @@ class FixedSize(Scheduler):
         if self.allow_collisions:
             return batches
 
-        def cut(put_out: Ints, turn: Ints) -> Block:
+        def cut(removed: Ints, turn: Ints) -> Block:
             by_turn = np.argsort(turn, kind="stable")
-            return Block(put_out[by_turn], _ends_of(turn[by_turn], self.batch_size))
+            return Block(removed[by_turn], _ends_of(turn[by_turn], self.batch_size))
 
         return resolve_collisions(sizes, batches, PaddedTokens().as_polynomial(), cut)
 

@@ -80,5 +80,5 @@ def resolve_collisions(
     num_out = int((batch_of < 0).sum())
     ends = np.cumsum(np.bincount(batch_of[batch_of >= 0], minlength=len(batches.ends)))
     rest = Block(order[by_batch[num_out:]], ends[np.diff(ends, prepend=0) > 0])
-    put_out = np.concatenate((order[by_batch[:num_out]], crowded))
-    return Block.join([rest, cut(put_out, images_of(sizes, put_out).occurrence)]) if len(put_out) else rest
+    removed = np.concatenate((order[by_batch[:num_out]], crowded))
+    return Block.join([rest, cut(removed, images_of(sizes, removed).occurrence)]) if len(removed) else rest

@@ -156,7 +156,7 @@ def described(num_tokens: int, height: int, width: int) -> str:
 _REMEDY = "raise the budget to this cost, or cut the text or the image"
 
 
-def require_room(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str = _REMEDY) -> None:
+def check_samples_fit(cost: CostModel, sizes: SampleSizes, budget: float, remedy: str = _REMEDY) -> None:
     """Check that every sample alone costs no more than a batch may.
 
     Raises:

@@ -21,7 +21,13 @@ from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.classic import aspect_class
 from mmlab.schedule.collisions import images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits, stable_order
-from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, costliest_sample, max_batch_size, require_room
+from mmlab.schedule.cost import (
+    MaxPolynomial,
+    PaddedTokens,
+    check_samples_fit,
+    costliest_sample,
+    max_batch_size,
+)
 from mmlab.schedule.metrics import lengths, sides, work
 from mmlab.schedule.ranks import balance
 from mmlab.types import PATCH, CostModel, SampleSizes
@@ -82,7 +88,7 @@ class Budget(Scheduler):
             budget = DEFAULT_MEAN_SAMPLES * float(self.cost.as_polynomial().at(1, text, image))
             budget = max(budget, costliest_sample(self.cost, sizes, enough=budget)[1])
         else:
-            require_room(self.cost, sizes, budget)
+            check_samples_fit(self.cost, sizes, budget)
         return Limits(self.cost, budget, time=self.time)
 
     def block_size(self, num_samples: int) -> int:

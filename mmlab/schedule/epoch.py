@@ -29,7 +29,7 @@ Taken = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GivenBlock:
+class FixedBatches:
     """Batches that were made elsewhere."""
 
     block: Block

@@ -18,7 +18,7 @@ from mmlab.errors import OptionError
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.collisions import images_of
 from mmlab.schedule.columns import Block, Ints, Limits
-from mmlab.schedule.cost import PaddedTokens, require_room
+from mmlab.schedule.cost import PaddedTokens, check_samples_fit
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES, mean_lengths
 from mmlab.schedule.metrics import cells, lengths, work
 from mmlab.schedule.ranks import balance, shorten_last_step
@@ -93,7 +93,7 @@ class Packed(Scheduler):
         """Tokens and patches of the largest pack within the budget, of which `share` are tokens."""
         if (cost := self.cost) is None:
             return budget
-        require_room(cost, sizes, budget)
+        check_samples_fit(cost, sizes, budget)
 
         def price(size: int) -> float:
             text, image = _rooms(size, share)

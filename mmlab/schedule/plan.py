@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mmlab.errors import OptionError
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.cost import PaddedTokens, batch_costs
-from mmlab.schedule.epoch import EpochBlocks, GivenBlock
+from mmlab.schedule.epoch import EpochBlocks, FixedBatches
 from mmlab.schedule.metrics import lengths
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
@@ -45,7 +45,7 @@ class BatchPlan:
 
     def __init__(
         self,
-        source: EpochBlocks | GivenBlock,
+        source: EpochBlocks | FixedBatches,
         sizes: SampleSizes,
         *,
         start: Position = _START,
@@ -62,7 +62,7 @@ class BatchPlan:
         """A plan of given batches, to report on or train with batches that were made elsewhere."""
         order = np.concatenate([np.empty(0, np.int64), *(np.asarray(batch, np.int64) for batch in batches)])
         ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
-        return cls(GivenBlock(Block(order, ends), limits), sizes)
+        return cls(FixedBatches(Block(order, ends), limits), sizes)
 
     def __iter__(self) -> PlanIterator:
         return PlanIterator(self)

@@ -165,7 +165,7 @@ def _masked_losses(
 
 
 @torch.no_grad()
-def offending(trainer: TrainerSetup, batches: Iterable[Batch]) -> list[str]:
+def nonfinite_samples(trainer: TrainerSetup, batches: Iterable[Batch]) -> list[str]:
     """Ids of the samples for which a model's output is not finite, each run by itself.
 
     Leaves the model in evaluation mode: batch normalisation neither learns from these samples nor refuses a lone one.

@@ -17,12 +17,12 @@ from mmlab.errors import OptionError, RunError
 from mmlab.machine import resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
-from mmlab.model.huggingface import taking_batches
-from mmlab.model.parameters import freeze, learning, parameter_groups, parts_of
+from mmlab.model.huggingface import accept_batches
+from mmlab.model.parameters import freeze, parameter_groups, parts_of, trainable_parameters
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
-from mmlab.training.evaluation import evaluate, offending
+from mmlab.training.evaluation import evaluate, nonfinite_samples
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.contrastive import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.names import parse_objectives
@@ -98,7 +98,7 @@ class TrainerSetup:
         options = self.options
         self.device = torch.device(resolve_device(options.device or "auto"))
         self.precision = Precision(options.precision, self.device)
-        model = taking_batches(model)
+        model = accept_batches(model)
         freeze(model, options.freeze)
         if options.checkpointing:
             enable_checkpointing(model)
@@ -137,7 +137,7 @@ class TrainerSetup:
 
     def _make_optimizer(self) -> None:
         options = self.options
-        self.parameters, self._parts = learning(self.model), parts_of(self.model)
+        self.parameters, self._parts = trainable_parameters(self.model), parts_of(self.model)
         self.precision.check(self.parameters)
         decay, factors = options.weight_decay, options.lr_factors
         groups = parameter_groups(self.model, weight_decay=decay, lr_factors=factors)
@@ -153,7 +153,7 @@ class TrainerSetup:
             culprit = "some sample of this step: under fsdp they cannot be looked at one by one"
         else:
             self.strategy.gather_weights()
-            if ids := offending(self, window.learnable):
+            if ids := nonfinite_samples(self, window.learnable):
                 culprit = f"samples {', '.join(ids)}"
         message = f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {culprit}"
         if self.options.on_nonfinite == "raise" or not result.skipped:

@@ -413,7 +413,7 @@ def test_before_the_first_step_the_panel_says_what_the_run_does(notebook: Notebo
     folder = notebook.server.files / "phases"
     with RunLog(folder / "runs" / "random") as log:
         log.write("start", 0, run_name="random", num_steps=4)
-        Control(folder).say("planning")
+        Control(folder).report_phase("planning")
         panel = notebook.show("LivePanel('phases')")
         expect(panel.root.locator(".mmlp-phase")).to_have_text("planning …")
         expect(panel.root.locator(".mmlp-grid")).to_be_hidden()

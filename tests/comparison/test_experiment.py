@@ -27,7 +27,7 @@ from mmlab.machine import resolve_device
 from mmlab.pricing.time_model import TimeModel
 from mmlab.runs.events import read_runs
 from mmlab.runs.figures import colours_of
-from mmlab.runs.folders import held
+from mmlab.runs.folders import exclusive_folder
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.schedulers import make_scheduler
@@ -324,7 +324,7 @@ def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(
     assert figure.get_suptitle().replace("\n", " ").startswith(found.headline)
     figure.draw_without_rendering()
     assert max(text.get_window_extent().width for text in figure.texts) < figure.bbox.width
-    told = "Their epochs overlap in samples/s, so these cannot be told apart: budget and random."
+    told = "Not distinguishable, because their epochs overlap in samples/s: budget and random."
     assert (told in found.notes()) == noted
 
 
@@ -356,8 +356,8 @@ def test_a_second_comparison_in_a_folder_is_refused_and_moves_nothing(
     records: Records, tmp_path: Path
 ) -> None:
     (tmp_path / "table.csv").write_text("of the first")
-    refused = f"a run is going on in {tmp_path}.*; stop it, or name another folder"
-    with held(tmp_path):
+    refused = f"another run is active in {tmp_path}.*; stop it, or name another folder"
+    with exclusive_folder(tmp_path):
         with pytest.raises(OptionError, match=refused):
             compare(records, ("random",), out=tmp_path, **SHORT)
         with pytest.raises(OptionError, match=refused):
@@ -401,7 +401,7 @@ def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
         ({"lr": -1.0}, "compare: lr must be at least 0, found -1.0"),
         ({"seed": 2**64}, "seed must be at most"),
         ({"num_workers": -1}, "num_workers must be at least 0, found -1"),
-        ({"images": "x"}, "images= goes with the path of the data"),
+        ({"images": "x"}, "images= applies only to data given as a path"),
         ({"budget": 3}, "budget"),
         ({"image": "round:3"}, "image policy 'round:3'"),
         ({"device": "cuda:77"}, "device 'cuda:77' cannot be used here"),

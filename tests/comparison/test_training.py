@@ -27,7 +27,7 @@ from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.events import read_events
-from mmlab.runs.folders import held
+from mmlab.runs.folders import exclusive_folder
 from mmlab.runs.trackers import current_events, export_run
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.training.checkpoint.files import read_checkpoint
@@ -227,11 +227,11 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
 ) -> None:
     command = ["train", str(config), "--runs", str(tmp_path)]
     command += ["--set", "trainer.num_epochs=1", "--set", "data.limit=40"]
-    with held(tmp_path / "small"):
+    with exclusive_folder(tmp_path / "small"):
         (tmp_path / "small" / "config.toml").touch()
         for resume in ("never", "auto"):
             assert main([*command, "--resume", resume]) == 2
-            assert f"a run is going on in {tmp_path / 'small'}" in capsys.readouterr().err
+            assert f"another run is active in {tmp_path / 'small'}" in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "small").iterdir()] == ["config.toml"]
     assert main(command) == 0
     assert (tmp_path / "small" / "previous-1" / "config.toml").exists()

@@ -15,7 +15,7 @@ import pytest
 
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError
-from mmlab.runs.folders import held
+from mmlab.runs.folders import exclusive_folder
 from tests.data.test_tar_shards import pairs, shard
 
 
@@ -62,7 +62,7 @@ def test_a_disk_without_locks_is_no_obstacle(tmp_path, store, cache, monkeypatch
     monkeypatch.setattr(fcntl, "flock", refuse)
     put(store, tmp_path / "train/0.tar", "a")
     assert read_records("memory://bucket/train/0.tar", progress=False).ids == ["0.tar/a"]
-    with held(tmp_path / "run"):
+    with exclusive_folder(tmp_path / "run"):
         pass
 
 

@@ -88,7 +88,7 @@ def test_a_run_is_paused_looked_at_opened_again_and_finished(scenes: Path, tmp_p
     assert other.options["epochs"] == 2
     again = Lab(scenes, schedulers=("random", "budget"), out=tmp_path / "out", epochs=2, **SMALL).start()
     assert again.state == "paused", "the same lab made anew, as when its cell is run twice, finds its run"
-    with pytest.raises(OptionError, match="a run with other options is going on in"):
+    with pytest.raises(OptionError, match="a run with other options is active in"):
         Lab(scenes, schedulers=("random",), out=tmp_path / "out", **SMALL).start()
 
     other.resume()
@@ -355,7 +355,7 @@ def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_ke
     assert panel._followed == [tmp_path]
 
     again = Lab(scenes, epochs=2, **options)  # the cell is run again with other options
-    with pytest.raises(OptionError, match=r"a run with other options is going on in .* \(epochs=10000\)"):
+    with pytest.raises(OptionError, match=r"a run with other options is active in .* \(epochs=10000\)"):
         again.start()
     assert again.state == "running"
     again.stop()

@@ -24,7 +24,7 @@ def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path
         batches = list(loader)
         duration_s = time.perf_counter() - started
     report = loader.stage_report()
-    assert report.short_stage == "decode"
+    assert report.bottleneck == "decode"
     assert "decode is the bottleneck: training waited" in str(report)
     assert "<td>decode</td>" in report._repr_html_()
     events = [event for event in read_events(log.path)[0] if event.kind == "stage"]
@@ -88,14 +88,14 @@ def report_of(
 @pytest.mark.parametrize("shared", [False, True], ids=["threads", "processes"])
 def test_a_stage_that_idles_is_not_blamed_for_the_wait(shared: bool) -> None:
     report = report_of({"read": 0.01, "decode": 0.08, "collate": 0.01}, 0.03, shared=shared)
-    assert report.short_stage is None
+    assert report.bottleneck is None
     assert "decode, worked 8% of it" in report.sentence
     assert "would help" not in report.sentence
 
 
 def test_without_workers_the_stage_that_takes_the_time_is_short() -> None:
     report = report_of({"read": 0.01, "decode": 0.2, "collate": 0.02}, 0.24, shared=True)
-    assert report.short_stage == "decode"
+    assert report.bottleneck == "decode"
     assert "waited 24.0% of the time" in report.sentence
 
 

@@ -79,7 +79,7 @@ def same_gradient(rank: int, world_size: int) -> None:
         assert difference <= 1e-12, difference
         assert abs(values["loss"] - whole["loss"]) <= 1e-12 * abs(whole["loss"])
     assert counters["stats"]["unique_graphs"] > 0  # it was compiled
-    assert trainer.strategy.is_armed  # and overlapped
+    assert trainer.strategy.reduction_started  # and overlapped
     every_rank_has_the_same_weights(trainer)
     if rank == 0:
         print(f"compiled, {world_size} ranks: {difference:.1e}")

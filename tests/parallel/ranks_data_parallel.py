@@ -100,7 +100,7 @@ def same_gradient(rank: int, world_size: int) -> None:
         for step in range(2):  # buckets are ordered anew after the first
             found, values = by_weight(trainer, window(rank))
             expected, whole = by_weight(single, every)
-            assert trainer.strategy.is_armed  # it was overlapped
+            assert trainer.strategy.reduction_started  # it was overlapped
             for name, one in expected.items():
                 assert (one is None) == (found[name] is None), name
             assert any(one is None for one in expected.values())  # of the head for hidden tokens
@@ -210,7 +210,7 @@ def goes_on_whichever_operation_fails(rank: int) -> None:
         assert values["num_out_of_memory"] == device.num_failures
         every_rank_has_the_same_weights(trainer)
         trainer.train_step(mine)  # and the reduction is ready for the next step
-        assert trainer.strategy.is_armed
+        assert trainer.strategy.reduction_started
         return device, trainer
 
     updated(None)

@@ -98,10 +98,12 @@ def fail(folder: Path) -> None:
         distributed.barrier()
         return rank > 0 or sorted(folder.rglob("*")) == before
 
-    for guilty in (0, 1):
-        if rank == guilty:
+    for failed_ranks in (0, 1):
+        if rank == failed_ranks:
             resource.setrlimit(resource.RLIMIT_FSIZE, (LITTLE_BYTES, limits[1]))
-        with pytest.raises(RunError, match=rf"^rank {guilty} could not write its shares.*File too large"):
+        with pytest.raises(
+            RunError, match=rf"^rank {failed_ranks} could not write its shares.*File too large"
+        ):
             checkpoints.save(trainer.state_dict(), ranks=trainer.strategy)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert nothing_is_left()

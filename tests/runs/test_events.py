@@ -159,7 +159,7 @@ def test_a_bad_line_and_a_rewritten_file_are_named(tmp_path: Path) -> None:
         DataError, match=rf"{re.escape(str(path))}: the line at byte 47 is not an event.*not json"
     ):
         read_events(path)
-    with pytest.raises(DataError, match="the run was written anew; read it from offset 0"):
+    with pytest.raises(DataError, match="the file was replaced by a new run; read it from offset 0"):
         read_events(path, 1000)
 
 

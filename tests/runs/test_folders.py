@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from mmlab.errors import OptionError
-from mmlab.runs.folders import fresh_folder, held
+from mmlab.runs.folders import exclusive_folder, move_earlier_aside
 
 # holds a folder, has a child that outlives it, and waits to be killed
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from mmlab.runs.folders import held
-with held(Path(sys.argv[1])):
+from mmlab.runs.folders import exclusive_folder
+with exclusive_folder(Path(sys.argv[1])):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
     print(child.pid, flush=True)
     time.sleep(60)
@@ -28,11 +28,11 @@ with held(Path(sys.argv[1])):
 
 def test_a_number_is_never_used_again_while_a_later_one_is_there(tmp_path: Path) -> None:
     for text in ("first", "second", "third"):
-        (fresh_folder(tmp_path, ["log*.txt"]) / "log.txt").write_text(text)
+        (move_earlier_aside(tmp_path, ["log*.txt"]) / "log.txt").write_text(text)
     (tmp_path / "previous-1" / "log.txt").unlink()
     (tmp_path / "previous-1").rmdir()
     (tmp_path / "previous-mine").mkdir()
-    fresh_folder(tmp_path, ["log*.txt"])
+    move_earlier_aside(tmp_path, ["log*.txt"])
     kept = {path.parent.name: path.read_text() for path in tmp_path.glob("*/log.txt")}
     assert kept == {"previous-2": "second", "previous-3": "third"}
 
@@ -46,15 +46,15 @@ def test_a_folder_is_held_until_its_holder_is_gone_and_no_child_keeps_it(tmp_pat
             process = rf" \(process {holder.pid} on {platform.node()}\)" if sys.platform == "linux" else ""
             with (
                 pytest.raises(OptionError, match=rf"going on in {folder}{process}; stop it, or name another"),
-                held(folder),
+                exclusive_folder(folder),
             ):
                 pass
-            with held(tmp_path / "other"):
+            with exclusive_folder(tmp_path / "other"):
                 holder.kill()
                 holder.wait()
             for _ in range(2):
-                with held(folder):
-                    fresh_folder(folder, ["*"])
+                with exclusive_folder(folder):
+                    move_earlier_aside(folder, ["*"])
         finally:
             os.kill(child, signal.SIGKILL)
     assert list(folder.iterdir()) == []
