@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -20,7 +20,7 @@ import torch
 
 from mmlab.data.collate import Pixels, Sample, put
 from mmlab.errors import DataError
-from mmlab.types import PATCH, Batch, Region, SampleSizes
+from mmlab.types import Batch, Region, SampleSizes
 
 # copying a large image from memory takes less, unless other threads or programs are in the way
 _SLOW_READ_S = 2.5e-4
@@ -49,13 +49,11 @@ class BatchRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be read, and what was done about it."""
+    """A sample that could not be read."""
 
     record_id: str
     image_path: str | None
     message: str
-    policy: str  # raise, skip or replace
-    replaced_by: str | None = None  # id of the record that came in its place
 
 
 class Upcoming:
@@ -98,7 +96,7 @@ class LoadedBatch(NamedTuple):
     """The outcome of a request; `batch` is None if every sample was left out."""
 
     request: BatchRequest
-    rows: list[int]  # of the batch, after skipping and replacing
+    rows: list[int]  # of the batch, those that could not be read left out
     batch: Batch | None
     bad_samples: list[BadSample]
     num_hits: int  # samples that the cache had
@@ -112,16 +110,11 @@ class SampleLoader:
 
     Without a cache, a random crop is cut from the image as it is stored and resized once. With a cache, it is
     cut from the cached image, which was already resized: the same part of the picture, but less sharp.
-
-    Args:
-        on_bad_sample: `raise` ends the epoch, `skip` leaves the sample out, `replace` takes the sample
-            nearest in size that fits into the planned batch, or leaves it out if none does.
     """
 
     dataset: Any  # a `MultimodalDataset` or a `ConversationDataset`
     augment: Augmentation | None = None
     seed: int = 0
-    on_bad_sample: str = "raise"
 
     @cached_property
     def sizes(self) -> SampleSizes:
@@ -146,11 +139,12 @@ class SampleLoader:
             return error
 
     def sample(self, request: BatchRequest, row: int, found: Any, out: Pixels | None = None) -> LoadedSample:
-        """The sample of a row, from what `read` returned, by `on_bad_sample`; its image is put into `out`."""
+        """The sample of a row, from what `read` returned; its image is put into `out`."""
         try:
             loaded = LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
         except DataError as error:
-            loaded = self._without(request, row, error)
+            records = self.dataset.records
+            return LoadedSample(row, None, BadSample(records.ids[row], records.image_paths[row], str(error)))
         sample = None if loaded.hit else loaded.sample  # the cache has put it there
         if out is not None and sample is not None and sample["image"] is not None:
             sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
@@ -240,30 +234,6 @@ class SampleLoader:
         top, rows = _rescaled(region.top, region.height, kept.height, height)
         left, columns = _rescaled(region.left, region.width, kept.width, width)
         return Region(kept.top + top, kept.left + left, rows, columns)
-
-    def _without(self, request: BatchRequest, row: int, error: DataError) -> LoadedSample:
-        records = self.dataset.records
-        about = (records.ids[row], records.image_paths[row], str(error))
-        for other in self._substitutes(request, row) if self.on_bad_sample == "replace" else ():
-            try:
-                sample = self._decode(request, other, self.read(other))
-            except DataError:
-                continue  # it is reported with the batch that it belongs to
-            return LoadedSample(other, sample, BadSample(*about, "replace", records.ids[other]))
-        policy = "raise" if self.on_bad_sample == "raise" else "skip"
-        return LoadedSample(row, None, BadSample(*about, policy))
-
-    def _substitutes(self, request: BatchRequest, row: int) -> Iterator[int]:
-        """Rows outside the batch that fit into its padded shape, the nearest in size first."""
-        sizes = self.sizes
-        # what must fit, and the difference in it that counts as one step
-        columns = ((sizes.num_tokens, 1), (sizes.height, PATCH), (sizes.width, PATCH))
-        fits = np.ones(len(sizes), dtype=bool)
-        fits[request.rows] = False
-        for column, _ in columns:
-            fits &= (column <= column[request.rows].max()) & ((column > 0) == (column[row] > 0))
-        distance = sum(np.abs(column[fits] - int(column[row])) / step for column, step in columns)
-        yield from np.flatnonzero(fits)[np.argsort(distance, kind="stable")].tolist()
 
 
 def blocks_read() -> int:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mmlab.loading.cache.store import SampleCache
 
 BACKENDS = ("threads", "torch")
-ON_BAD_SAMPLE = ("raise", "skip", "replace")
+ON_BAD_SAMPLE = ("raise", "skip")
 _REPORT_S = 1.0  # between two reports of the stages
 
 
@@ -68,9 +68,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         augment: changes decoded images at random, by (the scheduler's seed, epoch, record id). Crops of
             `mmlab.Augment` are cut from the stored image and resized once; with a cache, they are the same
             part of the cached image, which is faster but less sharp.
-        on_bad_sample: what to do when an image cannot be read during a run: `raise` a DataError, `skip` the
-            sample, or `replace` it by one of similar size that fits into the planned batch. Each emits a
-            `bad_sample` event.
+        on_bad_sample: what to do when an image cannot be read during a run: `raise` a DataError, or `skip` the
+            sample. Each emits a `bad_sample` event.
         max_bad_samples: more than this in an epoch raise a RunError.
         max_ram_gb: limit on the memory of batches under way, in GiB; a quarter of the machine's unless given.
         emit: takes each `RunEvent` (`stage`, `bad_sample`, `warning`), for example `RunLog(folder).emit`. Without it,
@@ -110,13 +109,11 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             dataset.cache = cache
         self.dataset, self.scheduler = dataset, scheduler
         self._is_closed = False
-        self.max_bad_samples = max_bad_samples
+        self.on_bad_sample, self.max_bad_samples = on_bad_sample, max_bad_samples
         self.bad_samples: list[BadSample] = []  # of the last iteration, as far as delivered
         max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)
         self._emit = emit
-        self._loader = SampleLoader(
-            dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0), on_bad_sample=on_bad_sample
-        )
+        self._loader = SampleLoader(dataset=dataset, augment=augment, seed=getattr(scheduler, "seed", 0))
         self._copier = Copier(pin=torch.cuda.is_available() and pin_memory is not False, device=device)
         kind: Any = ThreadBackend
         if backend == "torch" and workers:
@@ -312,11 +309,10 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             self._num_bad += 1
             if self._emit is not None:
                 self._emit(RunEvent.now("bad_sample", -1, asdict(bad)))
-            if bad.policy == "raise":
+            if self.on_bad_sample == "raise":
                 raise DataError(bad.message)
             if self._emit is None:
-                fate = f"replaced by {bad.replaced_by!r}" if bad.replaced_by else "left out"
-                warnings.warn(f"{bad.message} ({fate})", RuntimeWarning, stacklevel=4)
+                warnings.warn(f"{bad.message} (left out)", RuntimeWarning, stacklevel=4)
             if self._num_bad > self.max_bad_samples:
                 raise RunError(
                     f"{self._num_bad} samples of epoch {self.epoch} could not be read, and max_bad_samples "
