@@ -22,8 +22,7 @@ from PIL import Image
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from mmlab.comparison.preparation import costs_of, suit
-from mmlab.comparison.sizing import largest_fitting
+from mmlab.comparison.preparation import costs_of, packed_if_planned
 from mmlab.data.collate import Sample, collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
@@ -31,6 +30,7 @@ from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
+from mmlab.pricing.equal_memory import largest_fitting
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.timing import fit_time
@@ -342,7 +342,7 @@ def make_arms(records: Records, folder: Path, num_epochs: int, on: Accelerator) 
             Arm(
                 name=name,
                 trainer=FusionTrainer(
-                    suit(on.build(vocab_size), plans[0]),
+                    packed_if_planned(on.build(vocab_size), plans[0]),
                     objectives={"contrastive": Contrastive(num_negatives=on.batch_size - 1)},
                     lr=on.lr,
                     total_steps=num_steps + WARM_UP_BATCHES,

@@ -24,12 +24,12 @@ from _common import COCO_LENGTHS, goal, paired
 from schedulers import in_own_process, wide_sizes
 from torch import nn
 
-from mmlab.comparison.sizing import largest_fitting
 from mmlab.data.collate import Sample, collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
 from mmlab.model.presets import build_model
+from mmlab.pricing.equal_memory import largest_fitting
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.timing import fit_time

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -119,14 +120,18 @@ def plan(
     images: Images = None,
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
     schedulers: Annotated[str | None, "by commas (default: all but memory; fastest with --model)"] = None,
-    max_side: Annotated[int, "images keep their aspect within this side squared"] = 224,
+    image: Image = "aspect:224",
     processor: Processor = None,
     model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,
     device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
     price_per_hour: Annotated[float | None, "of one device: adds epoch_price"] = None,
     precision: Precision = "fp32",
-    budget: Annotated[float | None, "padded tokens a batch may cost (default: 32 mean samples)"] = None,
-    patch: Annotated[int | None, "side of an image patch in pixels (default: the model's, else 16)"] = None,
+    budget: Annotated[
+        float | None, "padded tokens a batch (default: 32 mean samples); not with --model"
+    ] = None,
+    memory_gb: Annotated[
+        float | None, "with --model: fill so many GiB (default: what random with 32 samples needs)"
+    ] = None,
     ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 1,
     epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2,
     seed: Seed = 0,
@@ -134,19 +139,24 @@ def plan(
     """Show what each scheduler's batches would waste, and what an epoch would take, before any training."""
     from mmlab.data.readers import read_records
     from mmlab.schedule.preview import preview, read_lengths
-    from mmlab.types import PATCH, Aspect
+    from mmlab.types import Aspect, parse_image_policy
 
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
-    if model is None and (device_name, price_per_hour) != (None, None):
-        raise OptionError("--device-name and --price-per-hour price the steps of a model: give --model")
+    if model is None and (device_name, price_per_hour, memory_gb) != (None, None, None):
+        raise OptionError(
+            "--device-name, --price-per-hour and --memory-gb need the steps of a model: give --model"
+        )
+    if model is not None and budget is not None:
+        raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
+    policy = parse_image_policy(image)
     dataset: Any = None
     made = f"as {processor} makes them"
     if model is not None:
         from mmlab.pricing.plan_prices import price_plans, side_of_patch
     if processor is not None:
-        if data is None or patch is not None:
-            raise OptionError("--processor takes --data with conversations, and no --patch")
+        if data is None:
+            raise OptionError("--processor takes --data with conversations")
         from mmlab.pricing.step_prices import named_dataset
 
         dataset = named_dataset(data, images, processor)
@@ -156,20 +166,23 @@ def plan(
     else:
         sizes = read_records(data, images=images, tokenizer="builtin").sizes()
     if dataset is None:
-        if model is not None:
-            patch = side_of_patch(model, patch)
-        policy = Aspect(max_side**2, patch or PATCH)
+        if model is not None and isinstance(policy, Aspect) and image.count(":") == 1:
+            policy = replace(policy, multiple=side_of_patch(model))
         sizes, made = sizes.resized(policy), str(policy)
     timed = "" if model is None else "fastest,"
     names = _names(schedulers or f"random,sorted,bucket,length_grouped,aspect_bucket,budget,{timed}packed")
-    options: Any = {"budget": budget, "patch": patch or PATCH, "ranks": ranks, "epochs": epochs, "seed": seed}
-    options["allow_collisions"] = False  # as in `compare`: none may put captions of one image into a batch
+    planned: Any = {"ranks": ranks, "epochs": epochs}
+    own: Any = {
+        "seed": seed,
+        "allow_collisions": False,
+    }  # as in `compare`: captions of one image are kept apart
     if model is None:
-        found = preview(sizes, names, **options)
+        found = preview(sizes, names, budget=budget, **planned, **own)
         return Printed(document=found.as_dict(), text=f"images: {made}; {found}")
     rented: Any = {"device_name": device_name, "price_per_hour": price_per_hour, "precision": precision}
-    prices = price_plans(model, sizes, dataset=dataset, packed="packed" in names, **rented)
-    found = preview(sizes, names, prices=prices.figures, time=prices.time, **options)
+    rented |= {"dataset": dataset, "memory_gb": memory_gb, "epochs": epochs, "world_size": ranks}
+    prices, planners = price_plans(model, sizes, names, **rented, **own)
+    found = preview(sizes, planners, prices=prices.figures, **planned)
     method = prices.time.conditions["method"]
     document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
     return Printed(document=document, text=f"{prices}\nimages: {made}; model: {model}; {found}")

@@ -8,20 +8,18 @@ batches without that rule are easier to fill.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import COST, augmentation, model_of, with_sampling
-from mmlab.errors import OptionError
-from mmlab.machine import GIB, memory_limit
+from mmlab.machine import memory_limit
 from mmlab.model.conversation_model import ConversationModel
+from mmlab.pricing.equal_memory import EqualMemory
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.plan_prices import prices_of
@@ -29,7 +27,7 @@ from mmlab.pricing.step_prices import packing, price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, loading_seconds
 from mmlab.schedule.base import Scheduler
-from mmlab.schedule.cost import PaddedTokens, batch_costs, check_samples_fit
+from mmlab.schedule.cost import batch_costs, check_samples_fit
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import scheduler_type
@@ -91,10 +89,6 @@ def _token_budget(options: ComparisonOptions, dataset: Any) -> float:
 class _Sizing:
     """Finds batch sizes and budgets by planning the comparison with each candidate; nothing is decoded."""
 
-    memory: MemoryModel
-    time: TimeModel | None = None
-    packs: tuple[MemoryModel, TimeModel] | None = None
-
     def __init__(self, options: ComparisonOptions, dataset: Any, progress: bool) -> None:
         self.options, self.dataset, self.progress = options, dataset, progress
 
@@ -117,75 +111,36 @@ class _Sizing:
         """One limit of bytes for all."""
         options, dataset, model = self.options, self.dataset, model_of(self.options, self.dataset)
         memory, time = self._fit_memory(model)
-        self.memory = memory
-        if options.memory_gb is None:
-            baseline = self._make("random", options.batch_size)
-            limit_bytes = max(map(self._peak_bytes, self._plans(baseline)))
-        else:
+        limit_bytes: float | None = None
+        if options.memory_gb is not None:
             limit_bytes = memory_limit(options.device, memory_gb=options.memory_gb).usable_bytes
-            check_samples_fit(
-                memory, dataset.sizes, limit_bytes, "raise memory_gb, take a smaller model or smaller images"
-            )
-            baseline = self._largest("random", limit_bytes)
-        self.time = time = time or self._fit_time(model, memory, limit_bytes)
-        planners = {}
-        for name in names:
-            if name == "random":
-                planners[name] = baseline
-            elif name in ("memory", "fastest"):
-                planners[name] = self._scheduler(name, cost=memory, budget=limit_bytes, time=time)
-            elif name == "packed" and isinstance(model, ConversationModel):
-                self.packs = self._price(packing(model, dataset))
-                planners[name] = self._scheduler(name, cost=self.packs[0], budget=limit_bytes)
-            elif name == "packed":  # cannot be priced: gets the baseline's most padded tokens as its budget
-                tokens = max(float(plan.costs(COST).max()) for plan in self._plans(baseline))
-                planners[name] = self._make(name, int(tokens))
-            else:
-                planners[name] = self._largest(name, limit_bytes)
-        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=self.packs)
+            remedy = "raise memory_gb, take a smaller model or smaller images"
+            check_samples_fit(memory, dataset.sizes, limit_bytes, remedy)
+        equal = EqualMemory(
+            sizes=dataset.sizes, memory=memory, plans_of=self._plans, batch_size=options.batch_size, options=self._shared
+        )  # fmt: skip
+        baseline, limit_bytes = equal.baseline(limit_bytes)
+        time = time or self._fit_time(model, memory, limit_bytes)
+        packs = None
+        if "packed" in names and isinstance(model, ConversationModel):
+            packs = self._price(packing(model, dataset))
+        planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs and packs[0])
+        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=packs)
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """The options that all schedulers have: all keep captions of one image apart."""
+        return {"seed": self.options.seed, "allow_collisions": False}
 
     def _scheduler(self, name: str, **values: Any) -> Scheduler:
-        """A scheduler with those `values` that are its options; all keep captions apart and share a seed."""
+        """A scheduler with those `values` that are its options."""
         kind = scheduler_type(name)
-        return kind(**kind.options_among({"seed": self.options.seed, "allow_collisions": False, **values}))
-
-    def _make(self, name: str, size: int) -> Scheduler:
-        """A scheduler with `size` samples, or padded tokens, a batch."""
-        cost = PaddedTokens(self.memory.patch)
-        return self._scheduler(name, batch_size=size, budget=size, cost=cost, time=self.time)
+        return kind(**kind.options_among({**self._shared, **values}))
 
     def _plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
         """The plans of all epochs."""
         planner, _ = with_sampling(scheduler, self.dataset, self.options, progress=False)
         return (planner.plan(self.dataset.sizes, epoch=epoch) for epoch in range(self.options.epochs))
-
-    def _largest(self, name: str, limit_bytes: float) -> Scheduler:
-        """The scheduler with the largest size that fits: at most all samples, or their padded tokens.
-
-        The search plans a few epochs only; the size is reduced afterwards if a later epoch needs more.
-        """
-        least, first, most = 1, self.options.batch_size, len(self.dataset.sizes)
-        if "budget" in scheduler_type(name).__dataclass_fields__:
-            tokens = batch_costs(COST, self.dataset.sizes.alone)
-            least = first = math.ceil(tokens.max())
-            most = int(tokens.sum())
-
-        def fits(size: int, num_epochs: int | None = 3) -> bool:
-            plans = islice(self._plans(self._make(name, size)), num_epochs)
-            return all(self._peak_bytes(plan) <= limit_bytes for plan in plans)
-
-        size = largest_fitting(fits, least=least, first=first, most=most)
-        while not fits(size, None):
-            if size == least:
-                raise OptionError(
-                    f"scheduler {name!r} cannot keep within {limit_bytes / GIB:.2g} GiB: as many padded tokens as its "
-                    "largest sample has need more in small samples; raise memory_gb, or leave the scheduler out"
-                )
-            size = max(least, size - 1 - size // 100)
-        return self._make(name, size)
-
-    def _peak_bytes(self, plan: BatchPlan) -> float:
-        return float(batch_costs(self.memory, plan.shape_columns).max())
 
     def _fit_memory(self, model: nn.Module) -> tuple[MemoryModel, TimeModel | None]:
         """The memory model of a step, and its time model if pricing the model measures steps anyway."""
@@ -213,23 +168,3 @@ class _Sizing:
                 ),
                 progress=self.progress, **_SHORT,
             )  # fmt: skip
-
-
-def largest_fitting(fits: Callable[[int], bool], *, least: int = 1, first: int, most: int) -> int:
-    """The largest number up to `most` that fits, to within 1 %; `least` if none does.
-
-    Assumes that everything below a number that fits also fits.
-
-    >>> largest_fitting(lambda number: number <= 41, first=8, most=1000)
-    41
-    """
-    low, high = least, first
-    while high < most and fits(high):
-        low, high = high, 2 * high
-    if high >= most and fits(most):
-        return most
-    high = min(high, most)
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

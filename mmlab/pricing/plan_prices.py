@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from mmlab.data.conversation_dataset import ConversationDataset
-from mmlab.errors import OptionError, check_numbers
+from mmlab.errors import check_numbers
 from mmlab.machine import CONTEXT_BYTES, GIB, memory_limit, resolve_device
 from mmlab.pricing.devices import find_device
+from mmlab.pricing.equal_memory import EqualMemory
 from mmlab.pricing.fit import fit_memory, patch_of
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.named_model import conversation_model, named_model
@@ -19,7 +21,9 @@ from mmlab.pricing.roofline import predict_time
 from mmlab.pricing.step_prices import packing, price_dataset
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import check_samples_fit
+from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import SampleSizes
 
@@ -32,7 +36,7 @@ class PlanPrices:
 
     memory: MemoryModel
     time: TimeModel
-    limit_bytes: int  # the most that the tensors of a step may take
+    limit_bytes: float  # the most that the tensors of a step may take
     packs: tuple[MemoryModel, TimeModel] | None = None  # of packed conversations
     price_per_hour: float | None = None
 
@@ -54,7 +58,7 @@ class PlanPrices:
         method = f"{conditions['method']}, repeats {spread:.0%} apart" if spread else conditions["method"]
         return (
             f"seconds on {conditions['device']} in {conditions['precision']}: {method}; "
-            f"a step may take {self.limit_bytes / GIB:.1f} GiB"
+            f"equal memory: a step may take {self.limit_bytes / GIB:.3g} GiB"
         )
 
 
@@ -65,53 +69,65 @@ def prices_of(
     return (memory, time) if plan.limits.streams is None else packs or (None, time)
 
 
-def side_of_patch(model: str, given: int | None = None) -> int:
+def side_of_patch(model: str) -> int:
     """Side in pixels of a named model's image patches.
 
     Raises:
-        OptionError: an unknown model, or `given` is another side.
+        OptionError: an unknown model.
     """
-    side = patch_of(named_model(model, vocab_size=_VOCAB_SIZE))
-    if given not in (None, side):
-        raise OptionError(
-            f"{model} has patches of {side} pixels, found patch={given}; leave it out, or give {side}"
-        )
-    return side
+    return patch_of(named_model(model, vocab_size=_VOCAB_SIZE))
 
 
 def price_plans(
     model: str,
     sizes: SampleSizes,
+    names: Sequence[str],
     *,
     dataset: ConversationDataset | None = None,
     device_name: str | None = None,
     precision: str = "fp32",
     price_per_hour: float | None = None,
-    packed: bool = False,
+    memory_gb: float | None = None,
+    epochs: int = 2,
     progress: bool = True,
-) -> PlanPrices:
+    **options: Any,
+) -> tuple[PlanPrices, dict[str, Scheduler]]:
     """Predict bytes and seconds of a model's steps on a named device, or measure steps here.
+
+    The schedulers get the largest batches that need no more memory than `random` with 32 samples, or than
+    `memory_gb`.
 
     Args:
         model: a preset's name, or the path or name of a transformers model, of which only the configuration is read.
         sizes: of the data, after the image policy.
+        names: of the schedulers.
         dataset: the conversations of a vision-language model.
         device_name: a name in `mmlab.pricing.devices.DEVICES`, for which seconds are predicted; None measures
             on the device at hand.
-        packed: measure packs of conversations, too.
-        progress: say on stderr what is done and how long it takes, and show bars if stderr is a terminal.
+        memory_gb: limit in GiB on the memory of the process, as for `mmlab memory`.
+        epochs: number of epochs that must keep within the limit.
+        progress: say on stderr what is done and how long it takes, and show bars.
+        options: of all schedulers, such as the seed.
+
+    Returns:
+        The prices, and the schedulers by name.
 
     Raises:
-        OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device.
+        OptionError: an unknown model or device, a price that is not above 0, or samples that do not fit the device
+            or into the limit.
     """
-    check_numbers({"price_per_hour": price_per_hour})
+    check_numbers({"price_per_hour": price_per_hour, "memory_gb": memory_gb})
     named = None if device_name is None else find_device(device_name)
     if named is not None:
         named.check_precision(precision)
     kind = named.kind if named else resolve_device("auto")
-    limit_bytes = named.memory_bytes - CONTEXT_BYTES[kind] if named else memory_limit(kind).usable_bytes
+    if memory_gb is None and named:
+        usable_bytes = named.memory_bytes - CONTEXT_BYTES[kind]
+    else:
+        usable_bytes = memory_limit(kind, memory_gb=memory_gb).usable_bytes
     priced: dict[str, Any] = {"precision": precision, "progress": progress}
-    packs = None
+    packs: Any = None
+    time: Any = None
     if progress:
         steps = "30 steps without the device" if named else f"100 to 200 steps on {kind}"
         print(
@@ -120,19 +136,35 @@ def price_plans(
     if dataset is not None and not named:
         vlm = conversation_model(model, device=kind)
         memory, time = price_dataset(vlm, dataset, precision=precision)
-        packs = price_dataset(packing(vlm, dataset), dataset, precision=precision) if packed else None
+        if "packed" in names:
+            packs = price_dataset(packing(vlm, dataset), dataset, precision=precision)
     else:
         if dataset is not None:
             network: nn.Module = conversation_model(model)
         else:
             network = named_model(model, vocab_size=_VOCAB_SIZE, device="meta" if named else "cpu")
         memory = fit_memory(network, dataset=dataset, device=kind, num_held_out=0, **priced)
-        check_samples_fit(memory, sizes, limit_bytes, "make images smaller, or take a larger device")
+    check_samples_fit(memory, sizes, usable_bytes, "make images smaller, or take more memory")
+    equal = EqualMemory(
+        sizes=sizes,
+        memory=memory,
+        plans_of=lambda scheduler: (scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)),
+        batch_size=DEFAULT_MEAN_SAMPLES,
+        options={"patch": memory.patch, **options},
+    )
+    baseline, limit_bytes = equal.baseline(None if memory_gb is None else usable_bytes)
+    if limit_bytes > usable_bytes:
+        baseline, limit_bytes = equal.baseline(usable_bytes)
+    if time is None:
+        priced |= {"cost": memory, "budget": limit_bytes}
         if named:
-            priced |= {"dataset": dataset, "cost": memory, "budget": limit_bytes}
-            time = predict_time(network, sizes, named, **priced)
+            time = predict_time(network, sizes, named, dataset=dataset, **priced)
         else:
             time = fit_time(network, sizes, device=kind, **priced)
-    return PlanPrices(
+    planners = equal.schedulers(
+        names, baseline, limit_bytes, time=time, packs=packs and packs[0], progress=progress
+    )
+    prices = PlanPrices(
         memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour, packs=packs
     )
+    return prices, planners

@@ -45,11 +45,16 @@ _OVER_EPOCHS: dict[str, _Summary] = {
 }
 _PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
 Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan shared by this many ranks
-_LEGEND = (
-    "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
-    "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
-    "their image (`mmlab compare` keeps them apart, which pads more); coverage: samples seen; ..._s: seconds"
-)
+_LEGEND = {
+    "combined_waste": "waste: share of the padded batch that is padding",
+    "peak_over_budget": "peak_over_budget: costliest batch / budget",
+    "straggler": "straggler: time lost to the slowest rank",
+    "randomness": "randomness: 0 same batches every epoch, 1 new ones",
+    "collision_ratio": "collision_ratio: samples beside another of their image",
+    "coverage": "coverage: samples seen",
+    "epoch_s": "epoch_s: seconds of an epoch",
+    "peak_bytes": "peak_bytes: of the costliest batch",
+}
 _LARGEST = 2**31 - 1
 
 
@@ -58,7 +63,7 @@ class Preview:
     """One row per scheduler. Ratios are fractions; `randomness` is None where only one epoch was planned."""
 
     figures: dict[str, dict[str, float | None]]  # scheduler -> figure -> number
-    budget: float  # padded tokens a batch
+    budget: float | None  # padded tokens a batch
     setting: str  # budget, ranks and epochs, in words
 
     def as_dict(self) -> dict[str, dict[str, float | None]]:
@@ -77,20 +82,24 @@ class Preview:
     def _shown(self) -> pd.DataFrame:
         return self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
 
+    @property
+    def _legend(self) -> str:
+        return "; ".join(text for name, text in _LEGEND.items() if name in self.table)
+
     def __str__(self) -> str:
-        return f"{self.setting}\n{self._shown.to_string()}\n{_LEGEND}"
+        return f"{self.setting}\n{self._shown.to_string()}\n{self._legend}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         table = self._shown.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
         shown = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
-        return f"<p>{self.setting}</p>{shown}<p>{_LEGEND}</p>"
+        return f"<p>{self.setting}</p>{shown}<p>{self._legend}</p>"
 
 
 def preview(
     samples: Samples,
-    schedulers: Iterable[str],
+    schedulers: Iterable[str] | Mapping[str, Scheduler],
     *,
     budget: float | None = None,
     patch: int = PATCH,
@@ -106,7 +115,8 @@ def preview(
 
     Args:
         samples: what to plan; sizes as the model will see them.
-        schedulers: names in `SCHEDULERS`.
+        schedulers: names in `SCHEDULERS`; or the schedulers by name, which have their own options and no budget in
+            common.
         budget: padded tokens that a batch may cost; None takes 32 average samples.
         patch: side of an image patch in pixels.
         ranks: number of ranks: plans are made even for them, and `straggler` is measured over them.
@@ -120,6 +130,9 @@ def preview(
     """
     check_numbers(locals())
     sizes = sizes_of(samples)
+    if isinstance(schedulers, Mapping):
+        figures = {name: _measure(kind, sizes, None, epochs, prices) for name, kind in schedulers.items()}
+        return Preview(figures, None, f"ranks: {ranks}; epochs: {epochs}")
     length = np.add(*lengths(sizes, patch))
     mean = float(length.mean()) if len(sizes) else 1.0
     if budget is None:
@@ -137,14 +150,15 @@ def preview(
 
 
 def _measure(
-    scheduler: Scheduler, sizes: SampleSizes, budget: float, epochs: int, prices: Prices | None
+    scheduler: Scheduler, sizes: SampleSizes, budget: float | None, epochs: int, prices: Prices | None
 ) -> dict[str, float | None]:
     plans = [scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)]
     reports = [
         report_plan(plan, budget=budget, num_ranks=scheduler.world_size, following=following)
         for plan, following in zip_longest(plans, plans[1:])
     ]
-    found = [{name: getattr(report, name) for name in _OVER_EPOCHS} for report in reports]
+    wanted = [name for name in _OVER_EPOCHS if name != "peak_over_budget" or budget is not None]
+    found = [{name: getattr(report, name) for name in wanted} for report in reports]
     if prices is not None:
         for row, plan in zip(found, plans, strict=True):
             row |= prices(plan, scheduler.world_size)

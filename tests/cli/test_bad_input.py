@@ -31,8 +31,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("compare --data D --lr nan", "lr must be at least 0, found nan"),
         ("compare --data D --memory-gb inf", "memory_gb must be finite, found inf"),
         ("compare --data D --limit 0", "limit must be at least 1, found 0"),
-        ("plan --data D --max-side 0", "max_side must be at least 16, found 0"),
-        ("plan --data D --patch 0", "patch must be at least 1, found 0"),
+        ("plan --data D --image aspect:8", "max_area 64 cannot hold one cell of 16 x 16 pixels"),
         ("plan --data D --seed -1", "seed must be at least 0, found -1"),
         ("memory --model tiny --data D --limit -5", "limit must be at least 1, found -5"),
         ("data make OUT --num-images 0", "num_images must be at least 1, found 0"),
@@ -44,7 +43,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("bench parallel --steps 0", "steps must be at least 1, found 0"),
         ("watch D --interval 0", "interval must be above 0, found 0.0"),
         ("app --port 99999", "port must be at most 65,535, found 99999"),
-        ("plan --data D --image aspect:96", "unrecognized arguments: --image aspect:96"),
+        ("plan --data D --max-side 96", "unrecognized arguments: --max-side 96"),
     ],
 )
 def test_numbers_out_of_bounds_are_named(

@@ -175,11 +175,11 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     assert main([*words, "--device-name", "T4", "--precision", "bf16"]) == 2
     assert "T4 does not support bf16" in capsys.readouterr().err
     wide.write_text("height,width,num_tokens\n96,96,8\n16000,16000,8\n")
-    too_large = ["plan", "--lengths", str(wide), "--max-side", "16000", *asked[3:]]
+    too_large = ["plan", "--lengths", str(wide), "--image", "aspect:16000", *asked[3:]]
     assert main(too_large) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "sample 1 alone (8 tokens, 16000 x 16000 pixels) costs" in said
-    assert said.endswith("make images smaller, or take a larger device")
+    assert said.endswith("make images smaller, or take more memory")
 
 
 def test_plan_counts_patches_as_the_model_makes_them(
@@ -189,10 +189,17 @@ def test_plan_counts_patches_as_the_model_makes_them(
     CLIPConfig(vision_config=vision.to_dict(), architectures=["CLIPModel"]).save_pretrained(tmp_path)
     assert side_of_patch(str(tmp_path)) == 32
     (tmp_path / "lengths.csv").write_text("height,width,num_tokens\n64,64,8\n64,64,9\n")
-    words = ["plan", "--lengths", str(tmp_path / "lengths.csv"), "--model", str(tmp_path), "--patch", "16"]
-    assert main(words) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.endswith("has patches of 32 pixels, found patch=16; leave it out, or give 32")
+    words = [
+        "plan",
+        "--lengths",
+        str(tmp_path / "lengths.csv"),
+        "--model",
+        str(tmp_path),
+        "--device-name",
+        "A100",
+    ]
+    assert main([*words, "--image", "aspect:64", "--schedulers", "random"]) == 0
+    assert "images: aspect:64:32; " in capsys.readouterr().out
 
 
 def test_make_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

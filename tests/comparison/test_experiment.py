@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,13 @@ from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
-from mmlab.comparison.sizing import _Sizing, size_schedulers
+from mmlab.comparison.sizing import size_schedulers
 from mmlab.comparison.turns import COUNT_EVERY
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import resolve_device
+from mmlab.pricing.equal_memory import EqualMemory
 from mmlab.pricing.time_model import TimeModel
 from mmlab.runs.events import read_runs
 from mmlab.runs.figures import colours_of
@@ -238,13 +238,17 @@ def test_a_scheduler_that_cannot_keep_within_the_limit_is_named() -> None:
     words = np.random.default_rng(0).integers(5, 40, 400)
     sizes = SampleSizes(num_tokens=words, height=side, width=side, group=np.arange(400))
     exponents = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 0, 1], [2, 0, 0]])
-    sizing = _Sizing(ComparisonOptions(batch_size=2), SimpleNamespace(sizes=sizes), False)
-    sizing.memory = MaxPolynomial([[1e6, 2e5, 1e3, 1e3, 2e4]], exponents, "bytes")
-    alone = float(batch_costs(sizing.memory, sizes.alone).max())
-    with pytest.raises(OptionError, match=r"'budget' cannot keep within .* raise memory_gb, or leave"):
-        sizing._largest("budget", 1.02 * alone)
-    assert sizing._largest("budget", 64 * alone).plan(sizes).costs(sizing.memory).max() <= 64 * alone
-    assert sizing._largest("random", 1.02 * alone).batch_size >= 1
+    memory: Any = MaxPolynomial([[1e6, 2e5, 1e3, 1e3, 2e4]], exponents, "bytes")
+    equal = EqualMemory(
+        sizes=sizes, memory=memory, plans_of=lambda kind: iter([kind.plan(sizes)]), batch_size=2, options={}
+    )
+    alone = float(batch_costs(memory, sizes.alone).max())
+    random, _ = equal.baseline(1.02 * alone)
+    assert random.batch_size >= 1
+    with pytest.raises(OptionError, match=r"'budget' cannot stay within .* raise memory_gb, or leave"):
+        equal.schedulers(["budget"], random, 1.02 * alone, time=None)
+    budget = equal.schedulers(["budget"], random, 64 * alone, time=None)["budget"]
+    assert budget.plan(sizes).costs(memory).max() <= 64 * alone
 
 
 def test_a_budget_in_tokens_takes_the_place_of_equal_memory(records: Records) -> None:

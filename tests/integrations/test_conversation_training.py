@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmlab import ConversationDataset, Lab, PlannedLoader, compare, make_scheduler, read_events, train
 from mmlab.cli.main import main
-from mmlab.comparison.preparation import suit
+from mmlab.comparison.preparation import packed_if_planned
 from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.model import ConversationModel
@@ -112,7 +112,7 @@ def test_packed_execution_has_the_loss_and_gradient_of_padded_batches(folder: Pa
     wanted = gradient(padded)
     padded.zero_grad()
     plan = make_scheduler("packed", budget=2000).plan(dataset.sizes)
-    packed = suit(padded, plan, dataset)
+    packed = packed_if_planned(padded, plan, dataset)
     assert packed.is_packed
     packed.eval()(batch).loss.backward()
     assert_close(gradient(packed), wanted)

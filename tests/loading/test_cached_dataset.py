@@ -189,7 +189,7 @@ def test_building_within_a_limit_says_what_found_no_room(dataset: MultimodalData
     report = build_cache(cached, num_threads=1, progress=False)
     assert report.num_left_out > 0
     assert report.cache_bytes <= 100_000
-    assert f"{report.num_left_out} found no room" in str(report)
+    assert f"{report.num_left_out} did not fit" in str(report)
 
 
 def test_a_change_of_policy_says_so_and_another_tokenizer_changes_nothing(
