@@ -12,8 +12,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "cli": ["diagnose"],
         "comparison": [
-            "BackgroundRun", "Comparison", "compare", "load_comparison", "start_compare", "train",
-            "train_on",
+            "BackgroundRun", "Comparison", "compare", "load_comparison", "load_trained", "start_compare",
+            "train", "train_on",
         ],
         "data": [
             "Augment", "ConversationCollator", "ConversationDataset", "MultiModalDataset", "MultimodalDataset",

@@ -338,7 +338,7 @@ def progress_bar(
     from tqdm import asyncio, auto
 
     if auto.tqdm is asyncio.tqdm_asyncio and not sys.stderr.isatty():  # auto has another class for notebooks
-        rarely = {"delay": 30, "mininterval": 30, "maxinterval": 30}
+        rarely = {"delay": 30, "mininterval": 30, "maxinterval": 30, "position": 0}
         options |= {"file": _Lines(), **rarely}
     return auto.tqdm(items, name, total, disable=not show, **options)
 

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -30,7 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     share_cores()
     try:
-        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+        with quiet, warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(
+                f"mmlab: warning: {message}", file=sys.stderr
+            )
             found = call(options)
         if os.environ.get("RANK", "0") == "0":  # under torchrun only one process prints
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)

@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "background": ["BackgroundRun", "start_compare"],
         "experiment": ["compare"],
         "result": ["Comparison", "load_comparison"],
-        "train": ["train", "train_on"],
+        "train": ["load_trained", "train", "train_on"],
     },
 )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mmlab.comparison.config import RunConfig
 from mmlab.comparison.preparation import with_sampling
 from mmlab.comparison.run import Run
+from mmlab.comparison.sizing import SHORT_FIT
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.machine import memory_limit
 from mmlab.parallel.process_group import ProcessGroup
@@ -44,6 +45,7 @@ def plan_run(
     prices: Path,
     *,
     world_size: int,
+    progress: bool,
 ) -> tuple[Any, NDArray[np.float64] | None, Any]:
     """The scheduler that a configuration names.
 
@@ -80,7 +82,7 @@ def plan_run(
             cost = once(
                 lambda: MemoryModel.load_or_fit(
                     prices,
-                    lambda: fit_memory(model, num_held_out=0, progress=False, **step),
+                    lambda: fit_memory(model, num_held_out=0, progress=progress, **step),
                     fingerprint=fingerprint(model),
                     conditions=lambda: StepSetting(**step).conditions,
                 )
@@ -94,7 +96,7 @@ def plan_run(
         time = seconds or group.run_on_main(
             lambda: TimeModel.load_or_fit(
                 prices.with_name(TIME_MODEL),
-                lambda: fit_time(model, dataset.sizes, progress=False, **bounds, **trainer),
+                lambda: fit_time(model, dataset.sizes, progress=progress, **SHORT_FIT, **bounds, **trainer),
                 fingerprint=fingerprint(model),
                 conditions=lambda: time_conditions(timed_trainer(model, **trainer)),
             ),
@@ -102,7 +104,7 @@ def plan_run(
         )
         scheduler = Fastest(**Fastest.options_among({**vars(scheduler), **bounds, "time": time}))
     memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
-    whole, weights = with_sampling(scheduler, dataset, config.sampling, progress=run.rank == 0)
+    whole, weights = with_sampling(scheduler, dataset, config.sampling, progress=progress)
     if whole is scheduler and isinstance(scheduler, Memory) and follow:
         agree = group.largest
         following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)

@@ -33,8 +33,8 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import scheduler_type
 from mmlab.types import CostModel
 
-# a short fit of the time model: enough to rank schedulers, takes seconds for a small model
-_SHORT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
+# a short fit of the time model: enough to plan and to rank schedulers, takes seconds for a small model
+SHORT_FIT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,5 +166,5 @@ class _Sizing:
                 loading=loading_seconds(
                     dataset, device=device, num_workers=options.num_workers, augment=augmentation(options.augment)
                 ),
-                progress=self.progress, **_SHORT,
+                progress=self.progress, **SHORT_FIT,
             )  # fmt: skip

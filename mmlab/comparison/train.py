@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
 from mmlab.comparison.options import names_of
@@ -33,10 +33,12 @@ from mmlab.comparison.preparation import (
     packed_if_planned,
 )
 from mmlab.comparison.run import Run
+from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import progress_bar, replace_file, resolve_device
 from mmlab.model.conversation_model import ConversationModel
+from mmlab.model.presets import build_model
 from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
@@ -44,7 +46,7 @@ from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.events import EVENT_FILES, RunEvent
 from mmlab.runs.folders import exclusive_folder, move_earlier_aside
-from mmlab.training.checkpoint.files import MANIFEST, check
+from mmlab.training.checkpoint.files import MANIFEST, check, read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints, restore
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.names import parse_objectives
@@ -52,6 +54,7 @@ from mmlab.training.strategy import CollectiveFailed
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+    from transformers import PreTrainedTokenizerBase
 
 _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
@@ -147,6 +150,27 @@ def train_on(
     return run_on_ranks(operator.call, call, num_processes=num_processes)[0]
 
 
+def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The model of a run of `train` on pairs, in evaluation mode on the CPU, and its tokenizer.
+
+    Loads the best checkpoint, or the newest if none was evaluated. (A vision-language model lies in the run's
+    folder `model`, for `from_pretrained`.)
+
+    Raises:
+        DataError: there is no such run, or none of its checkpoints is whole.
+    """
+    folder = Path(folder)
+    config = load_config(folder / _CONFIG)
+    checkpoints = Checkpoints(folder / _CHECKPOINTS, **dataclasses.asdict(config.checkpoint))
+    path = checkpoints.best or checkpoints.newest()
+    if path is None or config.processor is not None:
+        raise DataError(f"{folder}: no checkpoint of a model of pairs there; {_GIVE}")
+    tokenizer = load_tokenizer(str(folder / _TOKENIZER))
+    model = build_model(**config.model, vocab_size=len(tokenizer))
+    model.load_state_dict(read_checkpoint(path)["model"])
+    return model.eval(), tokenizer
+
+
 def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     """If the run starts anew, move aside an earlier run's files.
 
@@ -192,8 +216,10 @@ class _Training:
         model = make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(
-            config, run, train_set, model, objectives, device, folder / _MEMORY, world_size=world_size
-        )
+            config, run, train_set, model, objectives, device, folder / _MEMORY,
+            world_size=world_size, progress=not bar.disable,
+        )  # fmt: skip
+        bar.unpause()  # the time left is that of training
         self._loader = PlannedLoader(
             train_set,
             planner,

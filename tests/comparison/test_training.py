@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from mmlab.cli.cache import cache_info
 from mmlab.cli.main import main
 from mmlab.comparison.config import CheckpointOptions, LoaderOptions, load_config
-from mmlab.comparison.train import train
+from mmlab.comparison.train import load_trained, train
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
@@ -212,6 +212,11 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: P
     assert warnings == [
         "resumed with other options than before: - lr = 0.001; - num_epochs = 1; + num_epochs = 2"
     ]
+    model, tokenizer = load_trained(tmp_path / "small")
+    assert (model.training, len(tokenizer) > 4) == (False, True)
+    assert_equal(model.state_dict(), read_checkpoint(str(more.best_checkpoint))["model"])
+    with pytest.raises(DataError, match=r"config\.toml"):
+        load_trained(tmp_path / "small" / "checkpoints")
     anew = train(load_config(config, [*small[1:], "trainer.num_epochs=1"]), runs=tmp_path, progress=False)
     assert anew.loss == first.loss
     assert (tmp_path / "small" / "previous-1" / "checkpoints").is_dir()
@@ -417,15 +422,15 @@ def test_the_bar_follows_what_the_batches_cost(
     shares = []
 
     class Bar(tqdm):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**{**options, "disable": False, "file": io.StringIO()})
+        def __init__(self, *, show: bool, **options: Any) -> None:
+            super().__init__(**options, disable=not show, file=io.StringIO())
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
             shares.append(self.n / self.total)
             return shown
 
-    monkeypatch.setattr(sys.modules["mmlab.comparison.train"], "tqdm", Bar)
+    monkeypatch.setattr(sys.modules["mmlab.comparison.train"], "progress_bar", Bar)
     train(load_config(config, ["trainer.num_epochs=1", "scheduler.batch_size=5"]), runs=tmp_path)
     steps = [event.values for event in read_events(tmp_path / "small/events-rank0.jsonl")[0]]
     names = ("num_samples", "num_tokens", "height", "width")
