@@ -189,7 +189,7 @@ class SampleSizes:
     Sizes are those after the image policy: what the model will see.
 
     Raises:
-        ValueError: columns of different length, or a negative size.
+        ValueError: columns of different length, or a size that is not a whole number from 0 to 2^31.
     """
 
     num_tokens: NDArray[np.int32]  # (N,)
@@ -204,9 +204,15 @@ class SampleSizes:
             raise ValueError(f"columns must have one length, found {found}")
         for name in ("num_tokens", "height", "width"):
             column = columns[name]
-            if len(column) and column.min() < 0:
-                row = int(np.argmin(column))
-                raise ValueError(f"{name} must not be negative, found {column[row]} in row {row}")
+            if column.ndim != 1:
+                raise ValueError(f"{name} must have one dimension, found {column.ndim}")
+            with np.errstate(invalid="ignore"):  # of NaN
+                whole = column.astype(np.int32, copy=False)
+            if len(column) and (whole.min() < 0 or (whole is not column and (whole != column).any())):
+                row = int(np.argmax((whole < 0) | (whole != column)))
+                raise ValueError(
+                    f"{name} must be whole numbers from 0 to 2^31, found {column[row]} in row {row}"
+                )
         for name, column in columns.items():
             dtype = np.int64 if name == "group" else np.int32
             object.__setattr__(self, name, np.ascontiguousarray(column, dtype=dtype))
@@ -358,7 +364,7 @@ def parse_image_policy(text: str) -> ImagePolicy:
     Raises:
         OptionError: the text has another form, or the size is impossible.
     """
-    match = re.fullmatch(r"(square|aspect):(\d+)(?::(\d+))?", text.strip())
+    match = re.fullmatch(r"(square|aspect):(\d{1,5})(?::(\d{1,5}))?", text.strip())
     if match is None or (match[1] == "square" and match[3]):
         raise OptionError(
             f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE], for example aspect:224"

@@ -290,6 +290,8 @@ def cache_build(
     )
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"cannot write into {folder}; name another folder")
     if engine == "ray":
         return build_cache_on_ray(dataset, num_actors=threads)
     return build_cache(dataset, num_threads=threads)

@@ -82,7 +82,8 @@ class BackgroundRun:
         """
         if self._is_alive():
             self.asked_to_stop = True
-            send(self.folder, "stop")
+            with contextlib.suppress(OSError):  # the folder is gone
+                send(self.folder, "stop")
             self._signal(signal.SIGINT)
 
     def stop(self, timeout_s: float = 60.0) -> None:

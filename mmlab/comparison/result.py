@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.charts import draw_comparison
 from mmlab.errors import DataError
+from mmlab.machine import replace_file
 from mmlab.runs.figures import to_png
 from mmlab.runs.folders import COMPARISON_FILES
 
@@ -184,11 +185,11 @@ class Comparison:
         ]
         wrong = self.misranked
         notes.append(
-            "Predicted and measured samples/s rank the schedulers alike (where they can be told apart)."
+            "Predicted and measured samples/s rank the schedulers alike, apart from those whose epochs overlap."
             if not wrong
-            else "Predicted the other way round, though in fact "
+            else "Predicted in the wrong order: in fact "
             + ", ".join(f"{faster} is faster than {slower}" for faster, slower in wrong)
-            + f". Repeats of one step lay {config['time_model']['spread_ratio']:.0%} apart when it was measured."
+            + f". Repeats of one step varied by {config['time_model']['spread_ratio']:.0%} when the steps were timed."
         )
         return notes
 
@@ -269,11 +270,11 @@ class Comparison:
         """Write `comparison.json`, `table.csv`, `figure.png` and `report.html` into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "comparison.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        replace_file(folder / "comparison.json", json.dumps(self.as_dict(), indent=2) + "\n")
         self.table.to_csv(folder / "table.csv")
         picture = to_png(self.figure())
         (folder / "figure.png").write_bytes(picture)
-        (folder / "report.html").write_text(self.html(picture))
+        replace_file(folder / "report.html", self.html(picture))
         return folder
 
 

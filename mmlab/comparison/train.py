@@ -34,7 +34,7 @@ from mmlab.comparison.preparation import (
 )
 from mmlab.comparison.run import Run
 from mmlab.data.text import load_tokenizer
-from mmlab.errors import DataError
+from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import progress_bar, replace_file, resolve_device
 from mmlab.model.conversation_model import ConversationModel
@@ -179,7 +179,9 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     """
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise DataError(f"{resume or 'an empty path'}: no checkpoint there; {_GIVE}")
-    elsewhere = resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
+    elsewhere = resume == "never" or (
+        resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
+    )
     if elsewhere and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
         move_earlier_aside(folder, _WRITTEN)
     note_launch(folder / LAUNCH)
@@ -225,7 +227,7 @@ class _Training:
             planner,
             device=None if device == "cpu" else device,
             augment=config.augment,
-            emit=run.emit,
+            emit=self._take,
             **{name: getattr(data, name) for name in names_of(LoaderOptions)},
         )
         self._loader.weights = weights
@@ -241,7 +243,7 @@ class _Training:
             device=device,
         )
         self._checkpoints = Checkpoints(
-            folder / _CHECKPOINTS, emit=run.emit, **dataclasses.asdict(config.checkpoint)
+            folder / _CHECKPOINTS, emit=self._take, **dataclasses.asdict(config.checkpoint)
         )
         self._evaluation: Mapping[str, Any] = {}
         self._loss: float | None = None
@@ -306,11 +308,17 @@ class _Training:
         if self._run.rank == 0:
             text = config.toml()
             if trainer.step and path.exists():
-                lines = ndiff(path.read_text("utf-8").splitlines(), text.splitlines())
-                if changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:]):
+                lines = [*ndiff(path.read_text("utf-8", errors="replace").splitlines(), text.splitlines())]
+                changed = [line for line in lines if line[0] in "+-" and line[2:]]
+                if any(line[2:].startswith("seed =") for line in changed):
+                    raise OptionError(
+                        "cannot resume with another trainer.seed: samples that were held out would be trained on"
+                    )
+                if changes := "; ".join(changed):
                     message = f"resumed with other options than before: {changes}"
-                    self._run.write("warning", message=message, source="training")
-                    self._say(message)
+                    self._take(
+                        RunEvent.now("warning", trainer.step, {"message": message, "source": "training"})
+                    )
             replace_file(path, text)
         machine = describe_machine(str(trainer.device))
         values = {
@@ -345,7 +353,8 @@ class _Training:
         self._run.emit(event)
         values = event.values
         if event.kind == "step":
-            self._loss = values["loss"] if math.isfinite(values["loss"]) else None
+            if math.isfinite(values["loss"]):
+                self._loss = values["loss"]
             if not self._bar.disable:
                 text = f"step {event.step}/{self.trainer.total_steps}, epoch {values['epoch']}, "
                 text += f"loss {values['loss']:.3f}, {values['samples_per_s']:.0f} samples/s"
@@ -356,6 +365,8 @@ class _Training:
                 key: value for key, value in values.items() if isinstance(value, int) or math.isfinite(value)
             }
             self._say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
+        elif event.kind == "warning":
+            self._say(f"warning: {values['message']}")
 
     def _say(self, message: str) -> None:
         """Print a line that stays on the terminal."""

@@ -93,6 +93,8 @@ def displayed_size(image: Image.Image) -> tuple[int, int]:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any Pillow mode to RGB; transparency is laid over white; 16-bit greys keep their range."""
+    if image.mode == "F":
+        raise DataError("floating-point pixels, whose range is not known; save it with 8 or 16 bits")
     if image.mode.startswith("I;16") or image.mode == "I":
         grey = np.asarray(image, dtype=np.float64) / 257.0
         image = Image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))

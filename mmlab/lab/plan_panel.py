@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_EXPLORED = 16_384  # samples planned at each update; more would take too long
 _NUM_EPOCHS = 2  # planned with each scheduler, of which the first is drawn
-_PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio")
+_PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler")
 
 
 class PlanExplorer(Panel):
@@ -97,6 +97,7 @@ class PlanExplorer(Panel):
             text_step=self.text_step.value,
             classes_per_octave=self.classes.value,
             epochs=_NUM_EPOCHS,
+            allow_collisions=False,
             prices=keep,
         )
         plans = dict(zip(found.figures, planned[::_NUM_EPOCHS], strict=True))

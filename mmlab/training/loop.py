@@ -92,22 +92,21 @@ class FusionTrainer(TrainerSetup):
             The values of the last 10,000 steps at most, in order. Events have them all.
 
         Raises:
-            OptionError: weights that follow held-out losses without an `eval_loader`; an invalid
-                `num_epochs`; an epoch without a batch.
+            OptionError: an invalid `num_epochs`; an epoch without a batch, or without anything to learn from.
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
-        if self.options.weighting_on == "held_out" and eval_loader is None:
-            raise OptionError("weighting_on='held_out' follows held-out losses: give fit an eval_loader")
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
         eval_every = self.options.eval_every
         with self._stoppable(checkpoints, control) as should_stop:
             self._plan_schedule(loader, self.epoch + num_epochs)
             while self.epoch < self.last_epoch and not should_stop():
+                learnt = self.epoch_batches > 0  # the rest of a resumed epoch may be one small batch
                 for batches, data_wait_s, predicted in self._windows(loader):
                     values = self.train_step(batches, data_wait_s=data_wait_s) | predicted
                     self.epoch_batches += len(batches)
                     history.append(values)
+                    learnt |= math.isfinite(values["loss"])
                     self._emit_event("step", values)
                     if eval_loader is not None and eval_every is not None and self.step % eval_every == 0:
                         self._evaluate_midway(eval_loader)
@@ -121,6 +120,11 @@ class FusionTrainer(TrainerSetup):
                 if not self.epoch_batches:
                     raise OptionError(
                         f"the loader gave no batch in epoch {self.epoch}; give one that can be iterated anew for each"
+                    )
+                if not learnt:
+                    raise OptionError(
+                        f"all steps of epoch {self.epoch} were skipped, because no batch had anything to learn from; a "
+                        "contrastive loss needs two images in a batch: raise batch_size or the budget"
                     )
                 self._emit_event("epoch", {"epoch": self.epoch, "num_steps": self.step})
                 self.epoch, self.epoch_batches = self.epoch + 1, 0
@@ -168,8 +172,7 @@ class FusionTrainer(TrainerSetup):
             self._not_finite(window, means, result)
         self.step += 1
         self.num_samples += sum(map(len, batches))
-        if self.options.weighting_on == "training":
-            self.weighting.update(self.step, means, norms)
+        self.weighting.update(self.step, means, norms)
         return {
             "epoch": self.epoch,
             "lr": lr,
@@ -273,11 +276,9 @@ class FusionTrainer(TrainerSetup):
             module.training = True
 
     def _evaluate_in_fit(self, loader: Iterable[Batch], num_batches: int | None = None) -> StepValues:
-        """Evaluate on the first batches or all, emit the event, and update weights on held-out losses."""
+        """Evaluate on the first batches or all, and emit the event."""
         with RandomStream([self.device]):
             batches = islice(loader, num_batches)
-            measured = self.evaluate(batches, by_objective=self.options.weighting_on == "held_out")
-        if means := measured.pop("by_objective", {}):
-            self.weighting.update(self.step, means)
+            measured = self.evaluate(batches)
         self._emit_event("eval", measured)
         return measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,6 @@ class TrainOptions:
         objectives: names in `mmlab.training.losses.OBJECTIVES`; their means are added. A model that computes its own
             loss does not use them. "contrastive_all_ranks" is "contrastive" with the negatives of all ranks.
         weighting: how the factors of several objectives are chosen, a name in `mmlab.training.weighting.WEIGHTINGS`.
-        weighting_on: the losses that determine the weights: "training", those of every step, or "held_out",
-            those of the evaluations in `fit`.
         eval_every: optimizer steps between evaluations within an epoch; None evaluates after each epoch only.
         eval_batches: number of batches, the loader's first, for an evaluation within an epoch; None takes
             all.
@@ -52,7 +51,6 @@ class TrainOptions:
 
     objectives: tuple[str, ...] = ("contrastive",)
     weighting: str = "fixed"
-    weighting_on: str = "training"
     eval_every: int | None = None
     eval_batches: int | None = None
     precision: str = "fp32"
@@ -78,7 +76,6 @@ class TrainOptions:
         object.__setattr__(self, "device", None if self.device is None else str(self.device))
         check_name("policy for out-of-memory", self.on_out_of_memory, ("auto", "split", "raise"))
         check_name("policy for losses that are not finite", self.on_nonfinite, ("raise", "skip"))
-        check_name("losses for the weighting", self.weighting_on, ("training", "held_out"))
         check_numbers(self)
         limits = self.max_grad_norm
         by_part = limits if isinstance(limits, Mapping) else dict.fromkeys(PARTS, limits)
@@ -86,6 +83,10 @@ class TrainOptions:
             check_name("part of the model", part, PARTS)
             if not limit > 0:
                 raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {limits}")
+        for part, factor in (self.lr_factors or {}).items():
+            check_name("part of the model", part, PARTS)
+            if not 0 <= factor < math.inf:
+                raise OptionError(f"lr_factors must be at least 0 and finite, found {factor} for {part}")
 
 
 def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> TrainOptions:

@@ -124,16 +124,9 @@ class TrainerSetup:
 
     def _make_weighting(self, asked: str | Weighting | None) -> Weighting:
         if isinstance(asked, Weighting):
-            weighting = asked
-        else:
-            bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
-            weighting = make_weighting(self.options.weighting, list(self.objectives), **bounds)
-        if self.options.weighting_on == "held_out" and weighting.wants_norms:
-            raise OptionError(
-                f"{type(weighting).__name__.lower()} needs the gradients of training steps, which held-out losses have "
-                "none of; use weighting_on='training', or the weighting 'trend' or 'uncertainty'"
-            )
-        return weighting
+            return asked
+        bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
+        return make_weighting(self.options.weighting, list(self.objectives), **bounds)
 
     def _make_optimizer(self) -> None:
         options = self.options
@@ -286,7 +279,7 @@ class TrainerSetup:
         return {
             **self.strategy.state_dict(self.model, self.optimizer),
             "precision": self.precision.state_dict(),
-            "weighting": {**self.weighting.state_dict(), "on": self.options.weighting_on},
+            "weighting": self.weighting.state_dict(),
             "progress": {
                 **{name: getattr(self, name) for name in _PROGRESS},
                 "world_size": self.strategy.num_shares,
@@ -294,16 +287,7 @@ class TrainerSetup:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`.
-
-        Raises:
-            OptionError: its objectives' weights follow other losses than this trainer's.
-        """
-        followed = state["weighting"].get("on", "training")
-        if followed != self.options.weighting_on:
-            raise OptionError(
-                f"the checkpoint's weights follow {followed} losses; use weighting_on={followed!r} to go on from it"
-            )
+        """Resume from a `state_dict`."""
         self.strategy.load_state_dict(self.model, self.optimizer, state)
         self.precision.load_state_dict(state["precision"])
         self.weighting.load_state_dict(state["weighting"])

@@ -184,7 +184,9 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_step(
     assert (end.step, end.values["status"]) == (step, "stopped")
 
 
-def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: Path, tmp_path: Path) -> None:
+def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = ["trainer.num_epochs=1", "data.limit=40", "trainer.total_steps=1000"]
     first = train(load_config(config, small), runs=tmp_path, progress=False)
     assert first.resumed_from is None
@@ -217,6 +219,9 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(config: P
     assert_equal(model.state_dict(), read_checkpoint(str(more.best_checkpoint))["model"])
     with pytest.raises(DataError, match=r"config\.toml"):
         load_trained(tmp_path / "small" / "checkpoints")
+    with pytest.raises(OptionError, match=r"cannot resume with another trainer\.seed"):
+        train(load_config(config, [*small, "trainer.seed=5"]), runs=tmp_path, resume="auto", progress=False)
+    monkeypatch.chdir(tmp_path / "small")  # where "never" could be the name of a folder of the run
     anew = train(load_config(config, [*small[1:], "trainer.num_epochs=1"]), runs=tmp_path, progress=False)
     assert anew.loss == first.loss
     assert (tmp_path / "small" / "previous-1" / "checkpoints").is_dir()

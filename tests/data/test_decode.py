@@ -146,6 +146,13 @@ def test_grey_jpeg_has_three_equal_channels() -> None:
     assert (pixels == pixels[..., :1]).all()
 
 
+def test_floating_point_pixels_are_refused() -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(file, format="TIFF")
+    with pytest.raises(DataError, match="floating-point pixels"):
+        decode_image(file.getvalue(), WHOLE)
+
+
 def test_ycck_is_told_from_cmyk_by_adobes_marker() -> None:
     """There the same numbers are luma and chroma, of a grey that is inverted once more."""
     cmyk = encode(Image.new("CMYK", (16, 16), (155, 127, 127, 0)), quality=100)

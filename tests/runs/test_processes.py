@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +41,19 @@ def test_a_process_with_the_number_of_a_run_is_not_signalled(
     run.stop(timeout_s=0.2)
     assert bystander.poll() is None
     assert (tmp_path / CONTROL).exists() == elsewhere, "a run of another machine is asked by its file"
+
+
+def test_a_run_whose_folder_is_gone_can_be_stopped(
+    tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    job = {"data": None, "schedulers": ["random"], "options": {}}
+    (folder := tmp_path / "run").mkdir()
+    (folder / PROCESS).write_text(json.dumps({"process": describe_process(bystander.pid), "job": job}))
+    run = find_run(folder)
+    assert run is not None
+    shutil.rmtree(folder)
+    run.stop(timeout_s=10)
+    assert bystander.wait(10) == -signal.SIGINT
 
 
 def test_a_process_is_found_by_its_identity_until_it_ends(bystander: subprocess.Popen[bytes]) -> None:

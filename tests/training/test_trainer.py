@@ -390,6 +390,7 @@ def test_biases_norms_and_temperature_do_not_decay():
         ({"seed": -1}, "seed must be at least 0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm must be above 0 .*found -1.0"),
         ({"max_grad_norm": {"text": 0.0}}, "max_grad_norm must be above 0"),
+        ({"lr_factors": {"image": -1.0}}, "lr_factors must be at least 0 and finite, found -1.0 for image"),
         ({"freeze": ["*"]}, "FusionModel has nothing to train"),
         ({"objectives": ()}, "no objective; known are contrastive"),
     ],
