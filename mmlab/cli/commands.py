@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -90,14 +89,11 @@ def app(
     port: Annotated[int, "0 takes a free one"] = 0,
 ) -> Any:
     """Serve a notebook as a page without code, on this machine only (needs voila)."""
-    from mmlab.lab.app import serve
+    from mmlab.lab.app import find_notebook, voila_command
 
-    _exit_on_sigterm()  # so that the server and its kernels end as well
-    with serve(notebook, port=port) as (url, server):
-        print(f"Serving at {url}\nCtrl-C ends it.", flush=True)
-        with suppress(KeyboardInterrupt):
-            server.wait()
-    return Printed(document={"url": url}, text="Ended.")
+    command, environment = voila_command(notebook, port=port)
+    os.chdir(find_notebook(notebook).parent)
+    os.execve(command[0], command, environment)  # voila takes this process's place, and says its address
 
 
 def export(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from mmlab.lab.app import serve
+from mmlab.lab.app import voila_command
 from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
 from tests.browser.jupyter import BLUE, ORANGE, PATIENCE_MS, Panel, Server
 from tests.browser.writing_runs import write_run
@@ -125,7 +126,10 @@ def test_the_command_shows_each_cell_when_it_has_run_and_a_live_panel_meanwhile(
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells])
     made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(made, tmp_path / "page.ipynb")
-    with serve(tmp_path / "page.ipynb") as (url, _):
+    command, environment = voila_command(tmp_path / "page.ipynb")
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stderr is not None
+        url = next(line for line in serving.stderr if "?token=" in line).strip()
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.set_default_timeout(PATIENCE_MS)
         page.goto(url)
@@ -137,6 +141,7 @@ def test_the_command_shows_each_cell_when_it_has_run_and_a_live_panel_meanwhile(
         expect(page.get_by_text("42 is shown")).to_be_visible()
         expect(page.get_by_text("6 * 7")).to_have_count(0)
         page.close()
+        serving.terminate()
 
 
 def shown(root: Locator) -> Panel:
