@@ -12,7 +12,6 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from mmlab.machine import GIB
 from mmlab.runs.figures import GREY, colours_of, to_png
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.types import PATCH
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from mmlab.pricing.plan_prices import PlanPrices
     from mmlab.schedule.plan import BatchPlan
-    from mmlab.types import CostModel
 
 _INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 _CLEAR: Any = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
@@ -44,7 +41,6 @@ def page_png(draw: Callable[..., Figure], *arguments: Any) -> bytes:
 def plan_figure(
     plans: Mapping[str, BatchPlan],
     budget: float,
-    prices: PlanPrices | None = None,
     photo: Callable[[int], Tensor | None] | None = None,
 ) -> Figure:
     """Some batches of the first and the last plan, and histograms of batch costs, with the limit dashed.
@@ -52,15 +48,9 @@ def plan_figure(
     Args:
         photo: (3, h, w) the image of a sample, to be shown in its place.
     """
-    costs: list[tuple[str, CostModel, float, float]] = [
-        ("padded tokens of a batch", PaddedTokens(), 1.0, budget)
-    ]
-    if prices is not None:
-        costs += [("peak of a step, GiB", prices.memory, GIB, prices.limit_bytes)]
-        costs += [("step, ms", prices.time, 1e-3, np.nan)]
     shown = list(dict.fromkeys((*list(plans)[:1], *list(plans)[-1:])))
-    figure = Figure(figsize=(2.9 * len(shown) + 3.1 * len(costs), 2.9))
-    axes = figure.subplots(1, len(shown) + len(costs), squeeze=False)[0]
+    figure = Figure(figsize=(2.9 * len(shown) + 3.1, 2.9))
+    axes = figure.subplots(1, len(shown) + 1)
     # margins by hand: a layout engine takes as long as everything else
     figure.subplots_adjust(left=0.01, right=0.98, bottom=0.19, top=0.82, wspace=0.28)
     for area, name in zip(axes, shown, strict=False):
@@ -70,19 +60,19 @@ def plan_figure(
     image = "" if photo else "blue: image, "
     figure.text(0.01, 0.05, f"{image}orange: text, grey: padding; dashed: limit", fontsize="small")
     colours = colours_of(plans)
-    for area, (title, cost, unit, limit) in zip(axes[len(shown) :], costs, strict=True):
-        found = {name: batch_costs(cost, plan.shape_columns) / unit for name, plan in plans.items()}
-        highest = np.nanmax([1.02 * limit / unit, *(values.max() for values in found.values())])
-        for name, values in found.items():
-            counts, edges = np.histogram(values, bins=40, range=(0, highest))
-            area.stairs(counts, edges, label=name, color=colours[name], lw=1.4)
-        area.axvline(limit / unit, color=GREY, lw=1, ls="--")
-        area.set_xlabel(title)
-        area.set_ylim(0)
-        area.locator_params(nbins=5)
-        area.spines[["top", "right"]].set_visible(False)
-    axes[len(shown)].set_ylabel("batches")
-    figure.legend(*axes[len(shown)].get_legend_handles_labels(), loc="upper right", ncols=9, frameon=False)
+    area, found = (
+        axes[-1],
+        {name: batch_costs(PaddedTokens(), plan.shape_columns) for name, plan in plans.items()},
+    )
+    highest = max([1.02 * budget, *(values.max() for values in found.values())])
+    for name, values in found.items():
+        counts, edges = np.histogram(values, bins=40, range=(0, highest))
+        area.stairs(counts, edges, label=name, color=colours[name], lw=1.4)
+    area.axvline(budget, color=GREY, lw=1, ls="--")
+    area.set(xlabel="padded tokens of a batch", ylabel="batches", ylim=(0, None))
+    area.locator_params(nbins=5)
+    area.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="upper right", ncols=9, frameon=False)
     return figure
 
 

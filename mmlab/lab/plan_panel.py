@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mmlab.data.dataset import MultimodalDataset
-    from mmlab.pricing.plan_prices import PlanPrices
     from mmlab.schedule.plan import BatchPlan
     from mmlab.types import SampleSizes
 
@@ -40,17 +39,13 @@ class PlanExplorer(Panel):
         data: a `MultimodalDataset`, whose images are shown in their batches, or sizes alone, with image sizes as the
             model will see them (`records.sizes(policy)`).
         schedulers: names to begin with.
-        prices: bytes and seconds of a model's steps (`mmlab.pricing.plan_prices.price_plans`), for two more
-            plots.
     """
 
     def __init__(
         self,
         data: SampleSizes | MultimodalDataset,
         schedulers: Sequence[str] = SHOWN_SCHEDULERS,
-        prices: PlanPrices | None = None,
     ) -> None:
-        self._prices = prices
         dataset: Any = data if hasattr(data, "sizes") else None
         sizes: Any = data if dataset is None else dataset.sizes
         rows = some_images(sizes, MAX_EXPLORED)
@@ -116,7 +111,7 @@ class PlanExplorer(Panel):
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
-        drawn = (plans, found.budget, self._prices, self._photo)
+        drawn = (plans, found.budget, self._photo)
         self.picture.value = page_png(plan_figure, *drawn) if plans else b""
 
 

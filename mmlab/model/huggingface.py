@@ -2,11 +2,10 @@
 
 It calls the module with the arguments that its forward names, out of `input_ids`, `attention_mask`, `pixel_values`,
 `pixel_mask`, `labels`, `return_loss`, `interpolate_pos_encoding` and `batch`, and makes only those. Pixels become
-floats, normalised, padded to whole patches. Pre-training on hidden tokens and patches also has `input_ids_masked`,
-`mlm_labels`, `bool_masked_pos` and `codebook_pixel_values`, as FLAVA takes them (Singh et al. 2022, arXiv:2112.04482).
+floats, normalised, padded to whole patches. Pre-training on hidden patches also has `bool_masked_pos`.
 
 The module computes its own mean, so gradient accumulation is exact only for a loss that is a mean over samples or over
-label tokens; FLAVA's is a sum of several means. CLIP's loss depends on the whole batch, and takes two
+label tokens. CLIP's loss depends on the whole batch, and takes two
 captions of one image for a wrong pair.
 """
 
@@ -49,8 +48,8 @@ class LossModel(nn.Module):
         module: its forward returns a mean loss: as a tensor, as `.loss`, or under the key "loss".
         labels: "batch" for `Batch.labels`; "text" for the input ids with padding left out (captioning, language
             modelling); "masked" for predicting hidden tokens. None chooses "text" for a model that can
-            generate, "masked" for a `transformers` model for masked language modelling or one that takes
-            `mlm_labels`, and "batch" for any other.
+            generate, "masked" for a `transformers` model for masked language modelling, and
+            "batch" for any other.
         processor: the model's own, as `AutoProcessor.from_pretrained` gives it, or a tokenizer: its mean and deviation
             of pixels and its mask token are used. `MultimodalDataset(processor=...)` takes the rest.
         mask_ratio: share of a text's tokens that "masked" hides. In evaluation the same ones are hidden every time.
@@ -163,21 +162,18 @@ class LossModel(nn.Module):
                 f"{self.max_tokens}; use MultimodalDataset(max_tokens={self.max_tokens})"
             )
         input_ids, labels = batch.input_ids, batch.labels
-        if self.labels == "masked" and {"labels", "mlm_labels"} & set(self.accepted):
+        if self.labels == "masked" and "labels" in self.accepted:
             input_ids, labels = self._hide(batch)
         elif "labels" in self.accepted and self.labels == "text":
             labels = _text_labels(batch)
         makers: dict[str, Callable[[], Any]] = {
             "batch": lambda: batch,
-            "input_ids": lambda: batch.input_ids if "input_ids_masked" in self.accepted else input_ids,
+            "input_ids": lambda: input_ids,
             "attention_mask": lambda: batch.attention_mask.long(),
             "pixel_values": lambda: self._pixels(batch),
             "pixel_mask": lambda: self._whole_patches(batch.pixel_mask).long(),
             "labels": lambda: labels,
-            "input_ids_masked": lambda: input_ids,
-            "mlm_labels": lambda: labels,
             "bool_masked_pos": lambda: self._hidden_patches(batch),
-            "codebook_pixel_values": lambda: self._codebook_pixels(batch),
             **dict.fromkeys(_ALSO, lambda: True),
         }
         if "input_ids" not in self.accepted:  # an image model's `attention_mask` is not the text's
@@ -193,13 +189,6 @@ class LossModel(nn.Module):
     def _whole_patches(self, pixels: Tensor) -> Tensor:
         rows, columns = (-side % patch for side, patch in zip(pixels.shape[-2:], self.patch, strict=True))
         return F.pad(pixels, (0, columns, 0, rows)) if rows or columns else pixels
-
-    def _codebook_pixels(self, batch: Batch) -> Tensor:
-        """(B, 3, 8 h, 8 w) in [0.1, 0.9] for h x w patches, from which FLAVA's codebook makes one label a patch."""
-        pixels = self._whole_patches(batch.pixel_values.to(self.pixel_mean.dtype) / 255)
-        sides = [8 * side // patch for side, patch in zip(pixels.shape[-2:], self.patch, strict=True)]
-        pixels = F.interpolate(pixels, sides, mode="bicubic", antialias=True).clamp(0, 1)
-        return 0.8 * pixels + 0.1
 
     def _hidden_patches(self, batch: Batch) -> Tensor:
         """(B, P) bool."""
@@ -249,7 +238,7 @@ def _check_signature(module: nn.Module) -> list[str]:
 def _usual_labels(module: nn.Module) -> str:
     if getattr(module, "can_generate", lambda: False)():
         return "text"
-    is_masked = type(module).__name__.endswith("ForMaskedLM") or "mlm_labels" in _takes(module)
+    is_masked = type(module).__name__.endswith("ForMaskedLM")
     return "masked" if is_masked else "batch"
 
 

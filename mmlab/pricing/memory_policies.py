@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from mmlab.errors import OptionError
-from mmlab.machine import GIB, available_memory_bytes, process_rss_bytes, total_memory_bytes
+from mmlab.machine import GIB, available_memory_bytes, total_memory_bytes
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import costliest_sample
 from mmlab.types import BatchShape, SampleSizes
@@ -31,9 +31,6 @@ CAUTION = 1.2  # factor on predictions after an out-of-memory, until a batch has
 MARGIN_STEP, MAX_MARGIN = 0.02, 0.2  # added to the margin by an out-of-memory
 HYSTERESIS, PATIENCE = 0.01, 20  # the value rises only by more than this, after that many steps that want it
 MAX_CHANGE = 0.25  # the largest relative change in one decision
-# share of the system's memory below which batches shrink; above twice that they grow again
-RAM_RESERVE = 0.05
-RAM_STEP, LEAST_FOR_RAM = 0.8, 0.25
 HALVE_ABOVE, DOUBLE_BELOW, LARGEST_BATCH = 0.8, 0.3, 64  # of article A
 
 Values = Mapping[str, Any]
@@ -41,7 +38,7 @@ Wish = tuple[float, str]  # the value that is wanted now, and why
 
 
 class MemoryPolicy(ABC):
-    """Turns step values into the value that planners get. Deterministic but for readings of system memory."""
+    """Turns step values into the value that planners get. Deterministic."""
 
     STATE: ClassVar[tuple[str, ...]]  # attributes that a resumed run needs
     value: float
@@ -83,18 +80,16 @@ class Predictive(MemoryPolicy):
     Args:
         planner: with a cost model in bytes.
         limit_bytes: what training may use.
-        free_ram: share of the system's memory that is available.
 
     Raises:
         OptionError: the planner has no cost model in bytes.
     """
 
     STATE = (
-        "value", "margin_ratio", "measured", "caution", "ram_factor", "_num_above", "_num_since_lower",
-        "_num_unwatched",
+        "value", "margin_ratio", "measured", "caution", "_num_above", "_num_since_lower",
     )  # fmt: skip
 
-    def __init__(self, planner: Scheduler, limit_bytes: float, free_ram: Callable[[], float]) -> None:
+    def __init__(self, planner: Scheduler, limit_bytes: float) -> None:
         cost = getattr(planner, "cost", None)
         if cost is None or cost.unit != "bytes":
             found = f"{type(planner).__name__}{'' if cost is None else f' with a cost in {cost.unit}'}"
@@ -102,14 +97,12 @@ class Predictive(MemoryPolicy):
                 f"policy 'predictive' needs a planner with a cost model in bytes, found {found}; "
                 "use make_scheduler('memory', cost=<memory model>, budget=<bytes>)"
             )
-        self.cost, self.limit_bytes, self._free_ram = cost, limit_bytes, free_ram
+        self.cost, self.limit_bytes = cost, limit_bytes
         self.margin_ratio = 1 - getattr(planner, "target_ratio", 0.97)  # share of the limit that is kept free
         self.measured = 1.0  # factor on predictions, from peaks
         self.caution = 1.0  # a further factor, by guess, after an out-of-memory
-        self.ram_factor = 1.0
         self._num_above = 0  # steps in a row in which a higher value was wanted
         self._num_since_lower = PATIENCE  # steps since the value was lowered
-        self._num_unwatched = 0  # steps since the system's memory was read, which lags behind batches
         self._floor = 0.0
         self.value = self._wanted()
 
@@ -135,7 +128,6 @@ class Predictive(MemoryPolicy):
             reason = self._failed(predicted)
         elif (peak := _peak(values)) is not None:
             reason = self._measure(predicted, peak) or reason
-        reason = self._watch_ram() or reason
         return self._wanted(), reason
 
     def settle(self, agreed: float) -> float:
@@ -154,7 +146,7 @@ class Predictive(MemoryPolicy):
         return {"margin_ratio": self.margin_ratio, "correction_factor": self.correction}
 
     def _wanted(self) -> float:
-        wanted = self.limit_bytes * (1 - self.margin_ratio) / self.correction * self.ram_factor
+        wanted = self.limit_bytes * (1 - self.margin_ratio) / self.correction
         return max(wanted, self._floor)
 
     def _predicted(self, values: Values) -> float:
@@ -182,20 +174,6 @@ class Predictive(MemoryPolicy):
             return f"a peak of {peak / GIB:.4g} GiB where {predicted / GIB:.4g} GiB was predicted"
         if is_full and shown < self.measured:
             self.measured += DECAY * (max(1.0, shown) - self.measured)
-        return ""
-
-    def _watch_ram(self) -> str:
-        self._num_unwatched = (self._num_unwatched + 1) % PATIENCE
-        if self._num_unwatched:
-            return ""
-        free_ratio = self._free_ram()
-        if free_ratio < RAM_RESERVE and self.ram_factor > LEAST_FOR_RAM:
-            self.ram_factor = max(LEAST_FOR_RAM, RAM_STEP * self.ram_factor)
-            rss_gib = process_rss_bytes() / GIB
-            return f"{free_ratio:.1%} of the system's memory is left, this process has {rss_gib:.3g} GiB"
-        if free_ratio > 2 * RAM_RESERVE and self.ram_factor < 1:
-            self.ram_factor = min(1.0, self.ram_factor / RAM_STEP)
-            return f"{free_ratio:.1%} of the system's memory is left again"
         return ""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import DataError, OptionError, check_name
-from mmlab.machine import GIB, available_memory_bytes, total_memory_bytes
+from mmlab.machine import GIB, available_memory_bytes
 from mmlab.pricing.memory_policies import Halving, MemoryPolicy, Predictive
 from mmlab.runs.events import RunEvent
 from mmlab.schedule.base import sizes_of
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from mmlab.types import Record, SampleSizes
 
 POLICIES = ("predictive", "halving")
-
-
-def free_ram_ratio() -> float:
-    """Share of this machine's (or container's) memory that is available."""
-    return available_memory_bytes() / total_memory_bytes()
 
 
 class ResourceAwareScheduler:
@@ -54,7 +49,6 @@ class ResourceAwareScheduler:
         agree: returns the largest of the ranks' numbers, for example by an all-reduce; called once a step,
             once more at a decision, and when a later epoch is planned, so every rank must observe every step
             and plan every epoch.
-        free_ram: returns the share of the system's memory that is available.
 
     Raises:
         OptionError: an unknown policy, a planner that does not suit it, no limit, or several ranks without `agree`.
@@ -72,7 +66,6 @@ class ResourceAwareScheduler:
         rank: int = 0,
         emit: Callable[[RunEvent], object] | None = None,
         agree: Callable[[float], float] | None = None,
-        free_ram: Callable[[], float] = free_ram_ratio,
     ) -> None:
         check_name("policy", policy, POLICIES)
         limit_bytes = (
@@ -93,7 +86,7 @@ class ResourceAwareScheduler:
         self._policy: MemoryPolicy = (
             Halving(planner, self.limit_bytes)
             if policy == "halving" or planner is None
-            else Predictive(planner, self.limit_bytes, free_ram)
+            else Predictive(planner, self.limit_bytes)
         )
         self._epoch = 0
         self._sizes: SampleSizes | None = None

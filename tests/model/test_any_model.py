@@ -96,18 +96,6 @@ def dual(tokenizer):
     )
 
 
-def flava(tokenizer):
-    from transformers import FlavaConfig, FlavaForPreTraining
-
-    codebook = {"hidden_size": 4, "vocab_size": 20, "num_blocks_per_group": 1}
-    config = FlavaConfig(
-        image_config={"image_size": SIDE, "patch_size": 16, "vocab_size": 20, **SMALL, **QUIET},
-        text_config={"vocab_size": len(tokenizer), **SMALL, **QUIET},
-        multimodal_config={**SMALL, **QUIET}, image_codebook_config=codebook, hidden_size=16, projection_dim=16,
-    )  # fmt: skip
-    return FlavaForPreTraining(config)
-
-
 MODELS = {"clip": clip, "vilt": vilt, "blip": blip, "captioner": captioner, "bert": bert}
 
 
@@ -335,46 +323,6 @@ def test_an_image_model_does_not_get_the_mask_of_the_texts():
     module = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=32, **sizes))
     batch = make_batch([(4, 32, 32), (9, 32, 32)])
     assert math.isfinite(FusionTrainer(module, device="cpu").train_step([batch])["loss"])
-
-
-def test_flava_pretrains_on_hidden_tokens_hidden_patches_and_pairs(records, tokenizer):
-    torch.manual_seed(0)
-    dataset = MultimodalDataset(records[:12], tokenizer=tokenizer, image_policy=Square(SIDE))
-    (batch,) = PlannedLoader(
-        dataset, make_scheduler("random", batch_size=12), backend="threads", num_workers=0
-    )
-    model = LossModel(flava(tokenizer), processor=tokenizer)
-    assert model.compares_samples
-    trainer = FusionTrainer(model, lr=1e-2, device="cpu")
-    before = trainer.evaluate([batch])["loss"]
-    trainer.fit([batch] * 30)
-    after = trainer.evaluate([batch])["loss"]
-    assert after < 0.8 * before
-    assert trainer.evaluate([batch])["loss"] == after  # the same tokens and patches are hidden
-    terms = model(batch).loss_info
-    assert {name for name, term in terms.items() if term is not None} == {
-        "global_contrastive", "mmm_image", "mmm_text",
-    }  # fmt: skip
-    for name, head in {"mmm_image": "mmm_image_head", "mmm_text": "mmm_text_head"}.items():
-        model.zero_grad()
-        model(batch).loss_info[name].backward()
-        assert getattr(model.module, head).decoder.weight.grad.abs().sum() > 0
-
-
-def test_flava_has_the_pixels_of_its_processor_and_hides_a_share_of_the_patches(tokenizer):
-    from PIL import Image
-    from transformers import FlavaImageProcessor
-
-    image = Image.radial_gradient("L").convert("RGB").resize((224, 224))
-    theirs = FlavaImageProcessor()(image, return_codebook_pixels=True, return_tensors="pt")
-    batch = make_batch([(4, 224, 224), (4, 160, 224)])
-    batch.pixel_values[0] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    model = LossModel(flava(tokenizer), processor=tokenizer)
-    own = model._codebook_pixels(batch)[:1]
-    torch.testing.assert_close(own, theirs["codebook_pixel_values"], rtol=0, atol=0.01)
-    hidden = model._hidden_patches(batch).view(2, 14, 14)
-    assert hidden.sum((1, 2)).tolist() == [round(0.4 * 196), round(0.4 * 140)]
-    assert not hidden[1, 10:].any()  # of the padding
 
 
 def test_an_image_model_learns_hidden_patches():

@@ -73,7 +73,6 @@ def follow(data: str) -> None:
         rank=ranks.rank,
         emit=events.append,
         agree=ranks.largest,
-        free_ram=lambda: 0.5,
     )
     trainer.memory = cost
     loader = Recording(

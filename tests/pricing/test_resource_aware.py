@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,7 +60,7 @@ def memory_planner(limit_bytes: float = 3 * MB, **options) -> Scheduler:
 
 def aware(planner: Scheduler, events: list[RunEvent] | None = None, **options) -> ResourceAwareScheduler:
     emit = None if events is None else events.append
-    return ResourceAwareScheduler(planner=planner, emit=emit, free_ram=lambda: 0.5, **options)
+    return ResourceAwareScheduler(planner=planner, emit=emit, **options)
 
 
 def step(*, predicted: float = 0, peak: float = 0, failed: int = 0, num_samples: int = 8) -> dict:
@@ -262,23 +261,6 @@ def test_no_budget_goes_below_the_costliest_sample():
     dearest = max(LINEAR.at(1, sizes.num_tokens, (sizes.height // 16) * (sizes.width // 16)))
     assert scheduler.value == dearest
     assert sorted(row for batch in scheduler.plan(sizes) for row in batch) == list(range(60))
-
-
-def test_short_system_memory_shrinks_batches_and_they_grow_again():
-    free = SimpleNamespace(ratio=0.02)
-    events: list[RunEvent] = []
-    scheduler = ResourceAwareScheduler(
-        planner=memory_planner(), emit=events.append, free_ram=lambda: free.ratio
-    )
-    scheduler.plan(make_sizes(100))
-    for _ in range(PATIENCE):
-        scheduler.observe(step(predicted=2.5 * MB, peak=2.5 * MB))
-    assert scheduler.value == pytest.approx(0.8 * 0.97 * 3 * MB)
-    assert "2.0% of the system's memory is left" in events[0].values["reason"]
-    free.ratio = 0.5
-    for _ in range(4 * PATIENCE):
-        scheduler.observe(step(predicted=2.5 * MB, peak=2.5 * MB))
-    assert scheduler.value == pytest.approx(0.97 * 3 * MB)
 
 
 def test_a_decision_carries_keys_that_the_table_knows():
