@@ -63,7 +63,8 @@ def train(
     from mmlab.comparison.config import load_config
     from mmlab.comparison.train import train
 
-    _exit_on_sigterm()  # so that the run ends with a checkpoint
+    # an exception, so that the run ends with a checkpoint
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     return train(load_config(config, set), runs=runs, resume=resume)
 
 
@@ -72,13 +73,12 @@ def watch(
     *,
     once: Annotated[bool, "print what there is now, and end"] = False,
     json: Annotated[bool, "the same as one JSON document"] = False,
-    interval: Annotated[float, "seconds between two looks"] = 0.5,
 ) -> Any:
     """Show the runs below a folder live, whoever started them; quitting does not affect them."""
     from mmlab.runs.watch import follow, summary, text_of
 
     if not (once or json):
-        return Printed(document=follow(folder, interval_s=interval), text="")
+        return Printed(document=follow(folder), text="")
     found = summary(folder)
     return Printed(document=found, text=text_of(found))
 
@@ -355,8 +355,3 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()] or [text]  # refused as an unknown name
-
-
-def _exit_on_sigterm() -> None:
-    """Exit by an exception on SIGTERM, so that every context manager cleans up."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -160,7 +160,7 @@ class _Sizing:
             return self._price(model)[1]
         options, dataset, device = self.options, self.dataset, self.options.device
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="repeats of one step lie")
+            warnings.filterwarnings("ignore", message="repeats of one step vary")
             return fit_time(
                 model, dataset.sizes, cost=cost, budget=budget, device=device, precision=options.precision,
                 loading=loading_seconds(

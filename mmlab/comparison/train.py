@@ -179,10 +179,8 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     """
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise DataError(f"{resume or 'an empty path'}: no checkpoint there; {_GIVE}")
-    elsewhere = resume == "never" or (
-        resume != "auto" and folder.resolve() not in Path(resume).resolve().parents
-    )
-    if elsewhere and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
+    is_own = resume == "auto" or (resume != "never" and folder.resolve() in Path(resume).resolve().parents)
+    if not is_own and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
         move_earlier_aside(folder, _WRITTEN)
     note_launch(folder / LAUNCH)
 

@@ -41,7 +41,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("cache build OUT --data D --limit-gib -1", "limit_gib must be above 0, found -1.0"),
         ("bench io --data D --batch-size 100000", "batch_size must be at most 65,536, found 100000"),
         ("bench parallel --steps 0", "steps must be at least 1, found 0"),
-        ("watch D --interval 0", "interval must be above 0, found 0.0"),
         ("app --port 99999", "port must be at most 65,535, found 99999"),
         ("plan --data D --max-side 96", "unrecognized arguments: --max-side 96"),
     ],

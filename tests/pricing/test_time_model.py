@@ -87,7 +87,7 @@ def test_other_work_on_the_machine_does_not_spoil_the_fit(seed):
 def test_a_noisy_machine_is_not_passed_over():
     times = np.full((24, 8), 0.1)
     times[:, :4] = 0.13
-    with pytest.warns(UserWarning, match=r"repeats of one step lie 30% apart.*nothing else runs"):
+    with pytest.warns(UserWarning, match=r"repeats of one step vary by 30%.*nothing else runs"):
         low_seconds(times)
 
 

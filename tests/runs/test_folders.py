@@ -45,7 +45,7 @@ def test_a_folder_is_held_until_its_holder_is_gone_and_no_child_keeps_it(tmp_pat
         try:
             process = rf" \(process {holder.pid} on {platform.node()}\)" if sys.platform == "linux" else ""
             with (
-                pytest.raises(OptionError, match=rf"going on in {folder}{process}; stop it, or name another"),
+                pytest.raises(OptionError, match=rf"active in {folder}{process}; stop it, or name another"),
                 exclusive_folder(folder),
             ):
                 pass

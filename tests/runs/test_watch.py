@@ -151,7 +151,7 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_it_follows_a_run_of_another_process_and_an_interrupt_leaves_that_alone(tmp_path: Path) -> None:
     terminal, its_end = os.openpty()
-    command = [sys.executable, "-m", "mmlab", "watch", str(tmp_path), "--interval", "0.05"]
+    command = [sys.executable, "-m", "mmlab", "watch", str(tmp_path)]
     watching = subprocess.Popen(
         [*IGNORING_INTERRUPTS, *command],
         stdout=its_end,
