@@ -242,7 +242,9 @@ def test_a_damaged_file_is_fitted_anew_and_said(tmp_path):
     whole.save(kept)
     kept.write_text(kept.read_text()[:-200])
     asked = {"fingerprint": MODEL.fingerprint, "conditions": lambda: MODEL.conditions}
-    with pytest.warns(UserWarning, match="time.json is not a time model that mmlab saved.*: fitted again now"):
+    with pytest.warns(
+        UserWarning, match="time.json is not a time model that mmlab saved.*: fitted again now"
+    ):
         assert TimeModel.load_or_fit(kept, lambda: MODEL, **asked) is MODEL
     assert TimeModel.load_or_fit(kept, lambda: whole, **asked).spread_ratio == MODEL.spread_ratio
 
