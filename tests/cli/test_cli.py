@@ -185,8 +185,10 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
 def test_plan_counts_patches_as_the_model_makes_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vision = CLIPVisionConfig(image_size=64, patch_size=32)
-    CLIPConfig(vision_config=vision.to_dict(), architectures=["CLIPModel"]).save_pretrained(tmp_path)
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(image_size=64, patch_size=32, **small)
+    configs = {"vision_config": vision.to_dict(), "text_config": {"vocab_size": 8192, **small}}
+    CLIPConfig(**configs, projection_dim=32, architectures=["CLIPModel"]).save_pretrained(tmp_path)
     assert side_of_patch(str(tmp_path)) == 32
     (tmp_path / "lengths.csv").write_text("height,width,num_tokens\n64,64,8\n64,64,9\n")
     words = [

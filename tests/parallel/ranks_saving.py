@@ -109,7 +109,7 @@ def fail(folder: Path) -> None:
         assert nothing_is_left()
     state = trainer.state_dict()
     state["progress"]["epoch"] = object()  # which rank 0 alone writes
-    with pytest.raises(RunError, match=r"^rank 0 could not save a checkpoint: TypeError.*serializable"):
+    with pytest.raises(RunError, match=r"^rank 0 failed to save a checkpoint: TypeError.*serializable"):
         checkpoints.save(state, ranks=trainer.strategy)
     assert nothing_is_left()
     checkpoints.save(trainer.state_dict(), ranks=trainer.strategy)

@@ -62,7 +62,7 @@ def printed(
         patch.setattr("mmlab.pricing.memory_report.memory_report", kept)
         with redirect_stderr(io.StringIO()) as err:
             assert main(command.split()) == 0
-    assert err.getvalue().startswith(f"Pricing {clip} by 50 steps; ")
+    assert err.getvalue().startswith(f"Pricing {clip} by tracing 50 steps; ")
     return json.loads(out.getvalue()), folder, made[0]
 
 
