@@ -12,6 +12,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -338,20 +339,20 @@ def progress_bar(
     from tqdm import asyncio, auto
 
     if auto.tqdm is asyncio.tqdm_asyncio and not sys.stderr.isatty():  # auto has another class for notebooks
-        rarely = {"delay": 30, "mininterval": 30, "maxinterval": 30, "position": 0}
-        options |= {"file": _Lines(), **rarely}
+        options |= {"file": _Lines(), "position": 0}
     return auto.tqdm(items, name, total, disable=not show, **options)
 
 
 class _Lines:
-    """Standard error for a bar that stays: each state on a line of its own, rather than over the one before."""
+    """Standard error for a bar that stays: its state on a line of its own, at most every half minute."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
 
     def write(self, text: str) -> None:
-        if line := text.strip():
-            print(line, file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
+        if text.strip() and time.monotonic() - self._last_s >= 30:
+            self._last_s = time.monotonic()
+            print(text.strip(), file=sys.stderr, flush=True)
 
 
 def lock(file: int, *, wait: bool) -> None:

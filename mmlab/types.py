@@ -189,7 +189,7 @@ class SampleSizes:
     Sizes are those after the image policy: what the model will see.
 
     Raises:
-        ValueError: columns of different length, or a size that is not a whole number from 0 to 2^31.
+        ValueError: columns of different length, or a size that is not a whole number from 0 to 2^31 - 1.
     """
 
     num_tokens: NDArray[np.int32]  # (N,)
@@ -210,9 +210,7 @@ class SampleSizes:
                 whole = column.astype(np.int32, copy=False)
             if len(column) and (whole.min() < 0 or (whole is not column and (whole != column).any())):
                 row = int(np.argmax((whole < 0) | (whole != column)))
-                raise ValueError(
-                    f"{name} must be whole numbers from 0 to 2^31, found {column[row]} in row {row}"
-                )
+                raise ValueError(f"{name} must be whole numbers below 2^31, found {column[row]} in row {row}")
         for name, column in columns.items():
             dtype = np.int64 if name == "group" else np.int32
             object.__setattr__(self, name, np.ascontiguousarray(column, dtype=dtype))

@@ -160,7 +160,7 @@ def bench_io(
         image: image policy in short form, see `parse_image_policy`.
         limit: use so many samples, drawn from every split.
         images: folder of the images, where they are not beside the data.
-        progress: show a bar if stderr is a terminal.
+        progress: show a bar on stderr.
 
     Raises:
         DataError: the data cannot be used, or have no images.

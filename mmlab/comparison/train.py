@@ -11,8 +11,9 @@ import math
 import operator
 import os
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from difflib import ndiff
 from functools import partial
 from pathlib import Path
@@ -157,14 +158,14 @@ def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase
     folder `model`, for `from_pretrained`.)
 
     Raises:
-        DataError: there is no such run, or none of its checkpoints is whole.
+        DataError: there is no such run, or its checkpoint is damaged.
     """
     folder = Path(folder)
     config = load_config(folder / _CONFIG)
     checkpoints = Checkpoints(folder / _CHECKPOINTS, **dataclasses.asdict(config.checkpoint))
     path = checkpoints.best or checkpoints.newest()
     if path is None or config.processor is not None:
-        raise DataError(f"{folder}: no checkpoint of a model of pairs there; {_GIVE}")
+        raise DataError(f"{folder}: no checkpoint of a model of pairs there; give a run of mmlab train")
     tokenizer = load_tokenizer(str(folder / _TOKENIZER))
     model = build_model(**config.model, vocab_size=len(tokenizer))
     model.load_state_dict(read_checkpoint(path)["model"])
@@ -179,7 +180,8 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     """
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise DataError(f"{resume or 'an empty path'}: no checkpoint there; {_GIVE}")
-    is_own = resume == "auto" or (resume != "never" and folder.resolve() in Path(resume).resolve().parents)
+    place = Path(resume, ".").resolve()
+    is_own = resume == "auto" or (resume != "never" and folder.resolve() in (place, *place.parents))
     if not is_own and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
         move_earlier_aside(folder, _WRITTEN)
     note_launch(folder / LAUNCH)
@@ -306,13 +308,13 @@ class _Training:
         if self._run.rank == 0:
             text = config.toml()
             if trainer.step and path.exists():
-                lines = [*ndiff(path.read_text("utf-8", errors="replace").splitlines(), text.splitlines())]
-                changed = [line for line in lines if line[0] in "+-" and line[2:]]
-                if any(line[2:].startswith("seed =") for line in changed):
-                    raise OptionError(
-                        "cannot resume with another trainer.seed: samples that were held out would be trained on"
-                    )
-                if changes := "; ".join(changed):
+                kept = path.read_text("utf-8", errors="replace")
+                lines = ndiff(kept.splitlines(), text.splitlines())
+                with suppress(tomllib.TOMLDecodeError):  # a damaged file
+                    seed = tomllib.loads(kept).get("trainer", {}).get("seed", 0)
+                    if seed != config.trainer.seed:
+                        raise OptionError(f"trainer.seed was {seed}, which held samples out: resume with it")
+                if changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:]):
                     message = f"resumed with other options than before: {changes}"
                     self._take(
                         RunEvent.now("warning", trainer.step, {"message": message, "source": "training"})

@@ -29,7 +29,7 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
     Args:
         records: N records; an image that several share is decoded once. Images that are not plain files are
             measured every time.
-        progress: show a bar if stderr is a terminal and something must be decoded.
+        progress: show a bar on stderr if something must be decoded.
 
     Returns:
         (N,) bits, NaN without an image.

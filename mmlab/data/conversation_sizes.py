@@ -58,7 +58,7 @@ def conversation_sizes(
     Args:
         processor: as `AutoProcessor.from_pretrained(name_or_path)` gives it, with a chat template.
         cache: folder in which the sizes of these conversations under this processor are saved.
-        progress: show a bar if stderr is a terminal.
+        progress: show a bar on stderr.
 
     Raises:
         OptionError: a processor without a chat template, or one that cannot make sequences of these

@@ -115,7 +115,7 @@ def read_conversations(
         source: JSON (a list), JSON Lines, Parquet, a `datasets.Dataset`, or a list of dicts.
         images: the folder that image paths are relative to; None takes the file's own.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
-        progress: show a bar while image headers are read, if stderr is a terminal.
+        progress: show a bar while image headers are read, on stderr.
 
     Raises:
         DataError: an unknown format, or bad rows (all of them in the error's `.bad_rows`).

@@ -39,8 +39,10 @@ def voila_command(notebook: str | Path | None = None, *, port: int = 0) -> tuple
     except OSError as error:
         raise OptionError(f"port {port}: {error.strerror}; leave it out to take a free one") from error
     settings = [str(Path(__file__).parent / "static"), os.environ.get("JUPYTER_CONFIG_PATH", "")]
-    environment = {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, settings))}
-    return [sys.executable, "-m", "voila", str(path), f"--port={port}"], environment
+    own = {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, settings))}
+    # with these, voila would not print the token
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER_TOKEN")}
+    return [sys.executable, "-m", "voila", str(path), f"--port={port}"], kept | own
 
 
 def find_notebook(notebook: str | Path | None) -> Path:

@@ -48,7 +48,7 @@ class AdaptiveDataLoader(PlannedLoader):
         num_samples: samples drawn per epoch; None draws as many as there are. Sampling only.
         scheduler: forms the batches, instead of `batch_size`.
         seed: of the draw and the order.
-        progress: show a bar while images are measured, if stderr is a terminal.
+        progress: show a bar while images are measured, on stderr.
         options: of `PlannedLoader`.
 
     Raises:

@@ -167,7 +167,7 @@ def bench_parallel(
     Args:
         strategies: names in `ARMS` or `more`; None takes those that this number of ranks can run, without `reduce`.
         more: strategies of your own, by name; functions that can be pickled.
-        progress: show a bar if stderr is a terminal.
+        progress: show a bar on stderr.
         sizes: of `BenchOptions`.
 
     Raises:

@@ -38,7 +38,8 @@ Wish = tuple[float, str]  # the value that is wanted now, and why
 
 
 class MemoryPolicy(ABC):
-    """Turns step values into the value that planners get. Deterministic."""
+    """Turns step values into the value that planners get. Deterministic, but for what `Halving` reads of the
+    system where no step has a counted peak."""
 
     STATE: ClassVar[tuple[str, ...]]  # attributes that a resumed run needs
     value: float

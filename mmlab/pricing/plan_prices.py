@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import check_samples_fit
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.schedulers import scheduler_type
 from mmlab.types import SampleSizes
 
 _VOCAB_SIZE = 8192  # of a preset: the builtin tokenizer's at most
@@ -117,12 +119,15 @@ def price_plans(
             or into the limit.
     """
     check_numbers({"price_per_hour": price_per_hour, "memory_gb": memory_gb})
+    for name in names:  # an unknown one is refused now: pricing takes a while
+        scheduler_type(name)
     named = None if device_name is None else find_device(device_name)
     if named is not None:
         named.check_precision(precision)
     kind = named.kind if named else resolve_device("auto")
-    if memory_gb is None and named:
-        usable_bytes = named.memory_bytes - CONTEXT_BYTES[kind]
+    if named:
+        asked_bytes = math.inf if memory_gb is None else memory_gb * GIB
+        usable_bytes = min(named.memory_bytes, asked_bytes) - CONTEXT_BYTES[kind]
     else:
         usable_bytes = memory_limit(kind, memory_gb=memory_gb).usable_bytes
     priced: dict[str, Any] = {"precision": precision, "progress": progress}

@@ -7,7 +7,7 @@ next one for that reading, and the reading keeps the reason. A process's figures
 `LiveBytes` counts the bytes of live tensors exactly, on any device: so a step's peak can be measured on a
 CPU, where no allocator keeps statistics.
 
-Costs: a reading takes 0.05 ms on a CPU; with NVML about 1 ms of CPU time and 40 ms of waiting: do it in the
+Costs: a reading takes 0.05 ms on a CPU; with NVML about 1 ms of CPU time: do it in the
 monitor's thread, never in the training loop. `LiveBytes` adds about 12 us to each operation and never
 synchronises.
 Does not: count memory of worker processes, nor (`LiveBytes`) scratch memory inside one operation.

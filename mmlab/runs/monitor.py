@@ -1,6 +1,6 @@
 """Samples the device during a run, in a thread of the training process that never blocks the training loop.
 
-Costs: a sample takes 0.1 ms of CPU time, about 1 ms with NVML (and 40 ms of waiting); each `device` event carries the
+Costs: a sample takes 0.1 ms of CPU time, about 1 ms with NVML; each `device` event carries the
 CPU time that the thread has used.
 """
 

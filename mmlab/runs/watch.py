@@ -82,7 +82,7 @@ def text_of(found: Mapping[str, Any], width: int = 160) -> str:
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
-def follow(folder: str | Path, *, interval_s: float = 0.5) -> dict[str, Any]:
+def follow(folder: str | Path) -> dict[str, Any]:
     """Show the runs in the terminal until the last of them has ended; an interrupt ends the view, not the runs.
 
     If the folder has no run yet, it waits for one.
@@ -98,7 +98,7 @@ def follow(folder: str | Path, *, interval_s: float = 0.5) -> dict[str, Any]:
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while not found.get("runs") or any(run["status"] in ACTIVE for run in found["runs"].values()):
             if found:
-                time.sleep(interval_s)
+                time.sleep(0.5)
             runs.poll()
             found = _describe(runs)
             live.update(page_of(found, console.width), refresh=True)

@@ -45,16 +45,11 @@ _OVER_EPOCHS: dict[str, _Summary] = {
 }
 _PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
 Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan shared by this many ranks
-_LEGEND = {
-    "combined_waste": "waste: share of the padded batch that is padding",
-    "peak_over_budget": "peak_over_budget: costliest batch / budget",
-    "straggler": "straggler: time lost to the slowest rank",
-    "randomness": "randomness: 0 same batches every epoch, 1 new ones",
-    "collision_ratio": "collision_ratio: samples beside another of their image",
-    "coverage": "coverage: samples seen",
-    "epoch_s": "epoch_s: seconds of an epoch",
-    "peak_bytes": "peak_bytes: of the costliest batch",
-}
+_LEGEND = (
+    "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
+    "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
+    "their image; coverage: samples seen; epoch_s: seconds of an epoch; peak_bytes: of the costliest batch"
+)
 _LARGEST = 2**31 - 1
 
 
@@ -82,19 +77,15 @@ class Preview:
     def _shown(self) -> pd.DataFrame:
         return self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
 
-    @property
-    def _legend(self) -> str:
-        return "; ".join(text for name, text in _LEGEND.items() if name in self.table)
-
     def __str__(self) -> str:
-        return f"{self.setting}\n{self._shown.to_string()}\n{self._legend}"
+        return f"{self.setting}\n{self._shown.to_string()}\n{_LEGEND}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         table = self._shown.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
         shown = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
-        return f"<p>{self.setting}</p>{shown}<p>{self._legend}</p>"
+        return f"<p>{self.setting}</p>{shown}<p>{_LEGEND}</p>"
 
 
 def preview(

@@ -106,7 +106,7 @@ class FusionTrainer(TrainerSetup):
                     values = self.train_step(batches, data_wait_s=data_wait_s) | predicted
                     self.epoch_batches += len(batches)
                     history.append(values)
-                    learnt |= math.isfinite(values["loss"])
+                    learnt |= math.isfinite(values["loss"]) or self.options.on_nonfinite == "skip"
                     self._emit_event("step", values)
                     if eval_loader is not None and eval_every is not None and self.step % eval_every == 0:
                         self._evaluate_midway(eval_loader)

@@ -1,4 +1,4 @@
-"""Evaluations in mid-epoch leave training bitwise as it was; weights that follow held-out losses follow those alone."""
+"""Evaluations in mid-epoch leave training bitwise as it was."""
 
 from __future__ import annotations
 

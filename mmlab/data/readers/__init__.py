@@ -53,7 +53,7 @@ def read_records(
         limit: keep this many records, drawn by `seed` from every split; see `Records.sample`.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
         allow_missing_modality: keep records that have a text only or an image only.
-        progress: show a bar while image headers are read, if stderr is a terminal.
+        progress: show a bar while image headers are read, on stderr.
 
     Raises:
         DataError: an unknown format, bad rows (all of them in the error's `.bad_rows`), no such split.

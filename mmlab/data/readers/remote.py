@@ -47,7 +47,7 @@ def download(urls: Sequence[str], *, progress: bool = True) -> list[Path]:
     Args:
         urls: of files, or patterns with `*`. Several processes may ask for the same file; one of them
             downloads it.
-        progress: show a bar if stderr is a terminal.
+        progress: show a bar on stderr.
 
     Raises:
         DataError: a file cannot be found or downloaded whole; those that are complete are not downloaded again.

@@ -74,7 +74,7 @@ def measure_once(
         stamps: each image's key and stamp; an image without a stamp is not remembered.
         measure: measures one image; called from several threads.
         root: the folder that the sidecar belongs to.
-        progress: show a bar if stderr is a terminal and something must be measured.
+        progress: show a bar on stderr if something must be measured.
     """
     sidecar = _sidecar_path(name, root, stamps)
     known = {} if sidecar is None else _load(sidecar, name, types)

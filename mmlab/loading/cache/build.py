@@ -70,7 +70,7 @@ def build_cache(
         dataset: a `MultimodalDataset` with a `cache`.
         num_threads: decoding threads of this process; None takes one per core, divided among the ranks of
             this machine.
-        progress: show a bar of this process's share if stderr is a terminal; on rank 0 only.
+        progress: show a bar of this process's share on stderr; on rank 0 only.
 
     Returns:
         The same report in every process.

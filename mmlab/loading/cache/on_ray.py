@@ -33,7 +33,7 @@ def build_cache_on_ray(
     Args:
         dataset: a `MultimodalDataset` with a `cache`; it is sent to every actor.
         num_actors: actors that decode, with one CPU each; None takes as many as the cluster has CPUs.
-        progress: show a bar if stderr is a terminal.
+        progress: show a bar on stderr.
 
     Returns:
         As `build_cache`; `made_by_rank` is by actor.

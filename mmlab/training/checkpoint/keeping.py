@@ -218,7 +218,7 @@ def restore(trainer: Any, loader: Any, path: Path) -> None:
 
     Raises:
         DataError: it belongs to another model, other data or another scheduler.
-        OptionError: it has other objectives, or weights that follow other losses.
+        OptionError: it has other objectives.
     """
     try:
         state = read_state(path, like=trainer.model.state_dict())
