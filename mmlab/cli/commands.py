@@ -91,8 +91,9 @@ def app(
     """Serve a notebook as a page without code, on this machine only (needs voila)."""
     from mmlab.lab.app import find_notebook, voila_command
 
-    command, environment = voila_command(notebook, port=port)
-    os.chdir(find_notebook(notebook).parent)
+    path = find_notebook(notebook)
+    command, environment = voila_command(path, port=port)
+    os.chdir(path.parent)
     os.execve(command[0], command, environment)  # voila takes this process's place, and says its address
 
 

@@ -31,7 +31,7 @@ from mmlab.runs.folders import TIME_MODEL
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Fastest, Memory
 from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.schedulers import make_scheduler
+from mmlab.schedule.schedulers import make_scheduler, scheduler_among
 from mmlab.training.losses.base import Objective
 
 
@@ -102,7 +102,7 @@ def plan_run(
             ),
             doing="measure the model's steps",
         )
-        scheduler = Fastest(**Fastest.options_among({**vars(scheduler), **bounds, "time": time}))
+        scheduler = scheduler_among("fastest", {**vars(scheduler), **bounds, "time": time})
     memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
     whole, weights = with_sampling(scheduler, dataset, config.sampling, progress=progress)
     if whole is scheduler and isinstance(scheduler, Memory) and follow:

@@ -30,7 +30,7 @@ from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs, check_samples_fit
 from mmlab.schedule.dense import Memory
 from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.schedulers import scheduler_type
+from mmlab.schedule.schedulers import scheduler_among
 from mmlab.types import CostModel
 
 # a short fit of the time model: enough to plan and to rank schedulers, takes seconds for a small model
@@ -134,8 +134,7 @@ class _Sizing:
 
     def _scheduler(self, name: str, **values: Any) -> Scheduler:
         """A scheduler with those `values` that are its options."""
-        kind = scheduler_type(name)
-        return kind(**kind.options_among({**self._shared, **values}))
+        return scheduler_among(name, {**self._shared, **values})
 
     def _plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
         """The plans of all epochs."""

@@ -180,9 +180,9 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     """
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise DataError(f"{resume or 'an empty path'}: no checkpoint there; {_GIVE}")
-    place = Path(resume, ".").resolve()
-    is_own = resume == "auto" or (resume != "never" and folder.resolve() in (place, *place.parents))
-    if not is_own and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
+    # the run's folder itself counts as well: it is a parent of what lies in it
+    own = resume == "auto" or (resume != "never" and folder.resolve() in Path(resume, "_").resolve().parents)
+    if not own and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
         move_earlier_aside(folder, _WRITTEN)
     note_launch(folder / LAUNCH)
 

@@ -19,18 +19,16 @@ DEFAULT_NOTEBOOK = "05_live_dashboard.ipynb"
 _HOST = "127.0.0.1"
 
 
-def voila_command(notebook: str | Path | None = None, *, port: int = 0) -> tuple[list[str], dict[str, str]]:
+def voila_command(notebook: Path, *, port: int = 0) -> tuple[list[str], dict[str, str]]:
     """The command that serves a notebook, and the environment for it.
 
     Args:
-        notebook: to serve (default: this project's live dashboard).
+        notebook: to serve.
         port: 0 takes a free one.
 
     Raises:
-        DataError: the notebook does not exist.
         OptionError: voila is not installed, or the port is taken.
     """
-    path = find_notebook(notebook)
     if importlib.util.find_spec("voila") is None:
         raise OptionError("`mmlab app` needs voila, which is not installed: pip install 'mmlab[app]'")
     try:
@@ -42,7 +40,7 @@ def voila_command(notebook: str | Path | None = None, *, port: int = 0) -> tuple
     own = {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, settings))}
     # with these, voila would not print the token
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER_TOKEN")}
-    return [sys.executable, "-m", "voila", str(path), f"--port={port}"], kept | own
+    return [sys.executable, "-m", "voila", str(notebook), f"--port={port}"], kept | own
 
 
 def find_notebook(notebook: str | Path | None) -> Path:

@@ -18,7 +18,7 @@ from mmlab.pricing.memory import MemoryModel
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.schedulers import scheduler_type
+from mmlab.schedule.schedulers import scheduler_among, scheduler_type
 from mmlab.types import CostModel, SampleSizes
 
 
@@ -89,8 +89,7 @@ class EqualMemory:
 
     def _scheduler(self, name: str, **values: Any) -> Scheduler:
         """A scheduler with those of the options and `values` that it has."""
-        kind = scheduler_type(name)
-        return kind(**kind.options_among({**self.options, **values}))
+        return scheduler_among(name, {**self.options, **values})
 
     def _make(self, name: str, size: int, time: CostModel | None = None) -> Scheduler:
         """A scheduler with `size` samples, or padded tokens, a batch."""

@@ -22,7 +22,7 @@ from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.metrics import lengths
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.report import report_plan, shown
-from mmlab.schedule.schedulers import SCHEDULERS, scheduler_type
+from mmlab.schedule.schedulers import SCHEDULERS, scheduler_among
 from mmlab.types import PATCH, Samples, SampleSizes
 
 if TYPE_CHECKING:
@@ -133,8 +133,7 @@ def preview(
         check_name("scheduler option", name, known)
     options = {"seed": seed, "world_size": ranks, "budget": budget, "cost": PaddedTokens(patch)}
     options |= {"patch": patch, "batch_size": max(1, round(budget / max(1.0, mean))), **changes}
-    kinds = {name: scheduler_type(name) for name in schedulers}
-    planners = {name: kind(**kind.options_among(options)) for name, kind in kinds.items()}
+    planners = {name: scheduler_among(name, options) for name in schedulers}
     figures = {name: _measure(planner, sizes, budget, epochs, prices) for name, planner in planners.items()}
     setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed"
     return Preview(figures, budget, f"{setting}; ranks: {ranks}; epochs: {epochs}")

@@ -7,6 +7,7 @@ the table then forms the batches.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mmlab.errors import check_name
@@ -51,3 +52,13 @@ def make_scheduler(name: str, **options: Any) -> Scheduler:
     for option in options:
         check_name(f"option of the {name} scheduler", option, kind.__dataclass_fields__)
     return kind(**options)
+
+
+def scheduler_among(name: str, options: Mapping[str, Any]) -> Scheduler:
+    """A scheduler by its name, with those of the options that it has; the others are for other schedulers.
+
+    Raises:
+        OptionError: an unknown name, or a value out of range.
+    """
+    kind = scheduler_type(name)
+    return kind(**kind.options_among(options))
