@@ -85,7 +85,6 @@ def data_sets(folder: Path, num_samples: int) -> Iterator[tuple[str, list[Sample
         num_images=num_samples // 5,
         val_fraction=0,
         max_side=160,
-        num_workers=0,
         progress=False,
     )
     dataset = MultimodalDataset(read_records(scenes, progress=False), image_policy=Aspect(SIDE**2))

@@ -426,7 +426,6 @@ def articles(bench: Bench) -> Result:
             captions_per_image=bench.article_captions,
             max_side=640,
             val_fraction=0,
-            num_workers=bench.num_workers,
             progress=False,
         )
         records = read_records(data, progress=False)
@@ -451,7 +450,6 @@ def compare_schedulers(bench: Bench) -> Result:
             make_dataset(
                 Path(folder) / "data",
                 num_images=bench.compare_images,
-                num_workers=bench.num_workers,
                 progress=False,
             ),
             ("random", "sorted", "bucket", "budget", "fastest"),

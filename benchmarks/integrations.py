@@ -79,7 +79,6 @@ def made_talks(folder: Path, number: int) -> Conversations:
         num_images=number,
         captions_per_image=1,
         val_fraction=0,
-        num_workers=0,
         progress=False,
     )
     return read_conversations(mixed_talks(mmlab.read_records(scenes, progress=False)))

@@ -94,7 +94,7 @@ def start_up() -> dict[str, float]:
     from mmlab.lab.lab import Lab
 
     with tempfile.TemporaryDirectory() as folder:
-        data = make_dataset(Path(folder) / "data", num_images=24, max_side=96, num_workers=1, progress=False)
+        data = make_dataset(Path(folder) / "data", num_images=24, max_side=96, progress=False)
         options: Any = {"epochs": 10_000, "image": "aspect:48", "equal": "batch_size"}  # nothing is priced
         lab = Lab(data, schedulers=("random",), out=Path(folder) / "out", **options)
         started = time.perf_counter()

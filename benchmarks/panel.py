@@ -252,7 +252,6 @@ class Bench:
             num_images=24,
             captions_per_image=3,
             max_side=96,
-            num_workers=1,
             progress=False,
         )
         panel = self.notebook.show(

@@ -124,7 +124,6 @@ def epochs(quick: bool) -> list[dict[str, Any]]:
                 num_images=20 if quick else NUM_IMAGES[name],
                 val_fraction=0,
                 max_side=160,
-                num_workers=0,
                 progress=False,
             )
             dataset = MultimodalDataset(read_records(scenes, progress=False), image_policy=Aspect(SIDE**2))

@@ -76,7 +76,6 @@ def overhead(folder: Path, quick: bool) -> list[dict[str, Any]]:
         captions_per_image=1,
         val_fraction=0,
         max_side=256,
-        num_workers=0,
         progress=False,
     )
     num_threads, rows = torch.get_num_threads(), []

@@ -100,7 +100,6 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         captions_per_image=3,
         max_side=96,
         val_fraction=0.25,
-        num_workers=1,
         progress=False,
     )
 

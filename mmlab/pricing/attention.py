@@ -6,7 +6,7 @@ kernels, for which fake mode knows the shapes of the results. They save query, k
 number for each query and head.
 
 The rules are those of a GPU of compute capability 8.0 or later: flash attention for 16 bits without a mask,
-memory-efficient attention otherwise, with the mask as a bias padded to a multiple of 16 columns. cuDNN's
+memory-efficient attention otherwise, with the mask as a bias padded to a multiple of 8 columns. cuDNN's
 attention, which torch prefers on some GPUs, saves the same tensors.
 """
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from mmlab.pricing.torch_internals import efficient_attention, flash_attention, math_attention
 
 _HALVES = (torch.float16, torch.bfloat16)
-_ALIGNMENT = 16  # columns of a bias that the memory-efficient kernel reads at once
+_ALIGNMENT = 8  # columns of a bias that the memory-efficient kernel reads at once
 
 
 def cuda_attention(

@@ -5,8 +5,8 @@ precision, clipping and optimizer, whose state already exists. Bytes are counted
 storage rounded up as the device's allocator rounds it: to 512 bytes on CUDA, not at all on a CPU.
 
 A trace takes as long as some two thousand operations take in Python (0.6 s for the base preset) and almost no
-memory. It leaves out scratch memory inside an operation (of cuDNN's convolutions above all), fragmentation,
-and the CUDA context.
+memory. Of scratch memory inside an operation it knows what `mmlab.pricing.work.scratch_bytes` states; it leaves
+out that of cuDNN's convolutions, fragmentation, and the CUDA context.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mmlab.model.parameters import trainable_parameters
 from mmlab.pricing.fake import FakeDevice
 from mmlab.pricing.torch_internals import storage_key, without_modes
 from mmlab.pricing.values import device_asked_for
-from mmlab.pricing.work import Work, work_of
+from mmlab.pricing.work import Work, scratch_bytes, work_of
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives
@@ -71,12 +71,13 @@ class StepSetting:
 class StepTrace:
     """One training step, operation by operation; n operations, the first of which make the batch.
 
-    Operations and their order do not depend on the shape, with few exceptions (a length that is a multiple of 16, an
+    Operations and their order do not depend on the shape, with few exceptions (a length that is a multiple of 8, an
     image of just the size that a vision transformer was made for).
     """
 
     shape: BatchShape
-    live_bytes: NDArray[np.int64]  # (n,) after each operation, while its inputs and outputs live
+    # (n,) the most during each operation: its inputs, its outputs and the scratch memory that is known
+    live_bytes: NDArray[np.int64]
     operations: tuple[str, ...]  # n names
     work: tuple[Work, ...]  # n, of each operation
     static_bytes: int  # live between steps: parameters, buffers, optimizer state, workspace
@@ -291,7 +292,9 @@ class _Trace(LiveBytes):
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self._maker[storage_key(tensor)] = len(self.after)
-        self.after.append(self.current_bytes)
+        self.after.append(
+            self.current_bytes + (scratch_bytes(func, args, out) if self.device_type == "cuda" else 0)
+        )
         self.operations.append(func)
         self.work.append(work_of(func, args, kwargs or {}, out))
         return out

@@ -1,4 +1,4 @@
-"""The work of an operation on a device: floating-point operations, and bytes read and written.
+"""The work of an operation on a device: floating-point operations, bytes read and written, scratch memory.
 
 FLOPs are those of torch's own counter (`torch.utils.flop_counter`): matrix products, convolutions and
 attention, forward and backward; everything else is assumed to be limited by memory bandwidth. Bytes are those
@@ -18,6 +18,9 @@ from mmlab.runs.meters import tensors_in
 
 _ATEN = torch.ops.aten
 _LOOKUPS = {_ATEN.embedding, _ATEN.index, _ATEN.gather, _ATEN.index_select}
+# on CUDA these begin with a copy of every input that is not contiguous
+_COPYING = {_ATEN.native_layer_norm, _ATEN.native_layer_norm_backward, _ATEN.embedding_dense_backward}
+_ATTENTION_BLOCK = 64  # rows and columns that the memory-efficient kernel works on at once
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -50,6 +53,26 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         inputs = outputs
     precisions = (_PRECISIONS[tensor.dtype] for tensor in (*inputs, *outputs) if tensor.dtype in _PRECISIONS)
     return Work(flops, sum(map(_num_bytes, (*inputs, *outputs))), next(precisions, "fp32"))
+
+
+def scratch_bytes(func: Any, args: Any, out: Any) -> int:
+    """Bytes that a CUDA kernel asks torch for besides its results, and gives back when it is done.
+
+    Measured operation by operation on an H200 (docs/internals/gpu.md). Known are the product in a softmax's
+    backward pass, the query's gradient in fp32 in that of memory-efficient attention, and copies of inputs;
+    all grow with the batch. Not known are cuDNN's convolutions, and sums over many rows, which take up to
+    1 MiB for each multiprocessor of the GPU.
+    """
+    kernel = func.overloadpacket
+    if kernel is _ATEN._softmax_backward_data:
+        return out.nbytes
+    if kernel is _ATEN._scaled_dot_product_efficient_attention_backward:
+        size, heads, length, width = args[1].shape
+        columns = _ATTENTION_BLOCK * -(-width // _ATTENTION_BLOCK) + 1  # and one sum for each row
+        return 4 * size * heads * (length + _ATTENTION_BLOCK - 1) * columns
+    if kernel in _COPYING:
+        return sum(tensor.nbytes for tensor in tensors_in(args) if not tensor.is_contiguous())
+    return 0
 
 
 def _num_bytes(tensor: Tensor) -> int:

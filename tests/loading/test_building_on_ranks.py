@@ -26,9 +26,7 @@ NUM_IMAGES = 70
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seventy small images of two captions each."""
     out = tmp_path_factory.mktemp("many") / "scenes"
-    return make_dataset(
-        out, num_images=NUM_IMAGES, captions_per_image=2, max_side=64, num_workers=1, progress=False
-    )
+    return make_dataset(out, num_images=NUM_IMAGES, captions_per_image=2, max_side=64, progress=False)
 
 
 def on_two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
