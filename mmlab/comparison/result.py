@@ -128,8 +128,8 @@ class Comparison:
         samples = "pairs" if config.get("processor") is None else "conversations"
         notes = [
             f"{config['num_train']} training and {config['num_held_out']} held-out {samples}, {config['epochs']} "
-            "epochs; same initial weights and same samples for every scheduler. Epochs of the schedulers "
-            f"alternate; the first {config['warmup_steps']} steps of each are not timed.",
+            f"epoch{'s' * (config['epochs'] != 1)}; same initial weights and same samples for every scheduler. Epochs "
+            f"of the schedulers alternate; the first {config['warmup_steps']} steps of each are not timed.",
             *self._limit_notes(),
             *self._data_notes(),
             f"Peak memory is {' and '.join(sources)}.",

@@ -86,7 +86,9 @@ class TrainingResult:
         stopped = "stopped after " if self.status == "stopped" else ""
         more = {"resumed from": self.resumed_from, "held out:": found}
         more["best checkpoint:"] = self.best_checkpoint
-        lines = [f"{self.folder}: {stopped}{self.num_epochs} epochs, {self.num_steps} steps"]
+        lines = [
+            f"{self.folder}: {stopped}{self.num_epochs} epoch{'s' * (self.num_epochs != 1)}, {self.num_steps} steps"
+        ]
         return "\n  ".join([*lines, *(f"{name} {value}" for name, value in more.items() if value)])
 
 

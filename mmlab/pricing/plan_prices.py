@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +132,6 @@ def price_plans(
     priced: dict[str, Any] = {"precision": precision, "progress": progress}
     packs: Any = None
     time: Any = None
-    if progress:
-        steps = "30 steps without the device" if named else f"100 to 200 steps on {kind}"
-        print(
-            f"Pricing {model} by {steps}; the base preset takes a minute or two", file=sys.stderr, flush=True
-        )
     if dataset is not None and not named:
         vlm = conversation_model(model, device=kind)
         memory, time = price_dataset(vlm, dataset, precision=precision)
