@@ -19,8 +19,12 @@ from mmlab.errors import OptionError, unknown_name
 from mmlab.pricing.trace import StepTrace
 
 _LAUNCH_S = 5e-6  # an assumption, not a specification: eager torch launches some 200,000 kernels a second
-# how strongly calibration holds each rate to its initial value; launch time, an assumption, is free
-_STIFFNESS = np.array([1e-3, 1e-3, 0.0])
+# what a step on a GPU does besides its kernels takes as long as so many launches: on an H200, with four models,
+# 640 on one day and 750 on another (docs/internals/gpu.md)
+_STEP_LAUNCHES = 700
+# how strongly calibration holds each rate to its initial value: a rate that is off by a factor of e counts like an
+# error of 10 % in every step; launch time, an assumption, is free
+_STIFFNESS = np.array([1e-2, 1e-2, 0.0])
 _TERA, _GB = 1e12, 1e9
 
 
@@ -32,7 +36,7 @@ class Device:
         flops_per_s: peak of dense arithmetic, by precision: "fp32", "tf32", "bf16", "fp16".
         bytes_per_s: bandwidth of its memory.
         memory_bytes: size of its memory.
-        launch_s: least time from one operation to the next.
+        launch_s: least time from one operation to the next; a step on a GPU takes that of 700 operations besides.
         source: where the figures come from.
         kind: "cuda" or "cpu": the kernels that a step is traced with. On a CPU an operation's launch adds to
             its work; on a GPU it is hidden behind the work of the operation before.
@@ -105,8 +109,11 @@ class Device:
     ) -> NDArray[np.float64]:
         arithmetic, bandwidth, launch_s = rates
         work_s = [np.maximum(peak_s / arithmetic, num_bytes / bandwidth) for peak_s, num_bytes in demands]
-        started = np.add if self.kind == "cpu" else np.maximum
-        return np.array([started(seconds, launch_s).sum() for seconds in work_s])
+        if self.kind == "cpu":
+            return np.array([(seconds + launch_s).sum() for seconds in work_s])
+        return np.array(
+            [np.maximum(seconds, launch_s).sum() + _STEP_LAUNCHES * launch_s for seconds in work_s]
+        )
 
 
 def _demands(traces: Sequence[StepTrace], device: Device, precision: str) -> list[NDArray[np.float64]]:
