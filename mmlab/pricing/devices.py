@@ -23,8 +23,8 @@ _LAUNCH_S = 5e-6  # an assumption, not a specification: eager torch launches som
 # 640 on one day and 750 on another (docs/internals/gpu.md)
 _STEP_LAUNCHES = 700
 # how strongly calibration holds each rate to its initial value: a rate that is off by a factor of e counts like an
-# error of 10 % in every step; launch time, an assumption, is free
-_STIFFNESS = np.array([1e-2, 1e-2, 0.0])
+# error of 14 % in every step; launch time, an assumption, is free
+_STIFFNESS = np.array([0.02, 0.02, 0.0])
 _TERA, _GB = 1e12, 1e9
 
 
@@ -75,9 +75,10 @@ class Device:
         """The same device with rates fitted to measured steps.
 
         Arithmetic (all precisions by one factor), bandwidth and launch time are chosen to minimise the mean
-        square of log(predicted / measured seconds) (Powell 1964). Arithmetic and bandwidth stay where they
-        were if the steps hardly depend on them. Small matrices reach a smaller share of the peak rate:
-        calibrate with steps as heavy as those you want to predict.
+        square of log(predicted / measured seconds) (Powell 1964). Arithmetic and bandwidth are held near where
+        they were, as in ridge regression: a small model reaches less of the peak than a large one, and rates
+        fitted freely to it would make the large one look slow. Steps as heavy as those you want to predict
+        calibrate best.
 
         Args:
             traces: of the steps, with `StepTracer(model, device=self.kind)`.

@@ -105,7 +105,7 @@ def test_calibration_finds_the_rates_that_explain_measured_steps(traces):
     found = assumed.calibrated(traces[:4], [true.seconds(trace) for trace in traces[:4]])
     unseen = [found.seconds(trace) / true.seconds(trace) for trace in traces[4:]]
     # arithmetic was assumed 2.5 times too fast, and calibration holds rates to what was assumed
-    assert unseen == pytest.approx(np.ones(2), abs=0.07)
+    assert unseen == pytest.approx(np.ones(2), abs=0.1)
     assert "calibrated by 4 measured steps" in found.source
     from_one = assumed.calibrated(traces[:1], [true.seconds(traces[0])])
     assert from_one.seconds(traces[0]) == pytest.approx(true.seconds(traces[0]), rel=0.1)
