@@ -167,7 +167,7 @@ class Pump:
             self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}
         if self._runs.poll():
             self._news_s, self._fresh = now_s, True
-            steps = [run.event("step", rank) for run in self._runs.states.values() for rank in run.ranks()]
+            steps = [run.event("step", rank) for run in self._runs.ordered for rank in run.ranks()]
             stepped_s = max((step.time_s for step in steps if step is not None), default=-inf)
             if stepped_s != self._stepped_s:
                 self._gaps_s.append(abs(stepped_s - self._stepped_s))
@@ -225,7 +225,7 @@ class Pump:
             self._save(runs)
 
     def _shown_runs(self) -> list[RunState]:
-        return [run for run in self._runs.states.values() if run.id not in self._cleared]
+        return [run for run in self._runs.ordered if run.id not in self._cleared]
 
     def _phase(self) -> str:
         source = self._runs.source  # of several, the first is the current run

@@ -246,15 +246,19 @@ class Runs:
         self.source, self._next_scan_s = source, -inf
 
     @property
+    def ordered(self) -> list[RunState]:
+        """The runs in the order in which they began."""
+        return sorted(self._states.values(), key=lambda run: run.first_s if run.ranks() else inf)
+
+    @property
     def states(self) -> dict[str, RunState]:
-        """The runs in the order in which they began, keyed by folder relative to `source`."""
+        """The same, keyed by folder relative to `source`."""
         root = Path(self.source) if isinstance(self.source, str | Path) else Path()
         named = {}
-        for folder, state in sorted(
-            self._states.items(), key=lambda item: item[1].first_s if item[1].ranks() else inf
-        ):
+        for run in self.ordered:
+            folder = run.folder or root
             below = folder.relative_to(root) if folder.is_relative_to(root) else folder
-            named[state.name if folder == root else below.as_posix()] = state
+            named[run.name if folder == root else below.as_posix()] = run
         return named
 
     def poll(self) -> bool:
