@@ -1,6 +1,6 @@
 """The thread between runs' files and a live panel's page: reads, paces, sends.
 
-Each message has the rows that the page does not have yet, on average at most ten messages a second. The page
+Each message has the rows that the page does not have yet, on average about ten messages a second at most. The page
 acknowledges messages once it has drawn them; without that the thread sends once a second, so neither a slow
 page nor a closed one blocks anything. Until the page has sent a first message, each message starts from the
 beginning: the first ones may arrive before the page listens, and its own may wait behind queued cells.
@@ -36,7 +36,9 @@ BEAT_S = 1.0  # most seconds between messages, so that the page knows that the k
 HEADLINE_S = 4.0  # between two updates of tiles and verdict, once there are any
 FACTS_S = (0.2, 1.0)  # between updates of all but rows, such as the state: without new rows, with them
 POLL_S = (0.02, 0.1, 0.25)  # between reads of the files: if the last news came within 1 s, 10 s, longer ago
-REGULAR = 0.95  # of the shortest recent time between steps: no read before that
+REGULAR = (
+    0.95  # of the shortest recent time between steps: no read before that; and of the interval, see `_update`
+)
 SCAN_S = 1.0  # between scans for new folders and files
 ACTIONS = ("start", "pause", "resume", "stop")
 
@@ -203,8 +205,9 @@ class Pump:
             self._more = sum(columns.size for columns in rows.values()) > MAX_NUMBERS // 2
         if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
             return
-        # On average one message per interval; one may come early, so that messages get in step with the run.
-        self._paid_s = min(max(self._paid_s, now_s) + INTERVAL_S, now_s + 2 * INTERVAL_S)
+        # On average one message per interval; one may come early, and each a little, so that messages get in step
+        # with the run also after the page has asked for one.
+        self._paid_s = min(max(self._paid_s, now_s) + REGULAR * INTERVAL_S, now_s + 2 * INTERVAL_S)
         self._due_s = max(self._paid_s - INTERVAL_S, now_s + 0.5 * INTERVAL_S)
         self._sent_s = now_s
         self._seq += 1

@@ -6,8 +6,9 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
-from math import nan
+from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,41 @@ def test_without_answers_messages_come_seldom_and_still_lose_nothing(
     page.until(lambda: len(page.losses()) == WINDOW + 39)
     assert page.facts["seq"] <= WINDOW + 3, "the window was not held"
     assert page.losses() == pytest.approx([1 / step for step in range(1, WINDOW + 40)], rel=1e-6)
+
+
+@pytest.mark.parametrize("late_s", [0.02, 0.05, 0.08])
+def test_rows_are_not_late_for_ever_after_the_page_has_asked_for_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """Ten steps a second, in simulated time; buttons of the page are clicked at some moment between two steps."""
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = clock.time = lambda: clock.now
+    for module in ("mmlab.lab.pump", "mmlab.runs.follow", "mmlab.runs.events"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    lags_s: list[float] = []
+    written_s = clock.now
+
+    def take(message: dict[str, Any], _buffers: list[bytes]) -> None:
+        if message["rows"]:
+            lags_s.append(clock.now - written_s)
+        sender.receive({"kind": "ack", "seq": message["seq"]})
+
+    sender = pump.Pump(tmp_path, None, take, lambda _runs: None)
+    sender._shown = sender._heard = True
+    turn_s = clock.now
+    with RunLog(tmp_path) as log:
+        for step in range(80):
+            written_s = clock.now = 1000.0 + 0.1 * step
+            log.write("step", step, loss=1.0)
+            click_s = written_s + late_s if step in (20, 21, 22) else inf
+            while min(turn_s, click_s) < written_s + 0.1:
+                clock.now = max(clock.now, min(turn_s, click_s))
+                if clock.now >= click_s:
+                    sender.receive({"kind": "clear", "run": "another"})
+                    click_s = inf
+                turn_s = clock.now + 0.001 + (sender._turn() or 0.0)
+    assert len(lags_s) > 70
+    assert max(lags_s[-10:]) < 0.03
 
 
 def test_a_hidden_panel_is_sent_nothing_until_it_is_shown_again(
