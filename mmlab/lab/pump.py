@@ -36,9 +36,8 @@ BEAT_S = 1.0  # most seconds between messages, so that the page knows that the k
 HEADLINE_S = 4.0  # between two updates of tiles and verdict, once there are any
 FACTS_S = (0.2, 1.0)  # between updates of all but rows, such as the state: without new rows, with them
 POLL_S = (0.02, 0.1, 0.25)  # between reads of the files: if the last news came within 1 s, 10 s, longer ago
-REGULAR = (
-    0.95  # of the shortest recent time between steps: no read before that; and of the interval, see `_update`
-)
+# of the shortest recent time between steps: no read before that; and of the interval between messages, see `_update`
+REGULAR = 0.95
 SCAN_S = 1.0  # between scans for new folders and files
 ACTIONS = ("start", "pause", "resume", "stop")
 
