@@ -16,7 +16,7 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect, SampleSizes
 
-ANSWER_S = 0.2  # of the processor: other work on the machine does not count
+ANSWER_S = 0.4  # of the processor, whose speed varies by half: other work on the machine does not count
 
 
 @pytest.fixture(scope="module")
