@@ -343,9 +343,8 @@ def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_ke
         lambda: runs.poll() and all(run.count() > 3 for run in runs.states.values()) and len(runs.states) == 2
     )
     before, now = sorted(runs.states.values(), key=lambda run: run.first_s)
-    until(
-        lambda: runs.poll() and now.count() > before.count() + 1
-    )  # stopped in its first epoch, a run has failed
+    # stopped in its first epoch, a run has failed
+    until(lambda: runs.poll() and now.count() > before.count() + 1)
     assert (before.name, now.name) == ("previous-1/budget", "budget")
     assert earlier_of([before, now]) == [before]
     assert dict(tile_of(now, [before])["figures"])["over previous-1"].endswith(" %")
