@@ -3,8 +3,9 @@ PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-# OpenMP's threads must not spin while they wait: data workers and other programs need the same cores.
+# OpenMP's threads spin briefly while they wait, as in mmlab's own processes (docs/decisions/0038-threads-spin-briefly.md).
 export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 10000
 # Tests start hundreds of processes: what Python has compiled is kept for the next one.
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo lab test check notebooks docs site film browser strip zh bench gpu lock clean

@@ -11,7 +11,7 @@ calibrated by measured steps of one preset, against those of the others. `arms`:
 schedulers at one predicted peak memory. `apart`: what keeping captions of one image apart costs `fastest`, by predicted
 seconds, for more and more images. `planning`: how long `fastest` plans ten million samples. Every repetition is
 kept. A busy machine is stated by the spread of its repeats, and spoils every figure here.
-Run it with OMP_WAIT_POLICY=PASSIVE, as `make bench` does.
+Run it with OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=10000, as `make bench` does.
 Exit code: 0 done, whether or not every goal is met.
 """
 

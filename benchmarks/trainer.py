@@ -9,7 +9,7 @@ longest of the batch) to mmlab. They take turns epoch by epoch; every repetition
 memory of today's setting; those with texts of 512 keep the articles' 32 samples and need more. Peers take part where
 they are installed: accelerate, lightning. What is learnt is the business of `learning.py`.
 `--out`, without `--quick`, also writes the tables of docs/internals/training_measured.md and docs/articles.md, and docs/images/trainer.png.
-Run it with OMP_WAIT_POLICY=PASSIVE, as `make bench` does.
+Run it with OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=10000, as `make bench` does.
 Exit code: 0 done, whether or not every goal is met.
 """
 

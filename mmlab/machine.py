@@ -59,9 +59,8 @@ def num_usable_cores() -> int:
 
 def total_memory_bytes() -> int:
     """Memory that this process may use: the machine's, or its container's limit where that is lower."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [path.read_text().strip() for path in _MEMORY_LIMITS if path.exists()]
-    return min([total_bytes, *(int(limit) for limit in limits if limit != "max")])
+    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit != "max")])
 
 
 def available_memory_bytes() -> int:
@@ -185,12 +184,16 @@ def versions(names: Iterable[str] = SHOWN_LIBRARIES) -> dict[str, str | None]:
 
 
 def share_cores() -> None:
-    """Let OpenMP's threads sleep while they wait, unless the user says otherwise; call it before torch is loaded.
+    """Let OpenMP's threads soon sleep while they wait, unless the user says otherwise; call it before torch is loaded.
 
-    By default they spin: where loader workers or other programs needed the same cores, a step of a tenth of a
-    second was seen to take three seconds.
+    By default they spin long: where others need the cores, a step takes several times as long. If they never
+    spin, a step that has the machine for itself takes 1.3 to 1.7 times as long (`benchmarks/openmp.py`).
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ |= {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": "10000",
+        }  # the second one, where it is known
 
 
 CONTEXT_BYTES = {  # by type of device; stated, not measured on the device at hand

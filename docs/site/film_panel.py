@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from mmlab.machine import num_usable_cores
+from mmlab.machine import num_usable_cores, share_cores
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -34,7 +34,8 @@ lab.panel()"""
 
 def film(data: Path, folder: Path) -> list[Image.Image]:
     """The panel from its first steps to the verdict."""
-    threads = {"OMP_NUM_THREADS": str(num_usable_cores()), "OMP_WAIT_POLICY": "PASSIVE"}  # as for a user
+    share_cores()  # as in the processes that mmlab starts
+    threads = {"OMP_NUM_THREADS": str(num_usable_cores())}  # as for a user
     server = Server(folder, ["-m", "jupyterlab"], status="api/status", **threads)
     try:
         with sync_playwright() as playwright:
