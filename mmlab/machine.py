@@ -190,10 +190,7 @@ def share_cores() -> None:
     spin, a step that has the machine for itself takes 1.3 to 1.7 times as long (`benchmarks/openmp.py`).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ |= {
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GOMP_SPINCOUNT": "10000",
-        }  # the second one, where it is known
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}  # GNU's obeys the second
 
 
 CONTEXT_BYTES = {  # by type of device; stated, not measured on the device at hand

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 
+import numpy as np
 import pytest
 
 from mmlab.data.dataset import MultimodalDataset
@@ -15,8 +16,6 @@ from mmlab.lab.plan_panel import MAX_EXPLORED, PlanExplorer
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect, SampleSizes
-
-ANSWER_S = 0.4  # of the processor, whose speed varies by half: other work on the machine does not count
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +66,17 @@ def test_a_budget_that_is_too_small_is_shown_and_mended_by_the_next_move(records
 
 
 @pytest.mark.serial
-def test_sliders_answer_at_once_on_a_hundred_thousand_samples(many: SampleSizes) -> None:
-    explorer = PlanExplorer(many)
+def test_sliders_take_no_longer_with_ten_times_the_data(many: SampleSizes) -> None:
+    explorers = PlanExplorer(many.take(np.arange(MAX_EXPLORED))), PlanExplorer(many)
     assert len(many) == 100_000
-    assert "of 100,000 samples" in explorer.table.value
-    answered_at: list[float] = []  # when the table is sent; the picture follows it
-    explorer.table.observe(lambda _: answered_at.append(time.thread_time()), "value")
-    answers_s = []
+    assert "of 100,000 samples" in explorers[1].table.value
+    answers_s: tuple[list[float], list[float]] = ([], [])
     for samples in (48, 64, 40, 24, 56):
-        started = time.thread_time()
-        explorer.samples.value = samples
-        answers_s.append(answered_at[-1] - started)
-    assert min(answers_s) < ANSWER_S
+        for explorer, taken_s in zip(explorers, answers_s, strict=True):
+            started = time.thread_time()  # other work on the machine does not count
+            explorer.samples.value = samples
+            taken_s.append(time.thread_time() - started)
+    assert min(answers_s[1]) < 2 * min(answers_s[0])
 
 
 def test_the_explored_part_holds_whole_images(many: SampleSizes) -> None:
