@@ -287,10 +287,10 @@ def step_seconds(bench: Bench) -> Result:
         )
         fit_s = time.perf_counter() - started
         shapes = probe_shapes(sizes, 8, PaddedTokens(), bench.timed_budget)
-        first_s, times = measure_steps(
+        times = measure_steps(
             timed_trainer(model, **options), shapes, repeats=6, seconds=bench.fit_s, progress=False
         )
-        measured_s, spread_ratio = low_seconds(np.column_stack([first_s, times]))
+        measured_s, spread_ratio = low_seconds(times)
         tracer = StepTracer(model, **options)
         traced[name] = [tracer(BatchShape(*shape)) for shape in shapes.tolist()]
         rows.append(
@@ -302,7 +302,7 @@ def step_seconds(bench: Bench) -> Result:
                 "coefficients": fitted.rows.coefficients[0].tolist(),
                 "exponents": fitted.rows.exponents.tolist(),
                 "shapes": shapes.tolist(),
-                "all_measured_s": np.column_stack([first_s, times]).tolist(),
+                "all_measured_s": times.tolist(),
                 "measured_s": measured_s.tolist(),
             }
         )

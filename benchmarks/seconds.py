@@ -200,8 +200,8 @@ def epochs_of(name: str, dataset: MultimodalDataset, *, quick: bool) -> list[dic
 
 def reference_s(trainer: FusionTrainer, shapes: np.ndarray) -> float:
     """Seconds of steps of these shapes, which tell how fast the machine is at the moment."""
-    _, times = measure_steps(trainer, shapes, repeats=2, seconds=0, progress=False)
-    return float(times.mean(axis=1).sum())
+    times = measure_steps(trainer, shapes, repeats=2, seconds=0, progress=False)
+    return float(times[:, 1:].mean(axis=1).sum())
 
 
 def roofline(quick: bool) -> list[dict[str, Any]]:
@@ -215,10 +215,10 @@ def roofline(quick: bool) -> list[dict[str, Any]]:
         tracer = StepTracer(preset(name), device="cpu")
         traces = [tracer(BatchShape(*shape)) for shape in shapes.tolist()]
         trainer = FusionTrainer(preset(name), device="cpu", lr=0.0)
-        first_s, times = measure_steps(
+        times = measure_steps(
             trainer, shapes, repeats=1 if quick else 6, seconds=4 if quick else 40, progress=False
         )
-        found[name] = (traces, *low_seconds(np.column_stack([first_s, times])))
+        found[name] = (traces, *low_seconds(times))
     rows = []
     for source in presets:
         calibrated = assumed.calibrated(*found[source][:2])

@@ -3,10 +3,12 @@
 Shapes are spread evenly, on logarithmic scales, over what the data can give: batch size, length of the texts
 and size of the images, independently of each other. Every round measures all shapes once, in another order,
 so that other load on the machine affects all of them. Other load only ever adds time, so a low quantile of a
-shape's repeats is kept. In the first round each shape is new to the libraries and the allocator, which takes
-extra time (`TimeModel.new_shape_s`). Shapes that are not fitted are measured in the same rounds:
-`TimeModel.held_out` has the errors on them, and `TimeModel.spread_ratio` says how far apart repeats of one
-shape were.
+shape's repeats is kept. Shapes that are not fitted are measured in the same rounds: `TimeModel.held_out` has
+the errors on them, and `TimeModel.spread_ratio` says how far apart repeats of one shape were.
+
+A shape that is new to the libraries and the allocator takes extra time (`TimeModel.new_shape_s`), and more of
+it once the libraries keep as many shapes as they can (oneDNN 1024 operations). So a few shapes are measured
+once each, after the rounds.
 
 Costs `seconds` at most (and three rounds at least), a copy of the model and AdamW's state.
 """
@@ -38,12 +40,13 @@ from mmlab.schedule.cost import PaddedTokens, batch_costs, max_batch_size
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.noise import noise_batch
-from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
+from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
 
 _LOW_QUANTILE = 0.25
 _MIN_ROUNDS = 3  # including the first, in which the shapes are new
 _WARM_UP_STEPS = 2
 _NOISY_RATIO = 0.15
+_NUM_NEW = 8  # shapes that are measured once, after the others
 _NUM_PADDED = 512  # padded image sizes that shapes are chosen from
 _LOADED, _NUM_LOADED = 16, 8  # samples in a batch whose loading is timed, and number of such batches
 _MIN_ROWS = 16  # of an embedding table of tokens; those of token types are smaller
@@ -95,21 +98,23 @@ def fit_time(
             "the model has no weights to measure a step with: build it on a device, or predict the time (predict_time)"
         )
     patch = patch_of(model)
-    shapes = probe_shapes(sizes, num_probes + num_held_out, cost or PaddedTokens(patch), budget)
+    drawn = probe_shapes(sizes, num_probes + num_held_out + _NUM_NEW, cost or PaddedTokens(patch), budget)
+    shapes, new = drawn[:-_NUM_NEW], drawn[-_NUM_NEW:]
     trainer = timed_trainer(model, **options)
-    first_s, times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
-    # the first round counts too: other load spoils later rounds as often as new shapes spoil the first
-    low_s, spread_ratio = low_seconds(np.column_stack([first_s, times]))
-    rows = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
+    times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
+    low_s, spread_ratio = low_seconds(times)
+    fitted = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
     # other programs slow an epoch down as well: as much as they did the repeats
-    usual_ratio = float(np.median(times.mean(axis=1) / low_s))
+    usual_ratio = float(np.median(times[:, 1:].mean(axis=1) / low_s))
+    rows = replace(fitted, coefficients=usual_ratio * fitted.coefficients)
+    new_s = [timed_step(trainer, batch) for batch in noise_batches(trainer, new)]
     return TimeModel(
-        rows=replace(rows, coefficients=usual_ratio * rows.coefficients),
+        rows=rows,
         fingerprint=fingerprint(model),
         conditions=time_conditions(trainer),
-        held_out=held_out_errors(batch_costs(rows, shapes[num_probes:]), low_s[num_probes:]),
+        held_out=held_out_errors(batch_costs(fitted, shapes[num_probes:]), low_s[num_probes:]),
         spread_ratio=spread_ratio,
-        new_shape_s=max(0.0, float(np.median(first_s - np.median(times, axis=1)))),
+        new_shape_s=max(0.0, float(np.median(new_s - batch_costs(rows, new)))),
         **dict[str, Any](loading or {}),
     )
 
@@ -121,7 +126,7 @@ def loading_seconds(
 
     Some batches are loaded in this thread, and its CPU time is measured: other programs do not disturb it,
     and waiting for a disk is not included. Workers divide that time among themselves. Steps on a CPU use all
-    cores that torch is given, and become longer by what workers use of these.
+    cores that torch is given, and become longer by as much: each of their operations ends on its slowest core.
 
     Args:
         dataset: with its cache, if there is one.
@@ -138,8 +143,8 @@ def loading_seconds(
     sample_s = float(np.median(times[1:] or times))
     if not workers:
         return {"shared_s_per_sample": sample_s}
-    shared_s = sample_s / cores if device == "cpu" and torch.get_num_threads() >= cores else 0.0
-    return {"data_s_per_sample": sample_s / min(workers, cores), "shared_s_per_sample": shared_s}
+    data_s, shares = sample_s / min(workers, cores), device == "cpu" and torch.get_num_threads() >= cores
+    return {"data_s_per_sample": data_s, "shared_s_per_sample": data_s if shares else 0.0}
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
@@ -214,14 +219,12 @@ def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]
 
 def measure_steps(
     trainer: FusionTrainer, shapes: NDArray[np.int64], *, repeats: int, seconds: float, progress: bool
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(n,) seconds of the first step of each shape, and (n, r) of its repeats, round after round."""
-    tables = (module.num_embeddings for module in trainer.model.modules() if isinstance(module, nn.Embedding))
-    num_ids = min((rows for rows in tables if rows >= _MIN_ROWS), default=_MIN_ROWS)
-    batches = [noise_batch(BatchShape(*shape), num_ids=num_ids, ragged=True) for shape in shapes.tolist()]
+) -> NDArray[np.float64]:
+    """(n, 1 + r) seconds of a step of each shape, round after round; in the first round the shapes are new."""
+    batches = noise_batches(trainer, shapes)
     largest = max(batches, key=lambda batch: batch.pixel_values.numel())
     for _ in range(_WARM_UP_STEPS):  # of a shape that is not measured
-        trainer.train_step([largest.part(slice(1, None)).to(trainer.device)])
+        timed_step(trainer, largest.part(slice(1, None)))
     rng, started = np.random.default_rng(0), time.perf_counter()
     rounds: list[NDArray[np.float64]] = []
     total = (1 + repeats) * len(shapes)
@@ -232,8 +235,19 @@ def measure_steps(
                 break
             times = np.empty(len(batches))
             for place in rng.permutation(len(batches)):
-                batch = batches[place].to(trainer.device)  # ahead of the step, like the loader
-                times[place] = trainer.train_step([batch])["step_s"]
+                times[place] = timed_step(trainer, batches[place])
                 bar.update()
             rounds.append(times)
-    return rounds[0], np.stack(rounds[1:], axis=1)
+    return np.stack(rounds, axis=1)
+
+
+def noise_batches(trainer: FusionTrainer, shapes: NDArray[np.int64]) -> list[Batch]:
+    """A batch of noise of each shape, with token ids that the trainer's model has."""
+    tables = (module.num_embeddings for module in trainer.model.modules() if isinstance(module, nn.Embedding))
+    num_ids = min((rows for rows in tables if rows >= _MIN_ROWS), default=_MIN_ROWS)
+    return [noise_batch(BatchShape(*shape), num_ids=num_ids, ragged=True) for shape in shapes.tolist()]
+
+
+def timed_step(trainer: FusionTrainer, batch: Batch) -> float:
+    """Seconds of a step on a batch that is on the device already, as the loader puts it there."""
+    return trainer.train_step([batch.to(trainer.device)])["step_s"]
