@@ -45,8 +45,8 @@ class TimeModel(FittedModel):
         conditions: of the step, including the device; `method` is "measured" or "predicted, not measured".
         spread_ratio: how far apart the measured repeats of one step were: upper quartile over lower quartile,
             less 1, the median over the shapes. Predictions can hardly be more accurate than that.
-        new_shape_s: by how much the first step of a shape is slower than later ones: libraries prepare for
-            the shape, and memory of these sizes is allocated for the first time.
+        new_shape_s: by how much a step is slower whose images are the first of their number and size:
+            libraries prepare for every new shape. New lengths of texts cost much less, and are left out.
         data_s_per_sample: seconds a sample that the loader takes by itself, with the workers that it will
             have; 0 if it is never the slower stage.
         shared_s_per_sample: seconds a sample by which loading makes a step longer, because it runs in the
@@ -64,7 +64,7 @@ class TimeModel(FittedModel):
     def batch_s(self, plan: BatchPlan) -> NDArray[np.float64]:
         """(M,) seconds of each batch of a plan: of its step, or of loading its samples if that takes longer.
 
-        The first batch of each shape in the plan takes `new_shape_s` more. A loader works ahead while the
+        The plan's first batch of each number and size of images takes `new_shape_s` more. A loader works ahead while the
         device computes, so the longer of the two stages counts; loading that competes with the step for cores
         is added to the step. A packed batch counts as that many samples of its mean lengths, unless packs
         were measured.
@@ -74,7 +74,7 @@ class TimeModel(FittedModel):
             steps = batch_costs(self, shapes)
         else:
             steps = self.rows.at(counts, shapes[:, 1] / counts, shapes[:, 2] / self.patch / counts)
-        steps[np.unique(plan.shape_columns, axis=0, return_index=True)[1]] += self.new_shape_s
+        steps[np.unique(plan.shape_columns[:, [0, 2, 3]], axis=0, return_index=True)[1]] += self.new_shape_s
         return np.maximum(steps + counts * self.shared_s_per_sample, counts * self.data_s_per_sample)
 
     def epoch_s(self, plan: BatchPlan, *, num_ranks: int = 1) -> float:

@@ -6,9 +6,9 @@ so that other load on the machine affects all of them. Other load only ever adds
 shape's repeats is kept. Shapes that are not fitted are measured in the same rounds: `TimeModel.held_out` has
 the errors on them, and `TimeModel.spread_ratio` says how far apart repeats of one shape were.
 
-A shape that is new to the libraries and the allocator takes extra time (`TimeModel.new_shape_s`), and more of
-it once the libraries keep as many shapes as they can (oneDNN 1024 operations). So a few shapes are measured
-once each, after the rounds.
+A batch of images whose shape is new takes extra time (`TimeModel.new_shape_s`), and more of it once the
+libraries keep as many shapes as they can (oneDNN 1024 operations). So further shapes are measured after the
+rounds, once each, and the last of them count.
 
 Costs `seconds` at most (and three rounds at least), a copy of the model and AdamW's state.
 """
@@ -44,9 +44,11 @@ from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
 
 _LOW_QUANTILE = 0.25
 _MIN_ROUNDS = 3  # including the first, in which the shapes are new
-_WARM_UP_STEPS = 2
 _NOISY_RATIO = 0.15
-_NUM_NEW = 8  # shapes that are measured once, after the others
+_NUM_NEW, _NUM_COUNTED = (
+    16,
+    8,
+)  # shapes that are measured once, after the others, and those of them that count
 _NUM_PADDED = 512  # padded image sizes that shapes are chosen from
 _LOADED, _NUM_LOADED = 16, 8  # samples in a batch whose loading is timed, and number of such batches
 _MIN_ROWS = 16  # of an embedding table of tokens; those of token types are smaller
@@ -105,16 +107,15 @@ def fit_time(
     low_s, spread_ratio = low_seconds(times)
     fitted = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
     # other programs slow an epoch down as well: as much as they did the repeats
-    usual_ratio = float(np.median(times[:, 1:].mean(axis=1) / low_s))
-    rows = replace(fitted, coefficients=usual_ratio * fitted.coefficients)
-    new_s = [timed_step(trainer, batch) for batch in noise_batches(trainer, new)]
+    rows = replace(fitted, coefficients=np.median(times[:, 1:].mean(axis=1) / low_s) * fitted.coefficients)
+    extra_s = [timed_step(trainer, batch) for batch in noise_batches(trainer, new)] - batch_costs(rows, new)
     return TimeModel(
         rows=rows,
         fingerprint=fingerprint(model),
         conditions=time_conditions(trainer),
         held_out=held_out_errors(batch_costs(fitted, shapes[num_probes:]), low_s[num_probes:]),
         spread_ratio=spread_ratio,
-        new_shape_s=max(0.0, float(np.median(new_s - batch_costs(rows, new)))),
+        new_shape_s=max(0.0, float(np.median(extra_s[-_NUM_COUNTED:]))),
         **dict[str, Any](loading or {}),
     )
 
@@ -126,7 +127,8 @@ def loading_seconds(
 
     Some batches are loaded in this thread, and its CPU time is measured: other programs do not disturb it,
     and waiting for a disk is not included. Workers divide that time among themselves. Steps on a CPU use all
-    cores that torch is given, and become longer by as much: each of their operations ends on its slowest core.
+    cores that torch is given, and become longer by all of it: workers load in turns, and each operation ends
+    on its slowest core.
 
     Args:
         dataset: with its cache, if there is one.
@@ -141,10 +143,9 @@ def loading_seconds(
             times.append((time.thread_time() - started_s) / len(batch))
             started_s = time.thread_time()
     sample_s = float(np.median(times[1:] or times))
-    if not workers:
-        return {"shared_s_per_sample": sample_s}
-    data_s, shares = sample_s / min(workers, cores), device == "cpu" and torch.get_num_threads() >= cores
-    return {"data_s_per_sample": data_s, "shared_s_per_sample": data_s if shares else 0.0}
+    shares = not workers or (device == "cpu" and torch.get_num_threads() >= cores)
+    data_s = sample_s / min(workers, cores) if workers else 0.0
+    return {"data_s_per_sample": data_s, "shared_s_per_sample": sample_s if shares else 0.0}
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
@@ -173,16 +174,13 @@ def probe_shapes(sizes: SampleSizes, num: int, cost: CostModel, budget: float) -
     """
     if not len(sizes):
         raise OptionError("no samples: their sizes decide which batches are measured")
-    rng = np.random.default_rng(0)
-    pairs = rng.integers(len(sizes), size=(2, _NUM_PADDED))
+    pairs = np.random.default_rng(0).integers(len(sizes), size=(2, _NUM_PADDED))
     images = np.stack([np.maximum(*side[pairs]) for side in (sizes.height, sizes.width)], axis=1)
     images = np.unique(np.maximum(images, PATCH), axis=0).astype(np.int64)
     areas = np.log(images.prod(axis=1))
     lengths = np.log(np.maximum([sizes.num_tokens.min(), sizes.num_tokens.max()], 1))
-    sequence = SobolEngine(3, scramble=True, seed=0)
     shapes: list[tuple[int, ...]] = []
-    for _ in range(64 * num):
-        of_size, of_text, of_image = sequence.draw(1)[0].double().tolist()
+    for of_size, of_text, of_image in SobolEngine(3, scramble=True, seed=0).draw(64 * num).double().tolist():
         num_tokens = round(float(np.exp(lengths[0] + of_text * (lengths[1] - lengths[0]))))
         area = areas.min() + of_image * (areas.max() - areas.min())
         height, width = images[np.abs(areas - area).argmin()].tolist()
@@ -191,8 +189,7 @@ def probe_shapes(sizes: SampleSizes, num: int, cost: CostModel, budget: float) -
             shapes.append((round(2 * (most / 2) ** of_size), num_tokens, height, width))
         if len(shapes) == num:
             return np.array(shapes)
-    height, width = images.max(axis=0).tolist()
-    needed = cost(BatchShape(2, int(sizes.num_tokens.max()), height, width))
+    needed = cost(BatchShape(2, int(sizes.num_tokens.max()), *images.max(axis=0).tolist()))
     raise OptionError(
         f"two samples can cost {needed:.0f} {cost.unit}, and the budget is {budget:.0f}; "
         "give a budget that holds two of the largest"
@@ -206,8 +203,7 @@ def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]
         times: (n, r) seconds of r repeats of n shapes.
     """
     low_s = np.quantile(times, _LOW_QUANTILE, axis=1, method="lower")  # with few repeats, the shortest
-    high_s = np.quantile(times, 1 - _LOW_QUANTILE, axis=1)
-    spread_ratio = float(np.median(high_s / low_s)) - 1
+    spread_ratio = float(np.median(np.quantile(times, 1 - _LOW_QUANTILE, axis=1) / low_s)) - 1
     if spread_ratio > _NOISY_RATIO:
         warnings.warn(
             f"repeats of one step vary by {spread_ratio:.0%}, so predicted seconds are no more accurate than that; "
@@ -222,16 +218,14 @@ def measure_steps(
 ) -> NDArray[np.float64]:
     """(n, 1 + r) seconds of a step of each shape, round after round; in the first round the shapes are new."""
     batches = noise_batches(trainer, shapes)
-    largest = max(batches, key=lambda batch: batch.pixel_values.numel())
-    for _ in range(_WARM_UP_STEPS):  # of a shape that is not measured
-        timed_step(trainer, largest.part(slice(1, None)))
     rng, started = np.random.default_rng(0), time.perf_counter()
     rounds: list[NDArray[np.float64]] = []
-    total = (1 + repeats) * len(shapes)
-    with progress_bar(total=total, name="timing", unit="step", show=progress) as bar:
+    with progress_bar(total=(1 + repeats) * len(shapes), name="timing", unit="step", show=progress) as bar:
         while len(rounds) < max(_MIN_ROUNDS, 1 + repeats):
-            used_s = time.perf_counter() - started
-            if len(rounds) >= _MIN_ROUNDS and used_s * (1 + 1 / len(rounds)) > seconds:
+            if (
+                len(rounds) >= _MIN_ROUNDS
+                and (time.perf_counter() - started) * (1 + 1 / len(rounds)) > seconds
+            ):
                 break
             times = np.empty(len(batches))
             for place in rng.permutation(len(batches)):
