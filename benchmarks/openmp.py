@@ -13,7 +13,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from statistics import median
 from typing import IO, Any
@@ -36,11 +35,8 @@ while True:
     time.sleep(0.01)
 """
 ALONE, BUSY_PROGRAM, TWO_RUNS = "alone", "beside a busy program", "two at once"
-MOST = {
-    ALONE: 1.1,
-    BUSY_PROGRAM: 1.3,
-    TWO_RUNS: 1.3,
-}  # times the seconds of the fastest way that mmlab's may take
+# times the seconds of the fastest way that mmlab's may take
+MOST = {ALONE: 1.1, BUSY_PROGRAM: 1.3, TWO_RUNS: 1.3}
 
 
 def train(name: str) -> None:
@@ -48,29 +44,23 @@ def train(name: str) -> None:
     import torch
 
     from mmlab.model.presets import build_model
+    from mmlab.pricing.timing import noise_batches, timed_step
     from mmlab.training.loop import FusionTrainer
-    from mmlab.training.noise import noise_batch
-    from mmlab.types import BatchShape
 
     torch.manual_seed(0)
     trainer = FusionTrainer(build_model(name, vocab_size=1000), device="cpu", lr=0.0, total_steps=10**6)
     rng = np.random.default_rng(0)
     most = 33 if name == "tiny" else 11  # samples
     shapes = [
-        BatchShape(
-            int(rng.integers(3, most)), int(rng.integers(10, 30)), *rng.choice([64, 80, 96], 2).tolist()
-        )
+        (rng.integers(3, most), rng.integers(10, 30), *rng.choice([64, 80, 96], 2))
         for _ in range(NUM_SHAPES[name])
     ]
-    batches = [noise_batch(shape, num_ids=1000, ragged=True) for shape in shapes]
+    batches = noise_batches(trainer, np.array(shapes))
     for batch in batches:
-        trainer.train_step([batch])
+        timed_step(trainer, batch)
     print("ready", flush=True)
     for _ in sys.stdin:
-        started = time.perf_counter()
-        for batch in batches:
-            trainer.train_step([batch])
-        print(time.perf_counter() - started, flush=True)
+        print(sum(timed_step(trainer, batch) for batch in batches), flush=True)
 
 
 def measure(name: str, num_turns: int, beside: str) -> dict[str, list[float]]:

@@ -64,9 +64,9 @@ class TimeModel(FittedModel):
     def batch_s(self, plan: BatchPlan) -> NDArray[np.float64]:
         """(M,) seconds of each batch of a plan: of its step, or of loading its samples if that takes longer.
 
-        The plan's first batch of each number and size of images takes `new_shape_s` more. A loader works ahead while the
-        device computes, so the longer of the two stages counts; loading that competes with the step for cores
-        is added to the step. A packed batch counts as that many samples of its mean lengths, unless packs
+        The plan's first batch of each number and size of images takes `new_shape_s` more. A loader works ahead
+        while the device computes, so the longer of the two stages counts; loading that competes with the step
+        for cores is added to the step. A packed batch counts as that many samples of its mean lengths, unless packs
         were measured.
         """
         shapes, counts = plan.step_shapes(self.patch), plan.columns.counts

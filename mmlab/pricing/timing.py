@@ -243,5 +243,5 @@ def noise_batches(trainer: FusionTrainer, shapes: NDArray[np.int64]) -> list[Bat
 
 
 def timed_step(trainer: FusionTrainer, batch: Batch) -> float:
-    """Seconds of a step on a batch that is on the device already, as the loader puts it there."""
+    """Seconds of a step; the batch is moved to the device before it, as a loader does."""
     return trainer.train_step([batch.to(trainer.device)])["step_s"]
