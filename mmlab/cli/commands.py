@@ -63,8 +63,10 @@ def train(
     from mmlab.comparison.config import load_config
     from mmlab.comparison.train import train
 
-    # an exception, so that the run ends with a checkpoint
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # an exception, so that the run ends with a checkpoint; under nohup, a terminal that closes does not end it
+    for number in {signal.SIGTERM, signal.SIGHUP}:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
     return train(load_config(config, set), runs=runs, resume=resume)
 
 
@@ -123,12 +125,8 @@ def plan(
     device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
     price_per_hour: Annotated[float | None, "of one device: adds epoch_price"] = None,
     precision: Precision = "fp32",
-    budget: Annotated[
-        float | None, "padded tokens a batch (default: 32 mean samples); not with --model"
-    ] = None,
-    memory_gb: Annotated[
-        float | None, "with --model: fill so many GiB (default: what random with 32 samples needs)"
-    ] = None,
+    budget: Annotated[float | None, "padded tokens a batch, if no --model (default: 32 mean samples)"] = None,
+    memory_gb: Annotated[float | None, "GiB to fill, with --model (default: random's at 32 samples)"] = None,
     ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 1,
     epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2,
     seed: Seed = 0,
@@ -169,10 +167,8 @@ def plan(
     timed = "" if model is None else "fastest,"
     names = _names(schedulers or f"random,sorted,bucket,length_grouped,aspect_bucket,budget,{timed}packed")
     planned: Any = {"ranks": ranks, "epochs": epochs}
-    own: Any = {
-        "seed": seed,
-        "allow_collisions": False,
-    }  # as in `compare`: captions of one image are kept apart
+    # captions of one image are kept apart, as in `compare`
+    own: Any = {"seed": seed, "allow_collisions": False}
     if model is None:
         found = preview(sizes, names, budget=budget, **planned, **own)
         return Printed(document=found.as_dict(), text=f"images: {made}; {found}")

@@ -87,11 +87,18 @@ def _add(command: argparse.ArgumentParser, name: str, hint: Any, default: Any) -
     elif kinds == {bool}:
         details["action"] = "store_true"
     else:
-        details["type"] = next((plain for plain in (int, float, str) if plain in kinds), shares)
+        readers = {int: int, float: float, str: _not_empty}
+        details["type"] = next((read for plain, read in readers.items() if plain in kinds), shares)
     if name.startswith("--"):
         command.add_argument(name.replace("_", "-"), required=required, **details)
     else:
         command.add_argument(name, nargs=None if required else "?", **details)
+
+
+def _not_empty(given: str) -> str:
+    if not given:  # an unset variable of the shell; as a path, it would be the current folder
+        raise argparse.ArgumentTypeError("it is empty")
+    return given
 
 
 def shares(text: str) -> dict[str, float]:

@@ -231,10 +231,8 @@ class Comparison:
             return f"{given}, {best.scheduler} trains {best.samples_per_s:.0f} samples a second"
         gain = best.samples_per_s / base.samples_per_s
         level = {best.scheduler, base.scheduler} in map(set, self.overlapping)
-        found = (
-            f"{given}, {best.scheduler} trains {gain:.2f} times as many samples a second as {base.scheduler}"
-        )
-        return f"{found}, but their epochs overlap" if level else found
+        but = ", but their epochs overlap" if level else ""
+        return f"{given}, {best.scheduler} trains {gain:.2f} times as many samples/s as {base.scheduler}{but}"
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""

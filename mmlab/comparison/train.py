@@ -97,7 +97,7 @@ def train(
 ) -> TrainingResult:
     """Train as configured, in the folder `runs`/NAME.
 
-    An interrupt, or SIGTERM if its handler raises, ends the run after the current step with a checkpoint. So
+    An interrupt, or SIGTERM or SIGHUP if its handler raises, ends the run after the current step with a checkpoint. So
     does `mmlab.runs.control.send(folder, "stop")`, on which `train` returns; `"pause"` and `"resume"` pause
     it and let it continue. A run that `torchrun` restarts resumes from its newest checkpoint, whatever
     `resume` says.

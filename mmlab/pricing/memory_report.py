@@ -207,11 +207,11 @@ class MemoryReport:
         elif self.planned.limited_by_images:
             head.append(
                 "no batch has two captions of one image, so none can have more samples than there are images, "
-                f"{len(np.unique(self.planned.sizes.group))}: the memory is not filled (see allow_collisions)"
+                f"{self.planned.plan.columns.counts.max()}: the memory is not filled (see allow_collisions)"
             )
         if self.memory.conditions["device"] == "cuda":
             head.append(
-                "on a real GPU steps needed up to 8 % more, ResNets in fp32 up to 24 % (docs/internals/gpu.md)"
+                "a real GPU can need more, most of all for a ResNet in fp32 (docs/internals/gpu.md says how much)"
             )
         tables = {
             "an epoch within this memory, and what would change it (use: share of the memory that a batch needs; fixed "

@@ -84,7 +84,7 @@ class FusionTrainer(TrainerSetup):
             loader: gives the batches of one epoch each time it is iterated; it needs a length unless
                 `total_steps` is given.
             eval_loader: evaluated after every epoch, and every `eval_every` steps within an epoch.
-            checkpoints: saves when due, after every epoch, and when `stop()`, an interrupt or SIGTERM ends the loop.
+            checkpoints: saves when due, after every epoch, and when `stop()`, an interrupt, SIGTERM or SIGHUP ends the loop.
             control: pauses or stops the loop between two steps when a file asks for it; of several ranks,
                 only rank 0 reads the file. Time spent in a pause is in no step's values.
 

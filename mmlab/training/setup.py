@@ -240,7 +240,7 @@ class TrainerSetup:
         """Hold back interrupts; yields a function that waits while paused and says whether to stop."""
         self._stopping.clear()
         watched = control or Control(None)
-        held = (signal.SIGINT,) if checkpoints is None else (signal.SIGINT, signal.SIGTERM)
+        held = (signal.SIGINT,) if checkpoints is None else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         with signals_held(*held) as signals:
             yield lambda: watched.wait_if_paused_or_stop(
                 lambda: signals or self._stopping.is_set(), agree=self.strategy.largest, emit=self._emit_event

@@ -60,6 +60,8 @@ def test_compare_takes_every_option_of_a_comparison(capsys: pytest.CaptureFixtur
         (["plan"], "mmlab plan takes one of --data and --lengths"),
         (["compare", "--data", "x", "--epochs", "two"], "invalid int value: 'two'"),
         (["compare", "--data", "no/such/place"], "no/such/place"),
+        (["data", "inspect", ""], "argument path: it is empty"),
+        (["compare", "--data", ""], "argument --data: it is empty"),
         (["data", "inspect", "no/such/place"], "no/such/place"),
         (["plan", "--lengths", "no/such.csv"], "no/such.csv"),
         (["plan", "--lengths", "x.csv", "--device-name", "A100"], "give --model"),

@@ -303,13 +303,13 @@ def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> Non
 @pytest.mark.parametrize(
     ("fast", "headline", "noted"),
     [
-        ((300.0, 310.0), "budget trains 3.05 times as many samples a second as random", False),
+        ((300.0, 310.0), "budget trains 3.05 times as many samples/s as random", False),
         (
             (90.0, 120.0),
-            "budget trains 1.05 times as many samples a second as random, but their epochs overlap",
+            "budget trains 1.05 times as many samples/s as random, but their epochs overlap",
             True,
         ),
-        ((80.0, 85.0), "random trains 1.21 times as many samples a second as budget", False),
+        ((80.0, 85.0), "random trains 1.21 times as many samples/s as budget", False),
     ],
 )
 def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(

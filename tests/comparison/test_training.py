@@ -161,7 +161,8 @@ def test_two_ranks_stop_together_and_go_on_bitwise(config: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 1)]
+    ("number", "exit_code"),
+    [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP), (signal.SIGINT, 1)],
 )
 def test_a_signal_leaves_a_checkpoint_of_the_last_step(
     config: Path, tmp_path: Path, number: int, exit_code: int

@@ -310,7 +310,7 @@ def test_numbers_out_of_range_are_refused(tmp_path, options, message):
         Checkpoints(tmp_path, **options)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_waiting_for_data_ends_after_the_step_with_a_checkpoint(tmp_path, number):
     delivered = []
     previous = signal.signal(number, lambda *arguments: delivered.append(arguments[0]))
@@ -346,10 +346,12 @@ def test_a_second_interrupt_does_not_wait():
 
 
 def test_a_best_key_that_no_evaluation_has_is_refused_once_a_checkpoint_is_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, best_key="los")
+    with pytest.raises(OptionError, match="unknown best_key 'los'; did you mean 'loss'"):
+        Checkpoints(tmp_path, best_key="los")
+    checkpoints = Checkpoints(tmp_path, best_key="modality_gap")
     trainer = FusionTrainer(tiny_model(), device="cpu", total_steps=4)
     checkpoints.save(trainer.state_dict())
-    with pytest.raises(OptionError, match="unknown best_key of evaluations 'los'; did you mean 'loss'"):
+    with pytest.raises(OptionError, match="unknown best_key of evaluations 'modality_gap'"):
         checkpoints.save(trainer.state_dict(), values={"loss": 1.0})
     assert len(checkpoints.paths) == 2
     Checkpoints(tmp_path, best_key="los", keep_best=0).save(trainer.state_dict(), values={"loss": 1.0})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import DataError, OptionError, check_name, check_numbers
+from mmlab.runs.event_keys import EVENT_KEYS, USER_PREFIX
 from mmlab.runs.events import RunEvent, warn
 from mmlab.training.checkpoint.files import SAVING, check, read_manifest, read_state, sync, write_state
 from mmlab.training.strategy import Strategy
@@ -51,7 +52,7 @@ class Checkpoints(CheckpointOptions):
         emit: called with a `warning` event for each damaged checkpoint; None issues a Python warning.
 
     Raises:
-        OptionError: a number out of range.
+        OptionError: a number out of range, or a `best_key` that no evaluation has.
     """
 
     folder: str | Path = field(kw_only=False)
@@ -59,6 +60,8 @@ class Checkpoints(CheckpointOptions):
 
     def __post_init__(self) -> None:
         check_numbers(self)
+        if self.keep_best and not self.best_key.startswith(USER_PREFIX):
+            check_name("best_key", self.best_key, [k for k, row in EVENT_KEYS.items() if "eval" in row.kinds])
         self._folder = Path(self.folder)
         self.start_interval()
 
