@@ -210,9 +210,7 @@ class MemoryReport:
                 f"{self.planned.plan.columns.counts.max()}: the memory is not filled (see allow_collisions)"
             )
         if self.memory.conditions["device"] == "cuda":
-            head.append(
-                "a real GPU can need more, most of all for a ResNet in fp32 (docs/internals/gpu.md says how much)"
-            )
+            head.append("a real GPU can need more, a ResNet in fp32 most: see docs/internals/gpu.md")
         tables = {
             "an epoch within this memory, and what would change it (use: share of the memory that a batch needs; fixed "
             "batch size: the most samples if all were as large as the largest)": _shown(
