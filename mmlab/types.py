@@ -302,7 +302,7 @@ class Aspect:
         if self.max_area < self.multiple**2:
             raise OptionError(
                 f"max_area {self.max_area} cannot hold one cell of {self.multiple} x {self.multiple} pixels; "
-                f"give at least {self.multiple**2}"
+                f"give at least {self.multiple**2}, as aspect:{self.multiple} does"
             )
 
     def __str__(self) -> str:

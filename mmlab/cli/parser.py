@@ -52,9 +52,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Any]) 
         command.set_defaults(command=run)  # a name that no parameter of a command has
         hints = get_type_hints(run, include_extras=True)
         if "json" not in hints:
-            command.add_argument(
-                "--json", action="store_true", help="print one JSON document instead of text"
-            )
+            command.add_argument("--json", action="store_true", help="print one JSON document, not text")
         for parameter in signature(run).parameters.values():
             if parameter.kind is Parameter.VAR_KEYWORD:
                 kind = get_args(hints[parameter.name])[1]

@@ -116,9 +116,7 @@ class BackgroundRun:
                 raise kind(outcome["message"])
             raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
         if not (self.folder / "comparison.json").exists():
-            raise RunError(
-                "the run was stopped before every scheduler had finished an epoch; nothing to compare"
-            )
+            raise RunError("the run was stopped before every scheduler had finished an epoch: no result")
         return load_comparison(self.folder)
 
     def _is_alive(self) -> bool:
@@ -216,9 +214,7 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
     try:
         return BackgroundRun(folder, json.loads(path.read_text()), None) if path.exists() else None
     except (ValueError, TypeError, LookupError) as error:
-        raise DataError(
-            f"{path} is damaged ({error}); remove it, and the run can be started again"
-        ) from error
+        raise DataError(f"{path} is damaged ({error}); remove it, and start the run again") from error
 
 
 def _child() -> None:

@@ -80,13 +80,12 @@ def compare(
     chosen = dataclasses.replace(chosen, device=resolve_device(chosen.device), num_workers=num_workers)
     control = control or Control(out)
     with ExitStack() as stack:
-        stack.enter_context(
-            nullcontext() if out is None else exclusive_folder(Path(out))
-        )  # no other run writes there
+        # no other run writes there
+        stack.enter_context(nullcontext() if out is None else exclusive_folder(Path(out)))
         names = scheduler_names(schedulers)
         control.report_phase("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)
-        control.report_phase("planning")
+        control.report_phase("pricing the model and planning")
         if isinstance(schedulers, Mapping):
             sized = as_configured(schedulers, chosen, train_set)
         else:
@@ -109,7 +108,7 @@ def compare(
             "versions": versions(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        folder = None if out is None else move_earlier_aside(Path(out), COMPARISON_FILES)
+        folder = None if out is None else move_earlier_aside(Path(out), COMPARISON_FILES, say=progress)
         setup = ComparisonSetup(
             options=chosen,
             config=config,

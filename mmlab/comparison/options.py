@@ -139,7 +139,8 @@ def names_of(kind: type) -> list[str]:
 
 def _explained(error: ValidationError, kind: type, where: str) -> OptionError:
     """Says what was expected, by each type of the option if it has several, and what was found."""
-    first, *others = error.errors()
+    # an option may only be missing because its name is misspelt
+    first, *others = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")
     (_, *place), found = first["loc"], first["input"]
     if first["type"] == "value_error":  # raised by the dataclass itself
         return OptionError(f"{where}: {first['ctx']['error']}")

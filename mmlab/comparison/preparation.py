@@ -110,9 +110,7 @@ def make_datasets(
     if not isinstance(data, kind):
         data = read(data, images=images, progress=progress)
     elif images is not None:
-        raise OptionError(
-            "images= applies only to data given as a path; records have the paths of their images"
-        )
+        raise OptionError("images= applies only to data given as a path; records have their own paths")
     train, held_out = hold_out(data.sample(limit, seed=seed), seed=seed)
     if processor is not None:
         talks = partial(ConversationDataset, processor=loaded, cache=cache, progress=progress)

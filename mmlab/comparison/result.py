@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_FEW_STEPS = 20
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
     """The figures of one scheduler. Ratios are fractions; medians are over epochs, without warm-up steps."""
@@ -146,6 +149,10 @@ class Comparison:
             notes.append(
                 f"Samples without another image in their batch, from which a contrastive loss learns nothing: {unlearnt}."
             )
+        if (num_steps := min(arm.num_batches for arm in self.arms)) < _FEW_STEPS:
+            notes.append(
+                f"An epoch of {num_steps} steps is too short to judge speed: most of it is loaded before steps are timed."
+            )
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes
@@ -183,7 +190,8 @@ class Comparison:
             + ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
             + "."
         ]
-        wrong = self.misranked
+        wrong, predicted = self.misranked, [arm for arm in self.arms if arm.predicted_samples_per_s]
+        ratios = [(arm.predicted_samples_per_s or 0) / arm.samples_per_s - 1 for arm in predicted]
         notes.append(
             "Predicted and measured samples/s rank the schedulers alike, apart from those whose epochs overlap."
             if not wrong
@@ -191,6 +199,10 @@ class Comparison:
             + ", ".join(f"{faster} is faster than {slower}" for faster, slower in wrong)
             + f". Repeats of one step varied by {config['time_model']['spread_ratio']:.0%} when the steps were timed."
         )
+        if ratios:
+            notes.append(
+                f"Predicted samples/s are {min(ratios):+.0%} to {max(ratios):+.0%} off those measured."
+            )
         return notes
 
     @property

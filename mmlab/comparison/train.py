@@ -86,10 +86,9 @@ class TrainingResult:
         stopped = "stopped after " if self.status == "stopped" else ""
         more = {"resumed from": self.resumed_from, "held out:": found}
         more["best checkpoint:"] = self.best_checkpoint
-        lines = [
-            f"{self.folder}: {stopped}{self.num_epochs} epoch{'s' * (self.num_epochs != 1)}, {self.num_steps} steps"
-        ]
-        return "\n  ".join([*lines, *(f"{name} {value}" for name, value in more.items() if value)])
+        epochs = f"{self.num_epochs} epoch{'s' * (self.num_epochs != 1)}"
+        head = f"{self.folder}: {stopped}{epochs}, {self.num_steps} steps"
+        return "\n  ".join([head, *(f"{name} {value}" for name, value in more.items() if value)])
 
 
 def train(
@@ -119,7 +118,7 @@ def train(
         folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
             stack.enter_context(exclusive_folder(folder))
-            _prepare_folder(folder, resume, restarted=restarted)
+            _prepare_folder(folder, resume, restarted=restarted, say=progress)
         if world_size > 1:
             distributed.barrier()
         run = stack.enter_context(Run(folder, rank=rank))
@@ -174,8 +173,8 @@ def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase
     return model.eval(), tokenizer
 
 
-def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
-    """If the run starts anew, move aside an earlier run's files.
+def _prepare_folder(folder: Path, resume: str, *, restarted: bool, say: bool) -> None:
+    """If the run starts anew, move aside an earlier run's files, and say so.
 
     Raises:
         DataError: there is nothing to resume from; the folder is as it was.
@@ -185,7 +184,7 @@ def _prepare_folder(folder: Path, resume: str, *, restarted: bool) -> None:
     # the run's folder itself counts as well: it is a parent of what lies in it
     own = resume == "auto" or (resume != "never" and folder.resolve() in Path(resume, "_").resolve().parents)
     if not own and not begun_by_this_launch(folder / LAUNCH, restarted=restarted):
-        move_earlier_aside(folder, _WRITTEN)
+        move_earlier_aside(folder, _WRITTEN, say=say)
     note_launch(folder / LAUNCH)
 
 
@@ -258,6 +257,8 @@ class _Training:
         """
         ranks = self.trainer.strategy
         own = self._checkpoints.newest(ranks) if restarted or resume == "auto" else None
+        if own is None and resume == "auto":
+            self._say(f"no checkpoint in {self.folder}: the run starts anew")
         if own is not None or resume in ("auto", "never"):
             return own
         path = Path(resume)
@@ -285,6 +286,10 @@ class _Training:
                     eval_loader=self._held_out,
                     checkpoints=self._checkpoints,
                 )
+        except (KeyboardInterrupt, SystemExit):
+            if saved := self._checkpoints.paths:
+                self._say(f"stopped; to go on from {saved[-1]}, resume with auto")
+            raise
         except Exception as error:
             watch = current_watch()
             if watch is None or not (broke_off(error) or isinstance(error, CollectiveFailed)):

@@ -68,9 +68,7 @@ def load_tokenizer(
     if name_or_path == BUILTIN:
         texts = [text for text in records.texts if text is not None] if records is not None else []
         if not texts:
-            raise OptionError(
-                "the builtin tokenizer is trained on the texts at hand: pass records=, with texts"
-            )
+            raise OptionError("the builtin tokenizer is trained on your texts: pass records=, with texts")
         tokenizer = _train(texts, vocab_size)
     else:
         tokenizer = _load(str(name_or_path))

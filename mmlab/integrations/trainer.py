@@ -62,9 +62,7 @@ class PlannedBatches:
         if self.batch_scheduler is None:
             return loader
         if not hasattr(loader.dataset, "__len__"):
-            raise OptionError(
-                "planned batches need a train_dataset with a length, found a stream; load it whole"
-            )
+            raise OptionError("planning needs a train_dataset with a length, found a stream; load it whole")
         self.planned = self._make_sampler(trainer.train_dataset)
         options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
         planned = DataLoader(loader.dataset, batch_sampler=self.planned, **options)
@@ -88,9 +86,7 @@ class PlannedBatches:
             num_epochs = math.ceil(args.max_steps / math.ceil(len(first) / args.gradient_accumulation_steps))
         sampler = PlannedSampler(sizes, self.batch_scheduler, num_epochs=num_epochs, **place)
         if len(sampler.sizes) != len(dataset):
-            raise DataError(
-                f"sizes are of {len(sampler.sizes)} samples, the train_dataset has {len(dataset)}"
-            )
+            raise DataError(f"sizes are of {len(sampler.sizes)} samples, train_dataset has {len(dataset)}")
         return sampler
 
     def _find_sizes(self, dataset: Any) -> Samples:

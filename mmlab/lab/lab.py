@@ -134,9 +134,7 @@ class Lab:
         """
         with self._lock:
             if self._panel is not None and self._panel.wrong:
-                raise OptionError(
-                    f"not started: {'; '.join(self._panel.wrong)}; correct it in the panel first"
-                )
+                raise OptionError(f"not started: {'; '.join(self._panel.wrong)}; correct it in the panel")
             if (run := self._find_running()) is not None:
                 if changes := self.differences(run.job):
                     if self._panel is None:

@@ -64,9 +64,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
         weights = [weight for name, weight in model.named_parameters() if fnmatchcase(name, pattern)]
         if not weights:
             known = sorted({name.split(".")[0] + ".*" for name, _ in model.named_parameters()})
-            raise OptionError(
-                f"freeze pattern {pattern!r} matches no parameter; for example {', '.join(known)}"
-            )
+            raise OptionError(f"freeze pattern {pattern!r} matches no parameter; some are {', '.join(known)}")
         for weight in weights:
             weight.requires_grad_(False)
 

@@ -57,7 +57,7 @@ class FSDPStrategy(ReduceStrategy):
         """
         if getattr(model, "is_packed", False):
             raise OptionError(
-                "fsdp does not support packed batches; use strategy='ddp', or another scheduler"
+                "fsdp does not support packed batches; take strategy='ddp' or another scheduler"
             )
         if not all(weight.is_contiguous() for weight in model.parameters()):
             raise OptionError("fsdp needs contiguous weights; use channels_last=False")

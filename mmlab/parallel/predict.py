@@ -142,9 +142,7 @@ def predict(
     check_numbers({"num_devices": num_devices})
     if strategy == "branch" and num_devices > 1:
         if num_devices % 2:
-            raise OptionError(
-                f"branch takes devices in pairs, so num_devices must be even, found {num_devices}"
-            )
+            raise OptionError(f"branch takes pairs of devices: num_devices must be even, found {num_devices}")
         cuts = (None, *range(1, costs.num_image_layers))
         pair = (num_devices // 2, 2 * batch_size, num_micro_batches, ahead)
         return min((_branch(costs, network, *pair, cut) for cut in cuts), key=lambda found: found.step_s)

@@ -116,9 +116,7 @@ class FittedModel:
             try:
                 return cls.load(path, fingerprint=fingerprint, conditions=conditions())
             except (OptionError, DataError) as error:
-                warnings.warn(
-                    f"{error}: fitted again now, so plans may differ from earlier ones", stacklevel=4
-                )
+                warnings.warn(f"{error}: fitted again, so plans may differ from earlier ones", stacklevel=4)
         found = fit()
         found.save(path)
         return found

@@ -128,6 +128,11 @@ class MemoryReport:
         return next(iter(self.plans.values()))
 
     @property
+    def ok(self) -> bool:
+        """Whether there is a plan: every sample fits."""
+        return self.planned.plan is not None
+
+    @property
     def memory(self) -> MemoryModel:
         """The fitted model of the training asked for."""
         return self.planned.memory
@@ -207,7 +212,7 @@ class MemoryReport:
         elif self.planned.limited_by_images:
             head.append(
                 "no batch has two captions of one image, so none can have more samples than there are images, "
-                f"{self.planned.plan.columns.counts.max()}: the memory is not filled (see allow_collisions)"
+                f"{self.planned.plan.columns.counts.max()}: the memory is not filled"
             )
         if self.memory.conditions["device"] == "cuda":
             head.append("a real GPU can need more, a ResNet in fp32 most: see docs/internals/gpu.md")

@@ -45,10 +45,7 @@ from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
 _LOW_QUANTILE = 0.25
 _MIN_ROUNDS = 3  # including the first, in which the shapes are new
 _NOISY_RATIO = 0.15
-_NUM_NEW, _NUM_COUNTED = (
-    16,
-    8,
-)  # shapes that are measured once, after the others, and those of them that count
+_NUM_NEW, _NUM_COUNTED = 16, 8  # shapes measured once, after the others; how many of them count
 _NUM_PADDED = 512  # padded image sizes that shapes are chosen from
 _LOADED, _NUM_LOADED = 16, 8  # samples in a batch whose loading is timed, and number of such batches
 _MIN_ROWS = 16  # of an embedding table of tokens; those of token types are smaller
@@ -222,10 +219,9 @@ def measure_steps(
     rounds: list[NDArray[np.float64]] = []
     with progress_bar(total=(1 + repeats) * len(shapes), name="timing", unit="step", show=progress) as bar:
         while len(rounds) < max(_MIN_ROUNDS, 1 + repeats):
-            if (
-                len(rounds) >= _MIN_ROUNDS
-                and (time.perf_counter() - started) * (1 + 1 / len(rounds)) > seconds
-            ):
+            elapsed_s = time.perf_counter() - started
+            if len(rounds) >= _MIN_ROUNDS and elapsed_s * (1 + 1 / len(rounds)) > seconds:
+                bar.total = bar.n  # else the bar would end before its end
                 break
             times = np.empty(len(batches))
             for place in rng.permutation(len(batches)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,11 +22,12 @@ def is_aside(name: str) -> bool:
     return name.startswith(ASIDE) and name.removeprefix(ASIDE).isdecimal()
 
 
-def move_earlier_aside(folder: Path, written: Iterable[str]) -> Path:
+def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = False) -> Path:
     """Move an earlier run's files in a folder to `previous-N` inside it; returns the folder.
 
     Args:
         written: names of the files and folders that a run writes, with wildcards.
+        say: tell on stderr where they are now.
     """
     old = [path for name in written for path in folder.glob(name)]
     if old:
@@ -35,6 +37,8 @@ def move_earlier_aside(folder: Path, written: Iterable[str]) -> Path:
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)
+        if say:
+            print(f"the files of an earlier run in {folder} are now in {aside}", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

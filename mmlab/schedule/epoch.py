@@ -122,9 +122,7 @@ class EpochBlocks:
             return Position(0, batch)
         block = rest.first - self._block_in_epoch(0)
         if rest.epoch != self.epoch or rest.taken or block < bool(self.taken):
-            raise OptionError(
-                "this state is of another plan of the data; give it to the scheduler's resume()"
-            )
+            raise OptionError("this state is of another plan; give it to the scheduler's resume()")
         return Position(block, batch)
 
     def resumed(self, state: Mapping[str, Any]) -> tuple[EpochBlocks, Position]:

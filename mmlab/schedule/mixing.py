@@ -144,9 +144,7 @@ class Mixed(Drawing):
         check_name("length", self.length, LENGTHS)
         epochs = [epoch for epoch, _ in self._points]
         if self.draws and not epochs:
-            raise OptionError(
-                "ratios must have a point (epoch, shares) at least; None takes each sample once"
-            )
+            raise OptionError("ratios need a point (epoch, shares) at least; None takes each sample once")
         if epochs != sorted(set(epochs)):
             raise OptionError(f"the points of ratios must be at ascending epochs, found {epochs}")
         for epoch, shares in self._points:
@@ -154,7 +152,7 @@ class Mixed(Drawing):
                 raise OptionError(f"ratios must not be negative or all zero, found {shares} at epoch {epoch}")
             if shares.keys() != self._points[0][1].keys():
                 raise OptionError(
-                    f"every point of ratios must name the same sources, found {shares} at {epoch}"
+                    f"all points of ratios must name the same sources, found {shares} at {epoch}"
                 )
 
     @property

@@ -198,6 +198,11 @@ def test_pairs_that_were_ranked_the_wrong_way_are_named(at_equal_memory: Compari
     found = replace(at_equal_memory, arms=arms)
     assert found.misranked == [("sorted", "random"), ("sorted", "budget")]
     assert "sorted is faster than random, sorted is faster than budget" in found.notes()[2]
+    assert "Predicted samples/s are -33% to -8% off those measured." in found.notes()
+    long = replace(found, arms=[replace(arm, num_batches=20) for arm in arms])
+    assert not any("too short to judge speed" in note for note in long.notes())
+    short = replace(long, arms=[long.arms[0], replace(arms[1], num_batches=19)])
+    assert any(note.startswith("An epoch of 19 steps is too short to judge speed") for note in short.notes())
     assert replace(found, arms=arms[::2]).misranked == []
     wide = [replace(arm, epochs=[{"samples_per_s": speed} for speed in (90.0, 130.0)]) for arm in arms]
     assert replace(found, arms=wide).misranked == []  # their epochs overlap

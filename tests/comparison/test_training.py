@@ -176,6 +176,7 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_step(
             time.sleep(0.01)
         process.send_signal(number)
         assert process.wait(60) == exit_code
+        assert b"resume with auto" in process.stderr.read()
     step = steps_of(events.parent)[-1][0]
     assert final_state(events.parent)["progress"]["step"] == step
     *_, saved, end = (
@@ -246,6 +247,11 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
         assert [path.name for path in (tmp_path / "small").iterdir()] == ["config.toml"]
     assert main(command) == 0
     assert (tmp_path / "small" / "previous-1" / "config.toml").exists()
+    with pytest.raises(DataError, match="nowhere"):  # refused after the earlier run was moved
+        train(load_config(config, ["data.path=nowhere"]), runs=tmp_path)
+    assert str(tmp_path / "small" / "previous-2") in capsys.readouterr().err
+    train(load_config(config, ["trainer.num_epochs=1", "data.limit=40"]), runs=tmp_path, resume="auto")
+    assert "the run starts anew" in capsys.readouterr().err
 
 
 def test_a_mistyped_checkpoint_leaves_the_run_where_it_is(
@@ -333,6 +339,11 @@ def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
         load_config(broken)
     broken.write_text("[trainer]\nnum_epochs = 1")
     with pytest.raises(OptionError, match=r"\[data\] of .* path is missing"):
+        load_config(broken)
+    broken.write_text('[data]\npath = "x"\n[trainer]\nnum_epoch = 1')
+    with pytest.raises(
+        OptionError, match=r"unknown key in \[trainer\] of .* 'num_epoch'; did you mean 'num_epochs'"
+    ):
         load_config(broken)
 
 

@@ -118,7 +118,7 @@ def test_lengths_are_read_from_a_datasets_column_and_wrong_sizes_are_named(tmp_p
     assert trainer.planned is not None
     assert trainer.planned.sizes.num_tokens.tolist() == LENGTHS.tolist()
     trainer.sample_sizes = sample_sizes([3, 4])
-    with pytest.raises(DataError, match="sizes are of 2 samples, the train_dataset has 61"):
+    with pytest.raises(DataError, match="sizes are of 2 samples, train_dataset has 61"):
         trainer.get_train_dataloader()
     trainer = PlannedTrainer(clip(), arguments(tmp_path), train_dataset=Pairs(), scheduler=budget())
     with pytest.raises(DataError, match="Pairs does not tell the sizes"):

@@ -213,7 +213,7 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
 
 def test_the_lines_of_the_readme_train_a_model_of_transformers(records, monkeypatch):
     page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    lines = page.partition("<!-- six lines -->\n\n```python\n")[2].partition("```")[0]
+    lines = page.partition("<!-- these lines -->\n\n```python\n")[2].partition("```")[0]
     processor = make_processor("clip", load_tokenizer("builtin", records=records))
     names = {"model": MODELS["clip"](processor.tokenizer), "processor": processor}
     monkeypatch.setattr(mmlab, "read_records", lambda path: {"captions.json": records[:16]}[path])

@@ -118,6 +118,8 @@ def test_a_sample_that_does_not_fit_leaves_no_plan_and_is_counted(report: Memory
     assert planned.figures()["num_batches"] is None
     full = MemoryReport(source="three", model="m", limit=report.limit, plans={"bf16": planned})
     assert "1 samples do not fit even alone" in str(full)
+    assert report.ok
+    assert not full.ok
     json.dumps(full.as_dict(), allow_nan=False)
 
 

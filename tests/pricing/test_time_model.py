@@ -239,7 +239,7 @@ def test_seconds_kept_from_another_machine_are_measured_anew(tmp_path):
     assert kept.read_text() == written
     other = {"device": "another CPU", "precision": "fp16", "num_threads": 99}
     replace(found, conditions={**found.conditions, **other}).save(kept)
-    with pytest.warns(UserWarning, match="fit the time model again: fitted again now") as said:
+    with pytest.warns(UserWarning, match="fit the time model again: fitted again") as said:
         anew = load_or_fit()
     for name, value in other.items():
         assert f"{name}: fitted for {value}, asked for {found.conditions[name]}" in " ".join(
@@ -253,9 +253,7 @@ def test_a_damaged_file_is_fitted_anew_and_said(tmp_path):
     whole.save(kept)
     kept.write_text(kept.read_text()[:-200])
     asked = {"fingerprint": MODEL.fingerprint, "conditions": lambda: MODEL.conditions}
-    with pytest.warns(
-        UserWarning, match="time.json is not a time model that mmlab saved.*: fitted again now"
-    ):
+    with pytest.warns(UserWarning, match="time.json is not a time model that mmlab saved.*: fitted again"):
         assert TimeModel.load_or_fit(kept, lambda: MODEL, **asked) is MODEL
     assert TimeModel.load_or_fit(kept, lambda: whole, **asked).spread_ratio == MODEL.spread_ratio
 

@@ -94,7 +94,7 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
         for number, shard in enumerate(source):
             if not isinstance(shard, str | os.PathLike):
                 raise DataError(
-                    f"item {number}: expected a dict or the path of a tar shard, found {shard!r:.40}"
+                    f"item {number}: expected a dict or a path of a tar shard, found {shard!r:.40}"
                 )
         if any(map(is_url, source)):
             return read_shards(download(list(map(str, source)), progress=progress))
