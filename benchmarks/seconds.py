@@ -145,7 +145,7 @@ def epochs_of(name: str, dataset: MultimodalDataset, *, quick: bool) -> list[dic
     )
     at_fit_s.append(reference_s(trainer, reference))
     times = {
-        number: replace(fitted, **loading_seconds(dataset, device="cpu", num_workers=number))
+        number: replace(fitted, **loading_seconds(dataset, trainer, num_workers=number))
         for number in all_num_workers
     }
     budget = BATCH_SIZE * float(batch_costs(PaddedTokens(), sizes.alone).mean())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -162,8 +163,8 @@ class _Sizing:
             warnings.filterwarnings("ignore", message="repeats of one step vary")
             return fit_time(
                 model, dataset.sizes, cost=cost, budget=budget, device=device, precision=options.precision,
-                loading=loading_seconds(
-                    dataset, device=device, num_workers=options.num_workers, augment=augmentation(options.augment)
+                loading=partial(
+                    loading_seconds, dataset, num_workers=options.num_workers, augment=augmentation(options.augment)
                 ),
                 progress=self.progress, **SHORT_FIT,
             )  # fmt: skip

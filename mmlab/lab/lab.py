@@ -248,9 +248,8 @@ class Lab:
         states = self._poll(at_once=True)
         if not states:
             raise RunError("no run has begun; press Start or call start() first")
-        return pd.DataFrame([{"run": name, **summarize(run)} for name, run in states.items()]).set_index(
-            "run"
-        )
+        rows = [{"run": name, **summarize(run)} for name, run in states.items()]
+        return pd.DataFrame(rows).set_index("run")
 
     def code(self) -> str:
         """The configuration as a program that starts it and waits."""

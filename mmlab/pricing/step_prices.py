@@ -177,8 +177,8 @@ def price_dataset(
     Args:
         num_workers: of the loader.
     """
-    sizes, device = dataset.sizes, next(model.parameters()).device
-    trainer = FusionTrainer(model, lr=0.0, precision=precision, device=str(device), on_out_of_memory="raise")
+    sizes, device = dataset.sizes, str(next(model.parameters()).device)
+    trainer = FusionTrainer(model, lr=0.0, precision=precision, device=device, on_out_of_memory="raise")
     costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
     found = price_steps(
         lambda batch: trainer.train_step([batch]),
@@ -190,7 +190,7 @@ def price_dataset(
     )
     own: dict[str, Any] = {"fingerprint": fingerprint(model), "conditions": _conditions(model, precision)}
     memory = MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own)
-    own |= loading_seconds(dataset, device=device.type, num_workers=num_workers)
+    own |= loading_seconds(dataset, trainer, num_workers=num_workers)
     own["spread_ratio"] = found.spread_ratio
     return memory, TimeModel(rows=found.seconds, held_out=found.seconds_held_out, **own)
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,8 @@ _MIN_ROUNDS = 3  # including the first, in which the shapes are new
 _NOISY_RATIO = 0.15
 _NUM_NEW, _NUM_COUNTED = 16, 8  # shapes measured once, after the others; how many of them count
 _NUM_PADDED = 512  # padded image sizes that shapes are chosen from
-_LOADED, _NUM_LOADED = 16, 8  # samples in a batch whose loading is timed, and number of such batches
+_LOADED, _NUM_LOADED = 32, 4  # samples in a batch whose loading is timed, and number of such batches
+_LOADING_S = 2.0  # of steps while a loader is at work
 _MIN_ROWS = 16  # of an embedding table of tokens; those of token types are smaller
 
 
@@ -61,7 +62,7 @@ def fit_time(
     num_held_out: int = 8,
     repeats: int = 8,
     seconds: float = 50.0,
-    loading: Mapping[str, float] | None = None,
+    loading: Callable[[FusionTrainer], Mapping[str, float]] | None = None,
     progress: bool = True,
     **options: Any,
 ) -> TimeModel:
@@ -80,7 +81,7 @@ def fit_time(
         num_held_out: further shapes on which its errors are reported.
         repeats: rounds after the first one.
         seconds: time limit; once three rounds are done, no round begins that would probably exceed it.
-        loading: what `loading_seconds` returned; None leaves loading out of the epochs that the model
+        loading: `loading_seconds` of the data set; None leaves loading out of the epochs that the model
             predicts.
         options: fields of `TrainOptions`: `device`, `precision`, `checkpointing`, `objectives`, ...
 
@@ -113,36 +114,54 @@ def fit_time(
         held_out=held_out_errors(batch_costs(fitted, shapes[num_probes:]), low_s[num_probes:]),
         spread_ratio=spread_ratio,
         new_shape_s=max(0.0, float(np.median(extra_s[-_NUM_COUNTED:]))),
-        **dict[str, Any](loading or {}),
+        **dict[str, Any](loading(trainer) if loading else {}),
     )
 
 
 def loading_seconds(
-    dataset: Any, *, device: str, num_workers: int | None = None, **options: Any
+    dataset: Any, trainer: FusionTrainer, *, num_workers: int | None = None, **options: Any
 ) -> dict[str, float]:
     """What loading adds to the seconds of an epoch: the fields of a `TimeModel` that end in `_s_per_sample`.
 
     Some batches are loaded in this thread, and its CPU time is measured: other programs do not disturb it,
-    and waiting for a disk is not included. Workers divide that time among themselves. Steps on a CPU use all
-    cores that torch is given, and become longer by all of it: workers load in turns, and each operation ends
-    on its slowest core.
+    and waiting for a disk is not included. Workers divide that time among themselves. If they run on the
+    cores that compute the steps, the same steps are timed without and with a loader at work, and the difference
+    counts: how much of a sample's CPU time makes a step longer depends on the workers, the cores and the step.
 
     Args:
         dataset: with its cache, if there is one.
-        device: the one that computes the steps.
+        trainer: its steps are timed.
         num_workers, options: of the `PlannedLoader`.
     """
     workers, cores = default_num_workers() if num_workers is None else num_workers, num_usable_cores()
-    times, scheduler = [], make_scheduler("random", batch_size=_LOADED)
+    scheduler, times, loaded = make_scheduler("random", batch_size=_LOADED), [], []
     with PlannedLoader(dataset, scheduler, num_workers=0, **options) as loader:
         batches, started_s = iter(loader), time.thread_time()
         for batch in islice(batches, 1 + _NUM_LOADED):  # the first one opens files
             times.append((time.thread_time() - started_s) / len(batch))
+            loaded.append(batch)
             started_s = time.thread_time()
     sample_s = float(np.median(times[1:] or times))
-    shares = not workers or (device == "cpu" and torch.get_num_threads() >= cores)
     data_s = sample_s / min(workers, cores) if workers else 0.0
-    return {"data_s_per_sample": data_s, "shared_s_per_sample": sample_s if shares else 0.0}
+    shared_s = 0.0 if workers else sample_s
+    if workers and trainer.device.type == "cpu" and torch.get_num_threads() >= cores:
+        with PlannedLoader(dataset, scheduler, num_workers=workers, **options) as loader:
+            shared_s = _slowdown_s(trainer, loaded, loader) / _LOADED
+    return {"data_s_per_sample": data_s, "shared_s_per_sample": shared_s}
+
+
+def _slowdown_s(trainer: FusionTrainer, batches: list[Batch], loader: PlannedLoader) -> float:
+    """By how many seconds a step is longer if a loader loads a batch for each step."""
+    rounds = [[timed_step(trainer, batch) for batch in batches] for _ in range(3)]
+    alone_s = np.mean(rounds[1:], axis=0)  # in the first round the shapes are new
+    ends_s = [time.perf_counter()]
+    for batch, _ in zip(cycle(batches), loader, strict=False):
+        timed_step(trainer, batch)
+        ends_s.append(time.perf_counter())
+        if ends_s[-1] - ends_s[0] > _LOADING_S:
+            break
+    added_s = np.diff(ends_s) - np.resize(alone_s, len(ends_s) - 1)
+    return max(0.0, float(added_s[min(2, len(added_s) - 1) :].mean()))  # the first steps wait for the loader
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:

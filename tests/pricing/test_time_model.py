@@ -12,6 +12,7 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.lab.notebook import draw_sizes
 from mmlab.machine import num_usable_cores
+from mmlab.model.presets import build_model
 from mmlab.pricing import timing
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
@@ -22,6 +23,7 @@ from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.noise import noise_batch
 from mmlab.types import BatchShape, SampleSizes, aspect, square
+from tests.loading.loaders import Slow
 from tests.pricing.priced_models import MODELS
 
 SIZES = draw_sizes(2000).resized(aspect(96 * 96))
@@ -156,21 +158,24 @@ def test_loading_on_the_same_cores_makes_every_step_longer():
 
 def test_loading_is_measured_as_the_loader_will_do_it(records, monkeypatch):
     dataset = MultimodalDataset(records, image_policy=aspect(96 * 96))
-    alone = loading_seconds(dataset, device="cpu", num_workers=0)
+    model = build_model("tiny", vocab_size=len(dataset.tokenizer))
+    trainer = timing.timed_trainer(model, device="cpu")
+    alone = loading_seconds(dataset, trainer, num_workers=0)
     assert alone["data_s_per_sample"] == 0  # between two steps
     assert 1e-5 < alone["shared_s_per_sample"] < 0.1
     ticks = count()
     monkeypatch.setattr(timing.time, "thread_time", lambda: float(next(ticks)))  # each batch takes a second
-    one, two = (loading_seconds(dataset, device="cuda", num_workers=number) for number in (1, 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(timing.torch, "get_num_threads", lambda: 0)  # the steps leave cores free
+        one, two = (loading_seconds(dataset, trainer, num_workers=number) for number in (1, 2))
     assert one["shared_s_per_sample"] == two["shared_s_per_sample"] == 0  # another device computes the steps
     share = min(2, num_usable_cores())
     assert one["data_s_per_sample"] == share * two["data_s_per_sample"] > 0
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(num_usable_cores())
-        for number in (1, 2):  # workers load in turns, so the step waits for all of it
-            found = loading_seconds(dataset, device="cpu", num_workers=number)
-            assert found["shared_s_per_sample"] == one["data_s_per_sample"]
+        found = loading_seconds(dataset, trainer, num_workers=1, augment=Slow(0.02))
+        assert found["shared_s_per_sample"] > 0.01, "a slower loader makes a step longer"
     finally:
         torch.set_num_threads(threads)
 
