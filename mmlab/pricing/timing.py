@@ -146,22 +146,23 @@ def loading_seconds(
     shared_s = 0.0 if workers else sample_s
     if workers and trainer.device.type == "cpu" and torch.get_num_threads() >= cores:
         with PlannedLoader(dataset, scheduler, num_workers=workers, **options) as loader:
-            shared_s = _slowdown_s(trainer, loaded, loader) / _LOADED
+            shared_s = _slowdown_s(trainer, loaded, loader)
     return {"data_s_per_sample": data_s, "shared_s_per_sample": shared_s}
 
 
 def _slowdown_s(trainer: FusionTrainer, batches: list[Batch], loader: PlannedLoader) -> float:
-    """By how many seconds a step is longer if a loader loads a batch for each step."""
-    rounds = [[timed_step(trainer, batch) for batch in batches] for _ in range(3)]
-    alone_s = np.mean(rounds[1:], axis=0)  # in the first round the shapes are new
-    ends_s = [time.perf_counter()]
-    for batch, _ in zip(cycle(batches), loader, strict=False):
+    """By how many seconds a sample that is loaded makes steps longer, if a batch is loaded for each step."""
+    # in the first round the shapes are new
+    alone_s = np.mean([[timed_step(trainer, batch) for batch in batches] for _ in range(3)][1:], axis=0)
+    ends_s, counts = [time.perf_counter()], []
+    for batch, loaded in zip(cycle(batches), loader, strict=False):
         timed_step(trainer, batch)
         ends_s.append(time.perf_counter())
+        counts.append(len(loaded))
         if ends_s[-1] - ends_s[0] > _LOADING_S:
             break
-    added_s = np.diff(ends_s) - np.resize(alone_s, len(ends_s) - 1)
-    return max(0.0, float(added_s[min(2, len(added_s) - 1) :].mean()))  # the first steps wait for the loader
+    added_s, first = np.diff(ends_s) - np.resize(alone_s, len(counts)), min(1, len(counts) - 1)
+    return max(0.0, added_s[first:].sum() / sum(counts[first:]))  # the first step waits for the loader
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:

@@ -123,7 +123,7 @@ def test_pairs_of_branches_add_their_gradients() -> None:
     crossing_s, summed_s = 2 * 1.0, 2.0  # a ring over two: half of 2 GiB twice
     found = predict("branch", branches(3.0, 1.0), slow, num_devices=4, batch_size=0.5)
     assert found.step_s == pytest.approx(8.0 + crossing_s + summed_s)
-    with pytest.raises(OptionError, match="devices in pairs, so num_devices must be even, found 3"):
+    with pytest.raises(OptionError, match="branch takes pairs of devices: num_devices must be even, found 3"):
         branch_s(branches(3.0, 1.0), 1, num_devices=3)
 
 
