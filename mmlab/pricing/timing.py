@@ -126,7 +126,8 @@ def loading_seconds(
     Some batches are loaded in this thread, and its CPU time is measured: other programs do not disturb it,
     and waiting for a disk is not included. Workers divide that time among themselves. If they run on the
     cores that compute the steps, the same steps are timed without and with a loader at work, and the difference
-    counts: how much of a sample's CPU time makes a step longer depends on the workers, the cores and the step.
+    counts, if it is half to twice the CPU time: beyond that it is noise. How much of that time makes a step longer
+    depends on the workers, the cores and the step.
 
     Args:
         dataset: with its cache, if there is one.
@@ -146,7 +147,7 @@ def loading_seconds(
     shared_s = 0.0 if workers else sample_s
     if workers and trainer.device.type == "cpu" and torch.get_num_threads() >= cores:
         with PlannedLoader(dataset, scheduler, num_workers=workers, **options) as loader:
-            shared_s = _slowdown_s(trainer, loaded, loader)
+            shared_s = float(np.clip(_slowdown_s(trainer, loaded, loader), sample_s / 2, 2 * sample_s))
     return {"data_s_per_sample": data_s, "shared_s_per_sample": shared_s}
 
 

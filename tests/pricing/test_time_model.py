@@ -175,7 +175,9 @@ def test_loading_is_measured_as_the_loader_will_do_it(records, monkeypatch):
     try:
         torch.set_num_threads(num_usable_cores())
         found = loading_seconds(dataset, trainer, num_workers=1, augment=Slow(0.02))
-        assert found["shared_s_per_sample"] > 0.01, "a slower loader makes a step longer"
+        assert found["shared_s_per_sample"] > 0.016, (
+            "a slower loader makes a step longer, by its half at least"
+        )
     finally:
         torch.set_num_threads(threads)
 
