@@ -64,7 +64,7 @@ def train(
     from mmlab.comparison.train import train
 
     # an exception, so that the run ends with a checkpoint; under nohup, a terminal that closes does not end it
-    for number in {signal.SIGTERM, signal.SIGHUP}:
+    for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda received, _: sys.exit(128 + received))
     return train(load_config(config, set), runs=runs, resume=resume)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_FEW_STEPS = 20
+_FEW_STEPS = 20  # of an epoch; in fewer, what was loaded before the first timed step decides the speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +190,8 @@ class Comparison:
             + ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
             + "."
         ]
-        wrong, predicted = self.misranked, [arm for arm in self.arms if arm.predicted_samples_per_s]
-        ratios = [(arm.predicted_samples_per_s or 0) / arm.samples_per_s - 1 for arm in predicted]
+        wrong = self.misranked
+        speeds = [(arm.predicted_samples_per_s, arm.samples_per_s) for arm in self.arms]
         notes.append(
             "Predicted and measured samples/s rank the schedulers alike, apart from those whose epochs overlap."
             if not wrong
@@ -199,10 +199,8 @@ class Comparison:
             + ", ".join(f"{faster} is faster than {slower}" for faster, slower in wrong)
             + f". Repeats of one step varied by {config['time_model']['spread_ratio']:.0%} when the steps were timed."
         )
-        if ratios:
-            notes.append(
-                f"Predicted samples/s are {min(ratios):+.0%} to {max(ratios):+.0%} off those measured."
-            )
+        if off := [predicted / measured - 1 for predicted, measured in speeds if predicted]:
+            notes.append(f"Predicted samples/s are {min(off):+.0%} to {max(off):+.0%} off those measured.")
         return notes
 
     @property

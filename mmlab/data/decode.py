@@ -67,7 +67,7 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
         region = policy.kept(height, width) if region is None else Region(*region)
         top, left, rows, columns = region
         if not (0 <= top < top + rows <= height and 0 <= left < left + columns <= width):
-            raise DataError(f"{region} does not lie in an image of {height} x {width}; was it replaced?")
+            raise DataError(f"{region} is not in an image of {height} x {width} pixels; was it replaced?")
         ratio = min(region.height / target[0], region.width / target[1])
         pixels, reduction = (plain, 1) if image is None else _pixels(encoded, image, ratio)
     upright = _upright(pixels, orientation)

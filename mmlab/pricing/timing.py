@@ -131,7 +131,7 @@ def loading_seconds(
 
     Args:
         dataset: with its cache, if there is one.
-        trainer: its steps are timed.
+        trainer: its steps are timed, so its learning rate must be 0 if the weights must not change.
         num_workers, options: of the `PlannedLoader`.
     """
     workers, cores = default_num_workers() if num_workers is None else num_workers, num_usable_cores()
@@ -163,7 +163,7 @@ def _slowdown_s(trainer: FusionTrainer, batches: list[Batch], loader: PlannedLoa
         if ends_s[-1] - ends_s[0] > _LOADING_S:
             break
     added_s, first = np.diff(ends_s) - np.resize(alone_s, len(counts)), min(1, len(counts) - 1)
-    return max(0.0, added_s[first:].sum() / sum(counts[first:]))  # the first step waits for the loader
+    return added_s[first:].sum() / sum(counts[first:])  # the first step waits for the loader
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
@@ -242,7 +242,7 @@ def measure_steps(
         while len(rounds) < max(_MIN_ROUNDS, 1 + repeats):
             elapsed_s = time.perf_counter() - started
             if len(rounds) >= _MIN_ROUNDS and elapsed_s * (1 + 1 / len(rounds)) > seconds:
-                bar.total = bar.n  # else the bar would end before its end
+                bar.total = bar.n  # the time is up, so these steps were all
                 break
             times = np.empty(len(batches))
             for place in rng.permutation(len(batches)):

@@ -132,7 +132,7 @@ def test_a_region_is_cut_from_the_displayed_image(kind: str, orientation: int) -
 
 @pytest.mark.parametrize("region", [(0, 0, 21, 5), (0, 16, 5, 15), (-1, 0, 5, 5), (3, 3, 0, 4)])
 def test_a_region_outside_the_image_is_refused(region) -> None:
-    with pytest.raises(DataError, match=r"does not lie in an image of 20 x 30; was it replaced\?"):
+    with pytest.raises(DataError, match=r"is not in an image of 20 x 30 pixels; was it replaced\?"):
         decode_image(encode(photo(20, 30)), Square(8), region)
 
 

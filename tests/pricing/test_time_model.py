@@ -168,7 +168,7 @@ def test_loading_is_measured_as_the_loader_will_do_it(records, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(timing.torch, "get_num_threads", lambda: 0)  # the steps leave cores free
         one, two = (loading_seconds(dataset, trainer, num_workers=number) for number in (1, 2))
-    assert one["shared_s_per_sample"] == two["shared_s_per_sample"] == 0  # another device computes the steps
+    assert one["shared_s_per_sample"] == two["shared_s_per_sample"] == 0
     share = min(2, num_usable_cores())
     assert one["data_s_per_sample"] == share * two["data_s_per_sample"] > 0
     threads = torch.get_num_threads()
@@ -246,7 +246,9 @@ def test_seconds_kept_from_another_machine_are_measured_anew(tmp_path):
     assert kept.read_text() == written
     other = {"device": "another CPU", "precision": "fp16", "num_threads": 99}
     replace(found, conditions={**found.conditions, **other}).save(kept)
-    with pytest.warns(UserWarning, match="fit the time model again: fitted again") as said:
+    with pytest.warns(
+        UserWarning, match="fit the time model again: fitted again, so plans may differ"
+    ) as said:
         anew = load_or_fit()
     for name, value in other.items():
         assert f"{name}: fitted for {value}, asked for {found.conditions[name]}" in " ".join(
@@ -260,7 +262,9 @@ def test_a_damaged_file_is_fitted_anew_and_said(tmp_path):
     whole.save(kept)
     kept.write_text(kept.read_text()[:-200])
     asked = {"fingerprint": MODEL.fingerprint, "conditions": lambda: MODEL.conditions}
-    with pytest.warns(UserWarning, match="time.json is not a time model that mmlab saved.*: fitted again"):
+    with pytest.warns(
+        UserWarning, match="time.json is not a time model that mmlab saved.*: fitted again, so"
+    ):
         assert TimeModel.load_or_fit(kept, lambda: MODEL, **asked) is MODEL
     assert TimeModel.load_or_fit(kept, lambda: whole, **asked).spread_ratio == MODEL.spread_ratio
 
