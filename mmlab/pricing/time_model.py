@@ -28,6 +28,7 @@ TIME_EXPONENTS = (
     *((1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
 )
 _NUM_ALWAYS, _WORTH_A_TERM = 4, 0.8  # terms in every fit; share of the error that one more may leave at most
+_LEAST_CONSTANT = 0.1  # of the shortest step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,8 @@ def fit_seconds(
     A constant and the terms in B, BT and BP are always included. The terms that grow faster are added one at
     a time, each only if the error on shapes left out of the fit falls by a fifth. Otherwise noise would give
     all of them some weight; they would make large batches look expensive, and `fastest` would plan batches
-    that are too small.
+    that are too small. For the same reason the constant is at least a tenth of the shortest step: noise may
+    leave nothing of it, and a plan would then have batches of single samples.
 
     Args:
         shapes: (n, 4) batch size, tokens, height and width.
@@ -119,7 +121,9 @@ def fit_seconds(
         if min(errors) > _WORTH_A_TERM * least:
             break
         least, taken = min(errors), more[int(np.argmin(errors))]
-    return fit_polynomial(shapes, seconds, patch=patch, exponents=taken)
+    fitted = fit_polynomial(shapes, seconds, patch=patch, exponents=taken)
+    fitted.coefficients[0, 0] = max(fitted.coefficients[0, 0], _LEAST_CONSTANT * np.min(seconds))
+    return fitted
 
 
 def fit_polynomial(

@@ -151,9 +151,7 @@ class Mixed(Drawing):
             if min(shares.values(), default=0.0) < 0 or not 0 < sum(shares.values()) < np.inf:
                 raise OptionError(f"ratios must not be negative or all zero, found {shares} at epoch {epoch}")
             if shares.keys() != self._points[0][1].keys():
-                raise OptionError(
-                    f"all points of ratios must name the same sources, found {shares} at {epoch}"
-                )
+                raise OptionError(f"points of ratios must name the same sources, found {shares} at {epoch}")
 
     @property
     def draws(self) -> bool:

@@ -69,6 +69,16 @@ def test_noise_hardly_changes_the_epoch_that_the_fastest_plan_takes(seed):
     assert epochs[1] <= 1.02 * epochs[0]
 
 
+def test_a_fit_without_a_constant_does_not_plan_single_samples():
+    sizes = draw_sizes(16, captions_per_image=2).resized(aspect(224 * 224))
+    shapes = probe_shapes(sizes, 12, PaddedTokens(), 4096)
+    seconds = batch_costs(MaxPolynomial([[4.4e-5]], [(1, 0, 1)], unit="seconds"), shapes)
+    fitted = fit_seconds(shapes, seconds)
+    assert fitted.coefficients[0, 0] == pytest.approx(0.1 * seconds.min())
+    plan = make_scheduler("fastest", budget=4096, time=fitted).plan(sizes)
+    assert max(map(len, plan)) > 1
+
+
 @pytest.mark.filterwarnings("ignore:repeats of one step")
 @pytest.mark.parametrize("seed", range(5))
 def test_other_work_on_the_machine_does_not_spoil_the_fit(seed):
