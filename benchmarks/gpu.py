@@ -440,6 +440,32 @@ def articles(bench: Bench) -> Result:
     return {"arms": rows}, goals
 
 
+def loading(bench: Bench) -> Result:
+    """Steps, and starting one operation, beside loaders at work: threads, processes, torch's DataLoader."""
+    from beside_loader import judge, measure
+
+    from mmlab.data.dataset import MultimodalDataset
+    from mmlab.data.readers import read_records
+    from mmlab.data.synthetic import make_dataset
+    from mmlab.loading.loader import default_num_workers
+    from mmlab.types import aspect
+
+    trainer = _trainer(bench, "bf16", model_name=bench.compare_model)
+    batch = _batch(bench, bench.article_batch_size)
+    trainer.train_step([batch])
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_dataset(Path(folder) / "data", num_images=bench.article_images, progress=False)
+        rows = measure(
+            MultimodalDataset(read_records(data, progress=False), image_policy=aspect(bench.image_side**2)),
+            sorted({1, 2, bench.num_workers or default_num_workers()}),
+            rounds=bench.article_rounds,
+            seconds=bench.busy_s,
+            device=bench.device,
+            step=lambda: trainer.train_step([batch])["step_s"],
+        )
+    return {"loaders": rows}, judge(rows)
+
+
 def compare_schedulers(bench: Bench) -> Result:
     """The main job on this device, on generated data: all schedulers within the memory that `random` needs."""
     from mmlab.comparison.experiment import compare
@@ -513,6 +539,7 @@ CASES = {  # the comparison is last: cut off, it keeps the epochs that it has
     "readings": Case(readings, 20),
     "loops": Case(loops, 15),
     "doctor": Case(doctor, 15),
+    "loading": Case(loading, 60),
     "compare": Case(compare_schedulers, 60),
 }
 
@@ -630,8 +657,10 @@ def _device_events(folder: Path) -> dict[str, Any]:
     from mmlab.runs.events import read_runs
 
     events = read_runs(folder)
-    device = events[events["kind"] == "device"]
+    device, steps = events[events["kind"] == "device"], events[events["kind"] == "step"]
+    columns = ["num_samples", "num_tokens", "height", "width", "step_s", "data_wait_s"]
     return {
+        "steps": {run: found[columns].values.tolist() for run, found in steps.groupby("run")},
         "memory_sources": sorted(device["memory_source"].unique()),
         "median_utilization_ratio": device.groupby("run")["utilization_ratio"].median().to_dict(),
     }

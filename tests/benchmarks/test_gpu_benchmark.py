@@ -130,6 +130,8 @@ def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> 
     assert [arm["scheduler"] for arm in row["arms"]] == ["random", "sorted", "bucket", "budget", "fastest"]
     assert all(len(arm["epochs"]) == 1 for arm in row["arms"])
     assert row["memory_sources"] == ["process RSS"]
+    for arm in row["arms"]:
+        assert len(row["steps"][arm["scheduler"]]) == arm["num_batches"]
     assert goals[0]["name"] == "padding, fastest over random"
     assert sum("predicted" in goal["name"] for goal in goals) == len(row["arms"])
 
@@ -157,6 +159,16 @@ def test_new_shapes_are_timed_beside_known_ones(gpu: ModuleType, toy: Any) -> No
         for _ in range(2)
     ]
     assert goals[0]["name"] == "a new shape makes a step longer by"
+
+
+def test_steps_are_timed_beside_loaders_at_work(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.loading(toy)
+    loaders = {(found["loader"], found["num_workers"]) for found in row["loaders"]}
+    assert {name for name, _ in loaders} == {"alone", "threads", "processes", "DataLoader of torch"}
+    for found in row["loaders"]:
+        assert len(found["start_s"]) == len(found["step_s"]) == toy.article_rounds
+        assert 0 < min(found["start_s"]) < min(found["step_s"])
+    assert len(goals) == 8, "threads and processes, one and two workers, an operation and a step"
 
 
 def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(gpu: ModuleType, toy: Any) -> None:
