@@ -457,7 +457,7 @@ def loading(bench: Bench) -> Result:
         data = make_dataset(Path(folder) / "data", num_images=bench.article_images, progress=False)
         rows = measure(
             MultimodalDataset(read_records(data, progress=False), image_policy=aspect(bench.image_side**2)),
-            sorted({1, 2, bench.num_workers or default_num_workers()}),
+            sorted({1, bench.num_workers or default_num_workers()}),
             rounds=bench.article_rounds,
             seconds=bench.busy_s,
             device=bench.device,

@@ -168,7 +168,7 @@ def test_steps_are_timed_beside_loaders_at_work(gpu: ModuleType, toy: Any) -> No
     for found in row["loaders"]:
         assert len(found["start_s"]) == len(found["step_s"]) == toy.article_rounds
         assert 0 < min(found["start_s"]) < min(found["step_s"])
-    assert len(goals) == 8, "threads and processes, one and two workers, an operation and a step"
+    assert len(goals) == 4, "threads and processes, an operation and a step"
 
 
 def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(gpu: ModuleType, toy: Any) -> None:
