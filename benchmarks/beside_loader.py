@@ -39,6 +39,12 @@ MOST_RATIO = 0.1  # by which starting an operation may take longer
 _WAIT_S = 0.02
 
 
+def scenes(folder: str, num_images: int, side: int) -> MultimodalDataset:
+    """Generated scenes, whose images keep their shape and have about `side` x `side` pixels."""
+    data = make_dataset(Path(folder) / "data", num_images=num_images, progress=False)
+    return MultimodalDataset(read_records(data, progress=False), image_policy=aspect(side**2))
+
+
 def planned(dataset: MultimodalDataset, num_workers: int, *, backend: str, stack: ExitStack) -> Iterator[Any]:
     """Batches of a `PlannedLoader`, epoch after epoch."""
     scheduler = make_scheduler("random", batch_size=BATCH_SIZE)
@@ -149,8 +155,7 @@ def main() -> None:
     rounds, seconds = (2, 0.5) if options.quick else (options.rounds, 2.0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        data = make_dataset(Path(folder) / "data", num_images=100 if options.quick else 300, progress=False)
-        dataset = MultimodalDataset(read_records(data, progress=False), image_policy=aspect(224**2))
+        dataset = scenes(folder, num_images=100 if options.quick else 300, side=224)
         rows = measure(dataset, (1, 2), rounds=rounds, seconds=seconds)
     alone_s = median(rows[0]["start_s"])
     for row in rows:

@@ -442,21 +442,16 @@ def articles(bench: Bench) -> Result:
 
 def loading(bench: Bench) -> Result:
     """Steps, and starting one operation, beside loaders at work: threads, processes, torch's DataLoader."""
-    from beside_loader import judge, measure
+    from beside_loader import judge, measure, scenes
 
-    from mmlab.data.dataset import MultimodalDataset
-    from mmlab.data.readers import read_records
-    from mmlab.data.synthetic import make_dataset
     from mmlab.loading.loader import default_num_workers
-    from mmlab.types import aspect
 
     trainer = _trainer(bench, "bf16", model_name=bench.compare_model)
     batch = _batch(bench, bench.article_batch_size)
     trainer.train_step([batch])
     with tempfile.TemporaryDirectory() as folder:
-        data = make_dataset(Path(folder) / "data", num_images=bench.article_images, progress=False)
         rows = measure(
-            MultimodalDataset(read_records(data, progress=False), image_policy=aspect(bench.image_side**2)),
+            scenes(folder, bench.article_images, bench.image_side),
             sorted({1, bench.num_workers or default_num_workers()}),
             rounds=bench.article_rounds,
             seconds=bench.busy_s,
