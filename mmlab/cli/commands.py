@@ -77,12 +77,14 @@ def watch(
     json: Annotated[bool, "the same as one JSON document"] = False,
 ) -> Any:
     """Show the runs below a folder live, whoever started them; quitting does not affect them."""
+    from shutil import get_terminal_size
+
     from mmlab.runs.watch import follow, summary, text_of
 
     if not (once or json):
         return Printed(document=follow(folder), text="")
     found = summary(folder)
-    return Printed(document=found, text=text_of(found))
+    return Printed(document=found, text=text_of(found, get_terminal_size((160, 24)).columns))
 
 
 def app(

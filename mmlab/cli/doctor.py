@@ -103,14 +103,15 @@ def _libraries() -> Iterator[Check]:
     if not needed:
         detail = "not installed (run from its source), so the libraries it needs are not known"
         yield _judged("mmlab", detail, "pip install .", bad=True)
-    found = versions(needed)
+    found = {name: version or "not installed" for name, version in versions(needed).items()}
+    good = {name for name, wanted in needed.items() if wanted.contains(found[name], prereleases=True)}
+    shown = [f"{name} {found[name]}" for name in ("torch", "torchvision", "transformers") if name in good]
+    detail = ", ".join([f"{len(good)} of {len(needed)} have a version that is allowed", *shown])
+    yield Check(name="libraries", status="ok", detail=detail, values=found)
     for name, wanted in needed.items():
-        version = found[name]
-        if version is not None and wanted.contains(version, prereleases=True):
-            yield Check(name=name, status="ok", detail=version)
-            continue
-        detail = "not installed" if version is None else f"{version}, too old or too new"
-        yield Check(name=name, status="missing", detail=detail, remedy=f"pip install '{name}{wanted}'")
+        if name not in good:
+            detail = found[name] if found[name] == "not installed" else f"{found[name]}, too old or too new"
+            yield Check(name=name, status="missing", detail=detail, remedy=f"pip install '{name}{wanted}'")
     if "pynvml" in {distribution.name for distribution in metadata.distributions()}:
         detail = "this deprecated distribution may hide nvidia-ml-py, whose module has the same name"
         remedy = "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py"
@@ -177,7 +178,6 @@ def _gpu(index: int) -> Check:
     values = {
         "free_bytes": free_bytes,
         "total_bytes": total_bytes,
-        "multiprocessors": properties.multi_processor_count,
         "memory_source": reading.memory_source,
         "utilization_source": reading.utilization_source,
     }
