@@ -75,8 +75,7 @@ def diagnose(*, data: Annotated[str | Path | None, "measure the disk that holds 
     if where is not None and not where.exists():
         raise DataError(f"{where}: no such file or folder; give a path to data that exists")
     python = f"{platform.python_version()} ({sys.executable}) on {platform.platform()}"
-    checks = [Check(name="python", status="ok", detail=python), *_libraries(), *_torch()]
-    checks += [_cores(), _memory()]
+    checks = [_judged("python", python, "", bad=False), *_libraries(), *_torch(), _cores(), _memory()]
     # workers pass batches through it; a container gives 64 MB by default, and workers die when it is full
     if (shared := Path("/dev/shm")).is_dir():
         remedy = "start the container with --shm-size=8g or --ipc=host, or load with num_workers=0"
@@ -100,17 +99,18 @@ def needed_libraries() -> dict[str, SpecifierSet]:
 
 def _libraries() -> Iterator[Check]:
     needed = needed_libraries()
-    if not needed:
+    found = {name: version for name, version in versions(needed).items() if version and name in needed}
+    good = {name for name, version in found.items() if needed[name].contains(version, prereleases=True)}
+    if needed:
+        shown = [f"{name} {found[name]}" for name in ("torch", "torchvision", "transformers") if name in good]
+        detail = ", ".join([f"{len(good)} of {len(needed)} have a version that is allowed", *shown])
+        yield _judged("libraries", detail, "", bad=False, **dict.fromkeys(needed, "not installed") | found)
+    else:
         detail = "not installed (run from its source), so the libraries it needs are not known"
         yield _judged("mmlab", detail, "pip install .", bad=True)
-    found = {name: version or "not installed" for name, version in versions(needed).items()}
-    good = {name for name, wanted in needed.items() if wanted.contains(found[name], prereleases=True)}
-    shown = [f"{name} {found[name]}" for name in ("torch", "torchvision", "transformers") if name in good]
-    detail = ", ".join([f"{len(good)} of {len(needed)} have a version that is allowed", *shown])
-    yield Check(name="libraries", status="ok", detail=detail, values=found)
     for name, wanted in needed.items():
         if name not in good:
-            detail = found[name] if found[name] == "not installed" else f"{found[name]}, too old or too new"
+            detail = f"{found[name]}, too old or too new" if name in found else "not installed"
             yield Check(name=name, status="missing", detail=detail, remedy=f"pip install '{name}{wanted}'")
     if "pynvml" in {distribution.name for distribution in metadata.distributions()}:
         detail = "this deprecated distribution may hide nvidia-ml-py, whose module has the same name"

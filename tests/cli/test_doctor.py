@@ -57,6 +57,12 @@ def test_the_libraries_are_those_that_the_installed_project_depends_on() -> None
     assert all(str(wanted) for wanted in needed.values()), "a requirement without a version"
 
 
+def test_where_mmlab_is_not_installed_no_library_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: None)
+    (check,) = doctor._libraries()
+    assert (check.name, check.status, check.remedy) == ("mmlab", "warn", "pip install .")
+
+
 def test_what_is_absent_or_too_old_is_missing_with_the_command_that_gets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -143,6 +143,15 @@ def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"no run in {tmp_path} or below it" in capsys.readouterr().err
 
 
+def test_the_table_keeps_to_the_width_of_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a", **this_process())
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["watch", str(tmp_path / "a"), "--once"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", **this_process())
     assert main(["watch", str(tmp_path), "--json"]) == 0
