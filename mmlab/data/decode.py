@@ -53,7 +53,7 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
             keeps.
 
     Returns:
-        (h, w, 3) uint8; if torch resized the image, a view whose channel-first transpose is contiguous.
+        (h, w, 3) uint8.
 
     Raises:
         DataError: not an image, damaged or cut off (nothing is filled in), smaller than `region`, or with more pixels
@@ -188,7 +188,8 @@ def _resized(part: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
     import torch
     from torch.nn import functional as F
 
-    # numpy moves the axes: each torch operation releases the interpreter's lock and waits to get it back
-    channels = torch.from_numpy(part.transpose(2, 0, 1)[None])
-    sized = F.interpolate(channels, (height, width), mode="bilinear", antialias=True)
+    # torch must see one image in channels-last order: it then neither separates the channels nor joins them. numpy moves
+    # the axes, as each torch operation releases the interpreter's lock and waits to get it back.
+    pixels = torch.from_numpy(part.reshape(1, *part.shape).transpose(0, 3, 1, 2))
+    sized = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
     return sized.numpy()[0].transpose(1, 2, 0)
