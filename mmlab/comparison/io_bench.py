@@ -28,7 +28,7 @@ from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.backends import Copier
 from mmlab.loading.speeds import MIB, ReadRates, read_rates, work_rate
-from mmlab.loading.stages import as_html, as_text
+from mmlab.loading.stages import as_table
 from mmlab.machine import num_usable_cores, progress_bar, resolve_device
 from mmlab.model.presets import build_model
 from mmlab.training.loop import FusionTrainer
@@ -133,10 +133,10 @@ class IoBench:
 
     def __str__(self) -> str:
         cold = "" if self.reading.really_cold else "\nCold and warm are alike: the disk is in memory."
-        return f"{self.source}\n{as_text(_COLUMNS, self.rows)}{cold}\n{self.sentence}"
+        return f"{self.source}\n{as_table(_COLUMNS, self.rows).to_string(index=False)}{cold}\n{self.sentence}"
 
     def _repr_html_(self) -> str:
-        return f"{as_html(_COLUMNS, self.rows)}<p>{escape(self.sentence)}</p>"
+        return f"{as_table(_COLUMNS, self.rows).to_html(index=False)}<p>{escape(self.sentence)}</p>"
 
 
 def bench_io(

@@ -117,7 +117,7 @@ class ConversationDataset(Dataset[Sample]):
     def announce(self, row: int) -> None:
         """Does nothing: reading ahead would not help, because a processor takes longer than a disk."""
 
-    def decode(self, row: int, found: list[bytes]) -> Sample:
+    def decode(self, row: int, found: list[bytes], out: NDArray | None = None) -> Sample:
         """The sample of a row, from what `read` gave.
 
         Raises:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from mmlab.data.collate import Pixels, Sample, collate
+from mmlab.data.collate import Pixels, Sample, collate, put
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records, reading_image
@@ -140,10 +140,13 @@ class MultimodalDataset(Dataset[Sample]):
         if self.cache is None or not self.cache.announce(row):
             self.records.announce(row)
 
-    def decode(self, row: int, found: bytes | Pixels | None, *, region: Region | None = None) -> Sample:
+    def decode(
+        self, row: int, found: bytes | Pixels | None, out: Pixels | None = None, region: Region | None = None
+    ) -> Sample:
         """The sample of a row, from what `read` returned; its pixels go into the cache, if there is one.
 
         Args:
+            out: (3, H, W) memory, such as a row of a batch: pixels that fit are put into its top left corner.
             region: the part of the image to resize to the planned size, instead of the part that the policy
                 keeps. Only without a cache: a crop that changes with every epoch must not be cached.
 
@@ -152,8 +155,8 @@ class MultimodalDataset(Dataset[Sample]):
         """
         if isinstance(found, bytes):
             with reading_image("record", self.records.ids[row], self.records.image_paths[row]):
-                pixels = decode_image(found, self.image_policy, region)
-            found = np.ascontiguousarray(pixels.transpose(2, 0, 1))
+                pixels = decode_image(found, self.image_policy, region).transpose(2, 0, 1)
+            found = np.ascontiguousarray(pixels) if out is None else put(pixels, out)
             if self.cache is not None:
                 self.cache.put(row, found)
         token_ids = self._token_ids[self._offsets[row] : self._offsets[row + 1]]

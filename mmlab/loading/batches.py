@@ -141,14 +141,11 @@ class SampleLoader:
     def sample(self, request: BatchRequest, row: int, found: Any, out: Pixels | None = None) -> LoadedSample:
         """The sample of a row, from what `read` returned; its image is put into `out`."""
         try:
-            loaded = LoadedSample(row, self._decode(request, row, found), hit=isinstance(found, np.ndarray))
+            sample = self._decode(request, row, found, out)
         except DataError as error:
             records = self.dataset.records
             return LoadedSample(row, None, BadSample(records.ids[row], records.image_paths[row], str(error)))
-        sample = None if loaded.hit else loaded.sample  # the cache has put it there
-        if out is not None and sample is not None and sample["image"] is not None:
-            sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
-        return loaded
+        return LoadedSample(row, sample, hit=isinstance(found, np.ndarray))
 
     def collate(self, request: BatchRequest, loaded: Sequence[LoadedSample], pixels: Pixels) -> LoadedBatch:
         """Pad the request's samples together, in the memory that `pixels` gave."""
@@ -206,12 +203,12 @@ class SampleLoader:
         sizes = self.sizes
         return tuple(int(column[rows].max()) for column in (sizes.height, sizes.width, sizes.num_tokens))
 
-    def _decode(self, request: BatchRequest, row: int, found: Any) -> Sample:
+    def _decode(self, request: BatchRequest, row: int, found: Any, out: Pixels | None) -> Sample:
         if isinstance(found, DataError):
             raise found
         augment: Any = self.augment
         if augment is None or not self.dataset.records.height[row]:
-            return self.dataset.decode(row, found)
+            return self.dataset.decode(row, found, out)
         record_id = self.dataset.records.ids[row]
         key: Any = {"seed": self.seed, "epoch": request.epoch, "record_id": record_id}
         if hasattr(augment, "draw") and self.dataset.cache is None:
@@ -221,6 +218,8 @@ class SampleLoader:
         else:
             sample = self.dataset.decode(row, found)
             sample["image"] = augment(sample["image"], **key)
+        if out is not None:
+            sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
         return sample
 
     def _region(self, row: int, drawn: Any) -> Region | None:

@@ -146,23 +146,14 @@ class StageReport:
         )
 
     def __str__(self) -> str:
-        return f"{as_text(_COLUMNS, self.rows)}\n{self.sentence}"
+        return f"{as_table(_COLUMNS, self.rows).to_string(index=False)}\n{self.sentence}"
 
     def _repr_html_(self) -> str:
-        return f"{as_html(_COLUMNS, self.rows)}<p>{escape(self.sentence)}</p>"
+        return f"{as_table(_COLUMNS, self.rows).to_html(index=False)}<p>{escape(self.sentence)}</p>"
 
 
-def as_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table in plain text."""
-    return _shown(columns, rows).to_string(index=False)
-
-
-def as_html(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same in HTML."""
-    return _shown(columns, rows).to_html(index=False)
-
-
-def _shown(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def as_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Some columns, with numbers as people read them."""
     import pandas as pd
 
     shown = [[_cell(name, row[name]) for name in columns] for row in rows]

@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from mmlab.loading.backends import Setting
-from mmlab.loading.stages import NO_WAIT_RATIO, as_html, as_text
+from mmlab.loading.stages import NO_WAIT_RATIO, as_table
 from mmlab.machine import num_usable_cores
 
 _WINDOW_S = 0.5
@@ -43,10 +43,10 @@ class Tuning(list[Trial]):
     """The trace of a search, in order; printing it gives a table."""
 
     def __str__(self) -> str:
-        return as_text(Trial.__slots__, list(map(asdict, self)))
+        return as_table(Trial.__slots__, list(map(asdict, self))).to_string(index=False)
 
     def _repr_html_(self) -> str:
-        return as_html(Trial.__slots__, list(map(asdict, self)))
+        return as_table(Trial.__slots__, list(map(asdict, self))).to_html(index=False)
 
 
 class Tuner:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.loading.stages import as_text
+from mmlab.loading.stages import as_table
 from mmlab.parallel.predict import STRATEGIES, Network, StepCosts, predict
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ class ParallelBench:
             }
             for row in self.rows
         ]
-        return "\n".join(filter(None, (self.title, as_text(_COLUMNS, rows), self.note, self.sentence)))
+        table = as_table(_COLUMNS, rows).to_string(index=False)
+        return "\n".join(filter(None, (self.title, table, self.note, self.sentence)))
 
 
 def _idle(turns: Sequence[Mapping[str, Any]], threads: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
-from mmlab.loading.stages import StageMeter, StageReport, as_text
+from mmlab.loading.stages import StageMeter, StageReport, as_table
 from mmlab.runs.events import RunLog, read_events
 from tests.loading.loaders import BACKENDS, Slow, make_loader
 
@@ -114,4 +114,10 @@ def test_reading_from_the_cache_is_not_blamed_on_the_disk() -> None:
 
 def test_tables_have_no_exponents_and_no_raw_bytes() -> None:
     row = {"stage": "read", "items_per_s": 9411.3, "busy_ratio": 0.0312, "ram_bytes": 123_456_789}
-    assert as_text(list(row), [row]).splitlines()[1].split() == ["read", "9,411", "3.1%", "118", "MiB"]
+    assert as_table(list(row), [row]).to_string(index=False).splitlines()[1].split() == [
+        "read",
+        "9,411",
+        "3.1%",
+        "118",
+        "MiB",
+    ]
