@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 import os
 import platform
 import re
@@ -17,7 +16,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,22 +79,7 @@ def available_memory_bytes() -> int:
 
 def process_rss_bytes() -> int:
     """Resident memory of this process; not of its worker processes."""
-    file = _own_statm(os.getpid())
-    if file is None:
-        return psutil.Process().memory_info().rss
-    return int(os.pread(file, 64, 0).split()[1]) * mmap.PAGESIZE
-
-
-@lru_cache(maxsize=1)
-def _own_statm(process_id: int) -> int | None:
-    """`/proc/self/statm`, kept open because opening it takes 0.1 ms; None where there is no such file.
-
-    Args:
-        process_id: of this process, the cache key: a forked process opens its own file.
-    """
-    with suppress(FileNotFoundError):
-        return os.open("/proc/self/statm", os.O_RDONLY)
-    return None
+    return psutil.Process().memory_info().rss
 
 
 def this_process() -> dict[str, Any]:

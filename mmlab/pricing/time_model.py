@@ -65,10 +65,10 @@ class TimeModel(FittedModel):
     def batch_s(self, plan: BatchPlan) -> NDArray[np.float64]:
         """(M,) seconds of each batch of a plan: of its step, or of loading its samples if that takes longer.
 
-        The plan's first batch of each number and size of images takes `new_shape_s` more. A loader works ahead
-        while the device computes, so the longer of the two stages counts; loading that competes with the step
-        for cores is added to the step. A packed batch counts as that many samples of its mean lengths, unless packs
-        were measured.
+        The plan's first batch of each number and size of images takes `new_shape_s` more; a batch of one image and
+        its captions takes no step if the loss is contrastive alone. A loader works ahead while the device computes,
+        so the longer of the two stages counts; loading that competes with the step for cores is added to the step.
+        A packed batch counts as that many samples of its mean lengths, unless packs were measured.
         """
         shapes, counts = plan.step_shapes(self.patch), plan.columns.counts
         if plan.limits.streams is None or self.conditions.get("packed"):
@@ -76,6 +76,10 @@ class TimeModel(FittedModel):
         else:
             steps = self.rows.at(counts, shapes[:, 1] / counts, shapes[:, 2] / self.patch / counts)
         steps[np.unique(plan.shape_columns[:, [0, 2, 3]], axis=0, return_index=True)[1]] += self.new_shape_s
+        if self.conditions.get("objectives") == "contrastive":
+            image = plan.sizes.group[plan.columns.order]
+            image = np.where(image < 0, -1 - np.arange(len(image)), image)  # unknown: one of its own
+            steps[plan.columns.largest(image) == -plan.columns.largest(-image)] = 0  # no negatives, no step
         return np.maximum(steps + counts * self.shared_s_per_sample, counts * self.data_s_per_sample)
 
     def epoch_s(self, plan: BatchPlan, *, num_ranks: int = 1) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.lab.notebook import draw_sizes
@@ -17,11 +18,12 @@ from mmlab.pricing import timing
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
-from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, probe_shapes
+from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, probe_shapes, time_conditions
 from mmlab.schedule.cost import FREE, MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.training.noise import noise_batch
+from mmlab.training.loop import FusionTrainer
+from mmlab.training.noise import noise_batch, noise_sample
 from mmlab.types import BatchShape, SampleSizes, aspect, square
 from tests.loading.loaders import Slow
 from tests.pricing.priced_models import MODELS
@@ -206,6 +208,29 @@ def test_only_new_numbers_and_sizes_of_images_take_longer():
     plan = BatchPlan.from_batches([[0, 1], [2, 3], [4, 5]], sizes)
     model = replace(MODEL, new_shape_s=0.5)
     assert model.batch_s(plan) - MODEL.batch_s(plan) == pytest.approx([0.5, 0, 0.5])
+
+
+def test_a_batch_of_one_image_takes_no_step_where_the_loss_is_contrastive_alone():
+    """As in the trainer, whose step over such a batch is left out."""
+    sizes = SampleSizes(num_tokens=[9] * 6, height=[64] * 6, width=[48] * 6, group=[0, 0, 1, 2, -1, -1])
+    plan = BatchPlan.from_batches([[0, 1], [2, 3], [4, 5]], sizes)
+    objectives = ("contrastive", "contrastive + matching")
+    alone, both = (replace(MODEL, conditions={"objectives": names}) for names in objectives)
+    assert (alone.batch_s(plan) > 0).tolist() == [False, True, True], "an unknown image is one of its own"
+    assert both.batch_s(plan) == pytest.approx(MODEL.batch_s(plan))
+    loaded = replace(alone, shared_s_per_sample=0.01).batch_s(plan)
+    assert loaded[0] == pytest.approx(0.02), "its samples are loaded all the same"
+    trainer = FusionTrainer(build_model("tiny", vocab_size=100), device="cpu")
+    assert time_conditions(trainer)["objectives"] == objectives[0]
+    generator, calls = torch.Generator().manual_seed(0), []
+    trainer.model.register_forward_hook(lambda *call: calls.append(call))
+    for batch in plan:
+        samples = [
+            noise_sample(int(sizes.group[row]), (9, 64, 48), num_ids=100, generator=generator)
+            for row in batch
+        ]
+        trainer.train_step([collate(samples)])
+    assert len(calls) == 2
 
 
 def test_a_packed_plan_counts_samples_without_padding():
