@@ -39,9 +39,7 @@ def page_png(draw: Callable[..., Figure], *arguments: Any) -> bytes:
 
 
 def plan_figure(
-    plans: Mapping[str, BatchPlan],
-    budget: float,
-    photo: Callable[[int], Tensor | None] | None = None,
+    plans: Mapping[str, BatchPlan], budget: float, photo: Callable[[int], Tensor | None] | None = None
 ) -> Figure:
     """Some batches of the first and the last plan, and histograms of batch costs, with the limit dashed.
 

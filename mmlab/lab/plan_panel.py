@@ -42,9 +42,7 @@ class PlanExplorer(Panel):
     """
 
     def __init__(
-        self,
-        data: SampleSizes | MultimodalDataset,
-        schedulers: Sequence[str] = SHOWN_SCHEDULERS,
+        self, data: SampleSizes | MultimodalDataset, schedulers: Sequence[str] = SHOWN_SCHEDULERS
     ) -> None:
         dataset: Any = data if hasattr(data, "sizes") else None
         sizes: Any = data if dataset is None else dataset.sizes

@@ -10,7 +10,8 @@ A batch of images whose shape is new takes extra time (`TimeModel.new_shape_s`),
 libraries keep as many shapes as they can (oneDNN 1024 operations). So further shapes are measured after the
 rounds, once each, and the last of them count.
 
-Costs `seconds` at most (and three rounds at least), sixteen steps more, a copy of the model and AdamW's state.
+Costs about `seconds` (three rounds at least, which may take twice that), sixteen steps more, a copy of the model
+and AdamW's state.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
@@ -76,7 +78,8 @@ def fit_time(
             have.
         cost: the cost that limits the measured batches, for example a `MemoryModel`; None counts padded
             tokens.
-        budget: the most that a measured batch costs. Larger batches are extrapolated.
+        budget: the most that a measured batch costs; less where such batches take far longer than `seconds`. Larger
+            batches are extrapolated.
         num_probes: shapes that the closed form is fitted to.
         num_held_out: further shapes on which its errors are reported.
         repeats: rounds after the first one.
@@ -98,9 +101,9 @@ def fit_time(
             "the model has no weights to measure a step with: build it on a device, or predict the time (predict_time)"
         )
     patch = patch_of(model)
-    drawn = probe_shapes(sizes, num_probes + num_held_out + _NUM_NEW, cost or PaddedTokens(patch), budget)
+    trainer, num = timed_trainer(model, **options), num_probes + num_held_out + _NUM_NEW
+    drawn = _affordable_shapes(trainer, sizes, num, cost or PaddedTokens(patch), budget, seconds)
     shapes, new = drawn[:-_NUM_NEW], drawn[-_NUM_NEW:]
-    trainer = timed_trainer(model, **options)
     times = measure_steps(trainer, shapes, repeats=repeats, seconds=seconds, progress=progress)
     low_s, spread_ratio = low_seconds(times)
     fitted = fit_seconds(shapes[:num_probes], low_s[:num_probes], patch=patch)
@@ -212,6 +215,22 @@ def probe_shapes(sizes: SampleSizes, num: int, cost: CostModel, budget: float) -
         f"two samples can cost {needed:.0f} {cost.unit}, and the budget is {budget:.0f}; "
         "give a budget that holds two of the largest"
     )
+
+
+def _affordable_shapes(
+    trainer: FusionTrainer, sizes: SampleSizes, num: int, cost: CostModel, budget: float, seconds: float
+) -> NDArray[np.int64]:
+    """`probe_shapes` of the budget, or of a smaller one if the fewest rounds would take more than twice `seconds`."""
+    shapes = probe_shapes(sizes, num, cost, budget)
+    tokens = batch_costs(PaddedTokens(), shapes)
+    middle = np.argsort(tokens)[num // 2]
+    [batch] = noise_batches(trainer, shapes[[middle]])
+    token_s = min(timed_step(trainer, batch) for _ in range(2)) / tokens[middle]
+    with suppress(OptionError):  # half of the budget holds no two samples
+        while _MIN_ROUNDS * token_s * batch_costs(PaddedTokens(), shapes).sum() > 2 * seconds:
+            budget /= 2
+            shapes = probe_shapes(sizes, num, cost, budget)
+    return shapes
 
 
 def low_seconds(times: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:

@@ -124,6 +124,26 @@ def test_probes_span_the_data_within_the_budget():
     assert np.abs(np.corrcoef(logs) - np.eye(3)).max() < 0.7
 
 
+def test_steps_that_take_far_longer_than_allowed_are_left_to_extrapolation(monkeypatch):
+    """As of photographs in all the memory of a machine without a GPU: its largest steps take minutes each."""
+    trainer = timing.timed_trainer(build_model("tiny", vocab_size=100), device="cpu")
+    second = batch_costs(PaddedTokens(), SHAPES).sum() / 10  # tokens that a step computes in a second
+
+    def slow(_, batch):
+        return PaddedTokens()(batch.shape) / second
+
+    monkeypatch.setattr(timing, "timed_step", slow)
+    given = trainer, SIZES, len(SHAPES), PaddedTokens()
+    assert (timing._affordable_shapes(*given, 4096, seconds=16) == SHAPES).all(), "three rounds take 30 s"
+    shapes = timing._affordable_shapes(*given, 4096, seconds=5)
+    assert 3 * batch_costs(PaddedTokens(), shapes).sum() / second <= 10
+    assert len(shapes) == len(SHAPES)
+    two = timing._affordable_shapes(*given, 4096, seconds=1e-6)
+    assert batch_costs(PaddedTokens(), two).max() < 1024, (
+        "two of the largest samples are measured all the same"
+    )
+
+
 def test_a_budget_below_two_of_the_largest_samples_is_refused():
     with pytest.raises(
         OptionError, match=r"two samples can cost \d+ padded tokens, and the budget is 20; give a"
