@@ -8,6 +8,7 @@ batch does that (`mmlab.data.collate`).
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ class MultimodalDataset(Dataset[Sample]):
         processor: the model's own, from `AutoProcessor.from_pretrained`. Its tokenizer and image policy are
             the defaults, and its longest text limits `max_tokens`. `LossModel(processor=...)` uses its pixel
             normalisation.
-        max_tokens: longer texts are cut to this many tokens; `num_truncated` counts them.
+        max_tokens: longer texts are cut to this many tokens, with a warning; `num_truncated` counts them.
 
     Set `cache` to a `SampleCache(folder, key=cache_key(dataset))` to keep decoded images for later epochs and
     runs.
@@ -97,6 +98,9 @@ class MultimodalDataset(Dataset[Sample]):
                 self.num_truncated += 1
             column.fromlist(ids)
             lengths[row] = len(ids)
+        if cut := self.num_truncated:
+            told = f"{cut:,} of {len(records):,} texts were cut to {max_tokens} tokens (max_tokens)"
+            warnings.warn(told, stacklevel=2)
         self._token_ids = np.array(column, np.int32)  # of all texts, one after the other
         self.records = records.with_num_tokens(lengths)
         self._offsets = np.concatenate(([0], np.cumsum(lengths)))

@@ -80,9 +80,7 @@ class FusionOutput:
             OptionError: the text encoder has no `embedding`.
         """
         if self.predictor is None:
-            raise OptionError(
-                "the text encoder has no `embedding` (V, E), which predicting hidden tokens needs"
-            )
+            raise OptionError("the text encoder has no `embedding` (V, E), which hidden tokens need")
         image = self.features[:2]  # and its mask
         return self._in_chunks(self.predictor, *image, masked_ids, attention_mask, positions, targets)
 

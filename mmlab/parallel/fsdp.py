@@ -56,9 +56,7 @@ class FSDPStrategy(ReduceStrategy):
             OptionError: the model runs packed, or its weights are not contiguous.
         """
         if getattr(model, "is_packed", False):
-            raise OptionError(
-                "fsdp does not support packed batches; take strategy='ddp' or another scheduler"
-            )
+            raise OptionError("fsdp cannot take packed batches; use strategy='ddp' or another scheduler")
         if not all(weight.is_contiguous() for weight in model.parameters()):
             raise OptionError("fsdp needs contiguous weights; use channels_last=False")
         if self.device.type == "cuda":

@@ -88,7 +88,7 @@ class Wire:
         return message
 
     def _rebuilt(
-        self, shape: Sequence[int], dtype: torch.dtype, order: list[int], wants_gradient: bool
+        self, shape: Sequence[int], dtype: torch.dtype, order: list[int], needs_grad: bool
     ) -> Tensor:
         stored = self._take(torch.empty(shape, dtype=dtype, device=self.device))
-        return stored.permute([order.index(dim) for dim in range(len(order))]).requires_grad_(wants_gradient)
+        return stored.permute([order.index(dim) for dim in range(len(order))]).requires_grad_(needs_grad)

@@ -46,7 +46,8 @@ def test_takes_paths_and_texts_as_the_articles_do(tmp_path: Path) -> None:
 
 def test_texts_are_cut_to_max_tokens_and_counted(records: Records) -> None:
     whole = MultimodalDataset(records, image_policy=Square(32))
-    cut = MultimodalDataset(records, tokenizer=whole.tokenizer, image_policy=Square(32), max_tokens=8)
+    with pytest.warns(UserWarning, match=r"^\d+ of \d+ texts were cut to 8 tokens \(max_tokens\)$"):
+        cut = MultimodalDataset(records, tokenizer=whole.tokenizer, image_policy=Square(32), max_tokens=8)
     assert cut.sizes.num_tokens.max() == 8
     assert cut.num_truncated == int((whole.sizes.num_tokens > 8).sum()) > 0
     row = int(np.argmax(whole.sizes.num_tokens))

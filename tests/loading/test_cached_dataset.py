@@ -192,6 +192,7 @@ def test_building_within_a_limit_says_what_found_no_room(dataset: MultimodalData
     assert f"{report.num_left_out} did not fit" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:.* texts were cut to 12 tokens:UserWarning")
 def test_a_change_of_policy_says_so_and_another_tokenizer_changes_nothing(
     dataset: MultimodalDataset, tmp_path: Path
 ) -> None:

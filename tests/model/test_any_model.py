@@ -196,7 +196,8 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     made = make_processor(kind, load_tokenizer("builtin", records=records))
     made.save_pretrained(tmp_path)
     processor = AutoProcessor.from_pretrained(tmp_path)
-    dataset = MultimodalDataset(records[:8], processor=processor)
+    with pytest.warns(UserWarning, match="6 of 8 texts were cut to 12 tokens"):
+        dataset = MultimodalDataset(records[:8], processor=processor)
     assert dataset.image_policy == Square(SIDE)
     assert dataset.sizes.num_tokens.max() == 12
     model = LossModel(MODELS[kind](processor.tokenizer), processor=processor)
@@ -211,6 +212,7 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.filterwarnings("ignore:.* texts were cut to 12 tokens:UserWarning")
 def test_the_lines_of_the_readme_train_a_model_of_transformers(records, monkeypatch):
     page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     lines = page.partition("<!-- these lines -->\n\n```python\n")[2].partition("```")[0]
