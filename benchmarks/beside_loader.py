@@ -113,20 +113,23 @@ def measure(
     with ExitStack() as stack:
         for name, make in LOADERS.items():
             for num_workers in (0,) if name == ALONE else numbers_of_workers:
-                rows.append({"loader": name, "num_workers": num_workers, "start_s": [], "step_s": []})
+                rows.append({"loader": name, "num_workers": num_workers, "start_s": [], "step_s": [], "wait_s": []})
                 works.append(make(dataset, num_workers, stack=stack))
         for number in range(rounds):
             places = range(len(rows))
             for place in (places, reversed(places))[number % 2]:
                 next(works[place])  # starts workers, or wakes them
-                starts, steps = [], []
+                starts, steps, waits = [], [], []
                 end_s = time.perf_counter() + seconds
                 while time.perf_counter() < end_s or not starts:
+                    asked = time.perf_counter()
                     next(works[place])
+                    waits.append(time.perf_counter() - asked)
                     starts.append(start_operations(device))
                     if step is not None:
                         steps.append(step())
                 rows[place]["start_s"].append(median(starts))
+                rows[place]["wait_s"].append(median(waits))
                 if steps:
                     rows[place]["step_s"].append(median(steps))
         del works  # ends the DataLoader's workers
