@@ -194,8 +194,12 @@ class MemoryLimit:
 
     device: str
     total_bytes: int  # of the device, or as given
-    others_bytes: int  # in use now, not by this process
-    context_bytes: int  # what this process needs besides tensors
+    others_bytes: int = 0  # in use now, not by this process
+    context_bytes: int = 0  # what this process needs besides tensors
+
+    def __post_init__(self) -> None:
+        if self.usable_bytes <= 0:
+            raise OptionError(f"too little memory: {self}; give more memory, or free the device")
 
     @property
     def usable_bytes(self) -> int:
@@ -203,7 +207,7 @@ class MemoryLimit:
         return self.total_bytes - self.others_bytes - self.context_bytes
 
     def __str__(self) -> str:
-        sizes = (self.usable_bytes, self.total_bytes, self.others_bytes, self.context_bytes)
+        sizes = (max(0, self.usable_bytes), self.total_bytes, self.others_bytes, self.context_bytes)
         usable, total, others, context = (size / GIB for size in sizes)
         parts = f"{total:.1f} GiB, less {others:.1f} in use by others, less {context:.1f} for the context"
         return f"{self.device}: {usable:.1f} GiB for training ({parts})"
@@ -247,12 +251,8 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
         # others are assumed to use the part beyond `given` first
         others = max(0, others - (total - given))
         total = given
-    limit = MemoryLimit(
-        device=str(device), total_bytes=total, others_bytes=others, context_bytes=CONTEXT_BYTES[device.type]
-    )
-    if limit.usable_bytes <= 0:
-        raise OptionError(f"too little memory: {limit}; give more memory, or free the device")
-    return limit
+    context = CONTEXT_BYTES[device.type]
+    return MemoryLimit(device=str(device), total_bytes=total, others_bytes=others, context_bytes=context)
 
 
 @contextmanager

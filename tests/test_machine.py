@@ -48,7 +48,7 @@ def test_a_cuda_devices_limit_can_be_allocated():
 def test_too_little_is_refused_with_the_sum():
     with pytest.raises(
         OptionError,
-        match=r"too little memory: cpu: -0\.5 GiB for training \(0\.5 GiB, .*1\.0 for the context\); give more",
+        match=r"too little memory: cpu: 0\.0 GiB for training \(0\.5 GiB, .*1\.0 for the context\); give more",
     ):
         memory_limit("cpu", memory_gb=0.5)
 

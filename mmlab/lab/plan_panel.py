@@ -14,6 +14,7 @@ import numpy as np
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
 from mmlab.lab.panels import SLIDES, WIDE, Panel, picture, slider
 from mmlab.lab.plan_figure import page_png, plan_figure
+from mmlab.schedule.columns import images_apart
 from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 
@@ -117,7 +118,7 @@ def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:
     """The rows of all samples of randomly drawn images, together at most `num_samples`."""
     if len(sizes) <= num_samples:
         return np.arange(len(sizes))
-    group = np.where(sizes.group < 0, -1 - np.arange(len(sizes)), sizes.group)  # unknown: an image of its own
+    group = images_apart(sizes.group)
     images, counts = np.unique(group, return_counts=True)
     order = np.random.default_rng(0).permutation(len(images))
     drawn = images[order[np.cumsum(counts[order]) <= num_samples]]

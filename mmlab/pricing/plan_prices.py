@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import check_numbers
-from mmlab.machine import CONTEXT_BYTES, GIB, memory_limit, resolve_device
+from mmlab.machine import CONTEXT_BYTES, GIB, MemoryLimit, memory_limit, resolve_device
 from mmlab.pricing.devices import find_device
 from mmlab.pricing.equal_memory import EqualMemory
 from mmlab.pricing.fit import fit_memory, patch_of
@@ -125,8 +124,11 @@ def price_plans(
         named.check_precision(precision)
     kind = named.kind if named else resolve_device("auto")
     if named:
-        asked_bytes = math.inf if memory_gb is None else memory_gb * GIB
-        usable_bytes = min(named.memory_bytes, asked_bytes) - CONTEXT_BYTES[kind]
+        total_bytes = (
+            named.memory_bytes if memory_gb is None else min(named.memory_bytes, round(memory_gb * GIB))
+        )
+        own = CONTEXT_BYTES[kind]
+        usable_bytes = MemoryLimit(device=named.name, total_bytes=total_bytes, context_bytes=own).usable_bytes
     else:
         usable_bytes = memory_limit(kind, memory_gb=memory_gb).usable_bytes
     priced: dict[str, Any] = {"precision": precision, "progress": progress}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mmlab.pricing.closed_form import step_terms
 from mmlab.pricing.memory import FittedModel
+from mmlab.schedule.columns import images_apart
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import PATCH
@@ -77,8 +78,7 @@ class TimeModel(FittedModel):
             steps = self.rows.at(counts, shapes[:, 1] / counts, shapes[:, 2] / self.patch / counts)
         steps[np.unique(plan.shape_columns[:, [0, 2, 3]], axis=0, return_index=True)[1]] += self.new_shape_s
         if self.conditions.get("objectives") == "contrastive":
-            image = plan.sizes.group[plan.columns.order]
-            image = np.where(image < 0, -1 - np.arange(len(image)), image)  # unknown: one of its own
+            image = images_apart(plan.sizes.group[plan.columns.order])
             steps[plan.columns.largest(image) == -plan.columns.largest(-image)] = 0  # no negatives, no step
         return np.maximum(steps + counts * self.shared_s_per_sample, counts * self.data_s_per_sample)
 

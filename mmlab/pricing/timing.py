@@ -78,8 +78,8 @@ def fit_time(
             have.
         cost: the cost that limits the measured batches, for example a `MemoryModel`; None counts padded
             tokens.
-        budget: the most that a measured batch costs; less where such batches take far longer than `seconds`. Larger
-            batches are extrapolated.
+        budget: the most that a measured batch costs; less where three rounds would take more than twice `seconds`.
+            Larger batches are extrapolated.
         num_probes: shapes that the closed form is fitted to.
         num_held_out: further shapes on which its errors are reported.
         repeats: rounds after the first one.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmlab.schedule.columns import Block, Ints, stable_order
+from mmlab.schedule.columns import Block, Ints, images_apart, stable_order
 from mmlab.schedule.cost import FREE, MaxPolynomial
 from mmlab.schedule.metrics import sides
 from mmlab.types import SampleSizes
@@ -30,11 +30,10 @@ class Images(NamedTuple):
 
 
 def images_of(sizes: SampleSizes, rows: Ints) -> Images:
-    """Group samples by image; one whose group is negative has an image of its own."""
+    """Group samples by image."""
     import pandas as pd
 
-    places, group = np.arange(len(rows)), sizes.group[rows]
-    number = pd.factorize(np.where(group < 0, -1 - places, group))[0]
+    places, number = np.arange(len(rows)), pd.factorize(images_apart(sizes.group[rows]))[0]
     members, starts = stable_order(number), np.append(0, np.cumsum(np.bincount(number)))
     occurrence = np.empty_like(members)
     occurrence[members] = places - starts[number[members]]

@@ -25,6 +25,15 @@ def stable_order(keys: Ints) -> Ints:
     return np.sort((keys << bits) | np.arange(len(keys))) & ((1 << bits) - 1)
 
 
+def images_apart(group: Ints) -> Ints:
+    """(n,) a value for each image, from the samples' groups: a sample of unknown group has an image of its own.
+
+    >>> images_apart(np.array([7, -1, 7, -1]))
+    array([ 7, -2,  7, -4])
+    """
+    return np.where(group < 0, -1 - np.arange(len(group)), group)
+
+
 class Block(NamedTuple):
     """A run of batches as columns."""
 

@@ -45,11 +45,16 @@ _OVER_EPOCHS: dict[str, _Summary] = {
 }
 _PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
 Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan shared by this many ranks
-_LEGEND = (
-    "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
-    "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
-    "their image; coverage: samples seen; epoch_s: seconds of an epoch; peak_bytes: of the costliest batch"
-)
+_MEANINGS = {  # of the figures with these names, or with a name that ends so
+    "waste": "share of the padded batch that is padding",
+    "peak_over_budget": "costliest batch / budget",
+    "straggler": "time lost to the slowest rank",
+    "randomness": "0 same batches every epoch, 1 new ones",
+    "collision_ratio": "samples beside another of their image",
+    "coverage": "samples seen",
+    "epoch_s": "seconds of an epoch",
+    "peak_bytes": "of the costliest batch",
+}
 _LARGEST = 2**31 - 1
 
 
@@ -73,19 +78,27 @@ class Preview:
         names = dict.fromkeys(name for figures in self.figures.values() for name in figures)
         return pd.DataFrame.from_dict(self.figures, orient="index", columns=[*names] or [*_OVER_EPOCHS])
 
-    @property
-    def _shown(self) -> pd.DataFrame:
-        return self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
+    def _shown(self) -> tuple[pd.DataFrame, str]:
+        """The columns in which schedulers differ, as people read them; the others, and what all of them mean."""
+        table = self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
+        same = [name for name in table if len(table) > 1 and table[name].nunique() == 1]
+        notes = ["all have " + ", ".join(f"{name} {table[name].iloc[0]}" for name in same)] if same else []
+        for end, meaning in _MEANINGS.items():
+            if any(name.endswith(end) for name in table):
+                notes.append(f"{end}: {meaning}")
+        return table.drop(columns=same), "; ".join(notes)
 
     def __str__(self) -> str:
-        return f"{self.setting}\n{self._shown.to_string()}\n{_LEGEND}"
+        table, notes = self._shown()
+        return f"{self.setting}\n{table.to_string()}\n{notes}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        table = self._shown.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
-        shown = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
-        return f"<p>{self.setting}</p>{shown}<p>{_LEGEND}</p>"
+        table, notes = self._shown()
+        table = table.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
+        html = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
+        return f"<p>{self.setting}</p>{html}<p>{notes}</p>"
 
 
 def preview(

@@ -120,7 +120,10 @@ def test_plan_maps_each_scheduler_to_its_figures(scenes: Path, capsys: pytest.Ca
     page = capsys.readouterr().out
     assert page.startswith("images: aspect:224:16; budget: ")
     assert "ranks: 2; epochs: 2\n" in page
-    assert "\nwaste: share of the padded batch" in page
+    table, notes = page.split("\n", 1)[1].strip().rsplit("\n", 1)
+    assert "straggler" in table and "coverage" not in table
+    assert notes.startswith("all have collision_ratio 0.00%, coverage 100.00%, num_duplicates 0; waste: share of")
+    assert "peak_over_budget: " in notes and "epoch_s: " not in notes
 
 
 def test_plan_and_inspect_say_the_same_of_the_same_data(
@@ -175,6 +178,8 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     assert "unknown device 'K9'. Known: A100 80GB" in capsys.readouterr().err
     assert main([*words, "--device-name", "T4", "--precision", "bf16"]) == 2
     assert "T4 does not support bf16" in capsys.readouterr().err
+    assert main([*words, "--device-name", "T4", "--memory-gb", "0.3"]) == 2
+    assert "too little memory: T4: 0.0 GiB for training (0.3 GiB, less" in capsys.readouterr().err
     wide.write_text("height,width,num_tokens\n96,96,8\n16000,16000,8\n")
     too_large = ["plan", "--lengths", str(wide), "--image", "aspect:16000", *asked[3:]]
     assert main(too_large) == 2
