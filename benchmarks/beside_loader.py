@@ -113,7 +113,9 @@ def measure(
     with ExitStack() as stack:
         for name, make in LOADERS.items():
             for num_workers in (0,) if name == ALONE else numbers_of_workers:
-                rows.append({"loader": name, "num_workers": num_workers, "start_s": [], "step_s": [], "wait_s": []})
+                rows.append(
+                    {"loader": name, "num_workers": num_workers, "start_s": [], "step_s": [], "wait_s": []}
+                )
                 works.append(make(dataset, num_workers, stack=stack))
         for number in range(rounds):
             places = range(len(rows))

@@ -55,6 +55,9 @@ class Bench:
     timed_budget: float = 30_000  # padded tokens of the largest timed batch
     fit_s: float = 5.0  # of measured steps for each time model
     specification: str | None = None  # in `mmlab.pricing.DEVICES`; None finds the card by its name
+    compiled_models: tuple[str, ...] = ("base",)
+    compile: bool | str = True  # as in `TrainOptions`
+    num_compiled_shapes: int = 6
     overhead_rounds: int = 15
     num_new_shapes: int = 16
     compare_images: int = 600
@@ -77,6 +80,8 @@ QUICK = Bench(
     timed_models=("tiny", "small"),
     timed_budget=8000,
     fit_s=2.0,
+    compiled_models=("tiny",),
+    num_compiled_shapes=2,
     overhead_rounds=2,
     num_new_shapes=4,
     compare_images=60,
@@ -386,6 +391,40 @@ def new_shapes(bench: Bench) -> Result:
     return {"works": rows}, [goal("a new shape makes a step longer by", "<= 10 %", longer, longer <= 0.1)]
 
 
+def compiling(bench: Bench) -> Result:
+    """Steps through torch.compile beside steps without it, on several shapes: seconds of the first, and of later ones."""
+    import numpy as np
+
+    from mmlab.lab.notebook import draw_sizes
+    from mmlab.pricing.timing import noise_batches, probe_shapes, timed_step
+    from mmlab.schedule.cost import PaddedTokens
+    from mmlab.types import Aspect
+
+    sizes = draw_sizes(2000).resized(Aspect(bench.image_side**2))
+    shapes = probe_shapes(sizes, bench.num_compiled_shapes, PaddedTokens(), bench.timed_budget)
+    rows, goals = [], []
+    for name in bench.compiled_models:
+        trainers = {
+            "as written": _trainer(bench, "bf16", model_name=name),
+            "compiled": _trainer(bench, "bf16", model_name=name, compile=bench.compile),
+        }
+        batches = [batch.to(bench.device) for batch in noise_batches(trainers["compiled"], shapes)]
+        first_s = {
+            arm: [timed_step(trainer, batch) for batch in batches] for arm, trainer in trainers.items()
+        }
+        step_s: dict[str, list[list[float]]] = {arm: [] for arm in trainers}
+        for repeat in range(2 * bench.num_repeats):
+            for arm in (list(trainers), list(trainers)[::-1])[repeat % 2]:
+                step_s[arm].append([timed_step(trainers[arm], batch) for batch in batches])
+        rows.append({"model": name, "shapes": shapes.tolist(), "first_s": first_s, "step_s": step_s})
+        written, compiled = (np.median(times, axis=0) for times in step_s.values())
+        ratio = float(np.median(compiled / written))
+        goals.append(goal(f"{name}: a compiled step over one as written", "<= 0.9", ratio, ratio <= 0.9))
+        del trainers
+        _empty_cache(bench.device)
+    return {"models": rows}, goals
+
+
 def loops(bench: Bench) -> Result:
     """A short step by hand, by FusionTrainer and by other projects, in turns."""
     from _trainer_loops import measure_overhead
@@ -533,6 +572,7 @@ CASES = {  # the comparison is last: cut off, it keeps the epochs that it has
     "device_reads": Case(device_reads, 5),
     "readings": Case(readings, 20),
     "loops": Case(loops, 15),
+    "compiling": Case(compiling, 90),
     "doctor": Case(doctor, 15),
     "loading": Case(loading, 60),
     "compare": Case(compare_schedulers, 60),
@@ -708,7 +748,7 @@ def _time_precisions(bench: Bench, batch_size: int) -> dict[str, Any] | None:
     }
 
 
-def _trainer(bench: Bench, precision: str, *, model_name: str | None = None) -> Any:
+def _trainer(bench: Bench, precision: str, *, model_name: str | None = None, **options: Any) -> Any:
     import torch
 
     from mmlab.model.presets import build_model
@@ -717,7 +757,7 @@ def _trainer(bench: Bench, precision: str, *, model_name: str | None = None) -> 
     torch.manual_seed(0)
     model = build_model(model_name or bench.model, vocab_size=1000)
     return FusionTrainer(
-        model, objectives=("contrastive", "matching"), precision=precision, device=bench.device
+        model, objectives=("contrastive", "matching"), precision=precision, device=bench.device, **options
     )
 
 

@@ -143,9 +143,8 @@ def _process_start_s(process_id: int) -> float:
 
 def cpu_name() -> str:
     """The processor's name, as the system gives it."""
-    if _CPUINFO.exists() and (
-        found := re.search(r"^model name\s*: (.+)$", _CPUINFO.read_text(), re.MULTILINE)
-    ):
+    text = _CPUINFO.read_text() if _CPUINFO.exists() else ""
+    if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
         return found[1]
     return platform.processor() or platform.machine()
 

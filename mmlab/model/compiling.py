@@ -44,7 +44,9 @@ def compiled(model: nn.Module, device: torch.device, backend: str) -> Callable[.
             f"the backend {backend!r} of torch.compile would update the running statistics of checkpointed blocks twice; "
             "use 'aot_eager' or 'inductor', or checkpointing=False"
         )
-    return torch.compile(model, backend=backend, dynamic=True)
+    # an analysis of Triton's code that is not made for dynamic shapes: on a GPU, it fails on them in torch 2.11
+    options = {"triton.coalesce_tiling_analysis": False} if backend == "inductor" else None
+    return torch.compile(model, backend=backend, options=options, dynamic=True)
 
 
 def _check_compiler(device: torch.device) -> None:

@@ -214,17 +214,14 @@ class MemoryReport:
             )
         if self.memory.conditions["device"] == "cuda":
             head.append("a real GPU can need more, a ResNet in fp32 most: see docs/internals/gpu.md")
-        tables = {
-            "an epoch within this memory, and what would change it (use: share of the memory that a batch needs; fixed "
-            "batch size: the most samples if all were as large as the largest)": _shown(
-                self.table
-            ).to_string(),
-            "largest samples": _shown(self.largest_shapes).to_string(index=False),
-            "commonest image sizes, each with its longest text": _shown(self.common_shapes).to_string(
-                index=False
-            ),
-        }
-        return "\n".join([*head, *(f"\n{title}:\n{table}" for title, table in tables.items())])
+        about = "(use: share of the memory that a batch needs; fixed batch size: the most samples if all were the largest)"
+        head += [
+            f"\nan epoch within this memory, and what would change it {about}:",
+            _shown(self.table).to_string(),
+        ]
+        head += ["\nlargest samples:", _shown(self.largest_shapes).to_string(index=False)]
+        common = _shown(self.common_shapes).to_string(index=False)
+        return "\n".join([*head, "\ncommonest image sizes, each with its longest text:", common])
 
     def _repr_html_(self) -> str:
         tables = (self.table, self.largest_shapes, self.common_shapes)

@@ -163,9 +163,7 @@ class Mixed(Drawing):
         if self.sources is None:
             return super().sources_of(sizes)
         if len(self.sources) != len(sizes):
-            raise OptionError(
-                f"sources must name each of {len(sizes)} samples, found {len(self.sources)} names"
-            )
+            raise OptionError(f"sources must name each of {len(sizes)} samples, found {len(self.sources)}")
         names, codes = np.unique(np.asarray(self.sources), return_inverse=True)
         return names.tolist(), codes
 

@@ -81,9 +81,7 @@ class TrainerSetup:
         )
         if live is not None:
             if self.options.compile:
-                raise OptionError(
-                    "live counts tensors operation by operation; it cannot see into compile=True"
-                )
+                raise OptionError("live counts operations one by one; it cannot see into compile=True")
             live.add(self.model, self.optimizer)
         self.step = self.epoch = self.epoch_batches = self.num_samples = self.last_epoch = 0
         self.num_out_of_memory, self.phase = 0, "forward"

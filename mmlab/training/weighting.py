@@ -185,9 +185,7 @@ class GradNorm(Weighting):
 
     def _scores(self, averages: Numbers, grad_norms: Numbers | None) -> dict[str, float]:
         if grad_norms is None:
-            raise OptionError(
-                "gradnorm needs the gradient norm of each objective: update(..., grad_norms=...)"
-            )
+            raise OptionError("gradnorm needs the gradient norm of each objective: update(grad_norms=...)")
         return {
             name: (mean / max(self._first[name], _LEAST)) ** self.alpha / max(grad_norms[name], _LEAST)
             for name, mean in averages.items()

@@ -55,6 +55,9 @@ def toy(gpu: ModuleType) -> Iterator[Any]:
             timed_models=("speck", "tiny"),
             timed_budget=100,
             fit_s=0.5,
+            compiled_models=("speck",),
+            compile="eager",
+            num_compiled_shapes=2,
             specification="H200",
             overhead_rounds=2,
             num_new_shapes=2,
@@ -159,6 +162,14 @@ def test_new_shapes_are_timed_beside_known_ones(gpu: ModuleType, toy: Any) -> No
         for _ in range(2)
     ]
     assert goals[0]["name"] == "a new shape makes a step longer by"
+
+
+def test_compiled_steps_are_timed_beside_those_as_written(gpu: ModuleType, toy: Any) -> None:
+    row, goals = gpu.compiling(toy)
+    (model,) = row["models"]
+    assert {len(found) for found in model["first_s"].values()} == {2} == {len(model["shapes"])}
+    assert {len(found) for found in model["step_s"].values()} == {4}
+    assert goals[0]["measured"] > 0
 
 
 def test_steps_are_timed_beside_loaders_at_work(gpu: ModuleType, toy: Any) -> None:

@@ -73,7 +73,7 @@ def test_a_tokenizer_measures_the_texts(three):
         ("nowhere/data.csv", "no such file or folder"),
         (5, "cannot read records from int"),
         ([], "cannot read records from an empty list"),
-        ([1, 2], "item 0: expected a dict or a path of a tar shard, found 1"),
+        ([1, 2], "item 0: expected a dict or a tar shard's path, found 1"),
     ],
 )
 def test_unknown_sources(source, message):

@@ -93,9 +93,7 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
             return Table(rows=rows, root=images)
         for number, shard in enumerate(source):
             if not isinstance(shard, str | os.PathLike):
-                raise DataError(
-                    f"item {number}: expected a dict or a path of a tar shard, found {shard!r:.40}"
-                )
+                raise DataError(f"item {number}: expected a dict or a tar shard's path, found {shard!r:.40}")
         if any(map(is_url, source)):
             return read_shards(download(list(map(str, source)), progress=progress))
         return read_shards(list(map(Path, source)))

@@ -557,7 +557,7 @@ class View {
 		for (const x of marks) { g.textAlign = px(x) > LEFT + w - 14 ? "right" : "center"; g.fillText(number(x, 6, high), Math.min(px(x), LEFT + w), TOP + h + 4); }
 		g.strokeRect(LEFT + 0.5, TOP + 0.5, w - 1, h - 1);
 		g.save();
-		g.beginPath(); g.rect(LEFT, TOP - 2, w, h + 4); g.clip();
+		g.beginPath(); g.rect(LEFT, TOP - 4, w + 4, h + 8); g.clip();
 		g.lineJoin = "round";
 		this.drawBands(g, px, h, colours);
 		for (const job of jobs) {
