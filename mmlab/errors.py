@@ -29,7 +29,7 @@ _AMOUNTS = """budget cache_limit_gib every_minutes limit_gib max_ram_gb memory_g
 # Least and greatest value of every numeric option; where the least is an int, the option is a whole number.
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_COUNTS.split(), (1, math.inf)),
-    **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, math.inf)),
+    **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, 10**15)),
     **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_held_out", "num_workers"), (0, math.inf)),
     **dict.fromkeys(("lr", "weight_decay"), (0.0, math.inf)),
     **dict.fromkeys(("val_fraction", "warmup_ratio"), (0.0, 1.0)),

@@ -353,11 +353,11 @@ def lock(file: int, *, wait: bool) -> None:
         pass
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replace a small file in one operation: a reader finds the old text or the new one, never a part."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Replace a small file in one operation: a reader finds the old content or the new one, never a part."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        new.write_text(text, encoding="utf-8")
+        new.write_bytes(content if isinstance(content, bytes) else content.encode())
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +20,7 @@ from mmlab.cli.doctor import diagnose
 from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import GIB
 
 Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
@@ -48,6 +49,7 @@ def compare(
 
     from mmlab.comparison.experiment import compare
 
+    _end_by(signal.default_int_handler)  # as on Ctrl-C, the epochs that all have finished are kept
     out = out or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}"
     return compare(data, _names(schedulers), out=out, **options)
 
@@ -63,11 +65,15 @@ def train(
     from mmlab.comparison.config import load_config
     from mmlab.comparison.train import train
 
-    # an exception, so that the run ends with a checkpoint; under nohup, a terminal that closes does not end it
+    _end_by(lambda received, _: sys.exit(128 + received))  # an exception: the run ends with a checkpoint
+    return train(load_config(config, set), runs=runs, resume=resume)
+
+
+def _end_by(handler: Callable[[int, Any], Any]) -> None:
+    """Let a request to end call this; under nohup, a terminal that closes is none."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda received, _: sys.exit(128 + received))
-    return train(load_config(config, set), runs=runs, resume=resume)
+            signal.signal(number, handler)
 
 
 def watch(
@@ -141,9 +147,7 @@ def plan(
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
     if model is None and (device_name, price_per_hour, memory_gb) != (None, None, None):
-        raise OptionError(
-            "--device-name, --price-per-hour and --memory-gb need the steps of a model: give --model"
-        )
+        raise OptionError("--device-name, --price-per-hour, --memory-gb need a model's steps: give --model")
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
     policy = parse_image_policy(image)
@@ -173,7 +177,8 @@ def plan(
     own: Any = {"seed": seed, "allow_collisions": False}
     if model is None:
         found = preview(sizes, names, budget=budget, **planned, **own)
-        return Printed(document=found.as_dict(), text=f"images: {made}; {found}")
+        hint = "batches cost as many tokens, not as many bytes; with --model they take equal memory, and seconds are shown"
+        return Printed(document=found.as_dict(), text=f"images: {made}; {found}\n{hint}")
     rented: Any = {"device_name": device_name, "price_per_hour": price_per_hour, "precision": precision}
     rented |= {"dataset": dataset, "memory_gb": memory_gb, "epochs": epochs, "world_size": ranks}
     prices, planners = price_plans(model, sizes, names, **rented, **own)
@@ -283,6 +288,7 @@ def cache_build(
         image_policy=parse_image_policy(image),
         max_tokens=max_tokens,
     )
+    check_numbers({"limit_gib": limit_gib})
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
     if not os.access(folder, os.W_OK):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import signal
@@ -30,12 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     options = make_parser().parse_args(arguments)
     share_cores()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name may hold what cannot be written
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
         with quiet, warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print(
-                f"mmlab: warning: {message}", file=sys.stderr
-            )
+            warnings.showwarning = lambda text, *_, **__: print(f"mmlab: warning: {text}", file=sys.stderr)
             found = call(options)
         if os.environ.get("RANK", "0") == "0":  # under torchrun only one process prints
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)

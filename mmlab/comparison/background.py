@@ -169,9 +169,7 @@ def start_compare(
     try:
         sent = pickle.dumps((data, schedulers, {**options, "out": str(out)}, time.time(), detached))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise OptionError(
-            f"cannot send these arguments to another process ({error}); give paths and names"
-        ) from error
+        raise OptionError(f"cannot send this to another process ({error}); give paths and names") from error
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
     ours = (LOG, PROCESS, OUTCOME, PHASE)

@@ -25,7 +25,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
 
     config, table, steps = comparison.config, comparison.table, comparison.steps
     figure = Figure(figsize=(13, 7.2), layout="constrained")
-    data = "/".join(Path(config["data"]).parts[-2:])  # short enough for a heading
+    data = Path(*Path(config["data"]).parts[-2:])  # short enough for a heading
     figure.suptitle(fill(f"{comparison.headline} ({data})", 110), fontsize=13)
     colours = colours_of(table.index)
     key, scale, limit, unit = "predicted_cost", 1.0, config["budget"], config["budget_unit"]
@@ -56,8 +56,15 @@ def draw_comparison(comparison: Comparison) -> Figure:
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
             costs.plot(spread, found, ".", color=colour, ms=4, alpha=0.7)
     if limit is not None:
-        costs.axhline(limit / scale, color="black", ls="--", lw=1, label=f"limit {limit / scale:,.0f}")
+        costs.axhline(
+            limit / scale,
+            color="black",
+            ls="--",
+            lw=1,
+            label=f"limit {limit / scale:,.0f} {unit.split()[-1]}",
+        )
     costs.set_xticks(range(len(table)), table.index)
+    costs.set_xlim(-0.5, len(table) - 0.5)
     throughput.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")
     time.set(title="Time per sample", ylabel="ms")
     memory.set(title=f"Peak memory ({table['peak_source'].iloc[0]})", ylabel="MiB")

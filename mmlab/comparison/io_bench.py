@@ -167,9 +167,7 @@ def bench_io(
         OptionError: an option cannot work; the message names it.
     """
     if batch_size < 2:
-        raise OptionError(
-            f"batch_size must be at least 2 (a contrastive loss needs negatives), found {batch_size}"
-        )
+        raise OptionError(f"batch_size must be at least 2 (the loss needs negatives), found {batch_size}")
     policy, device = parse_image_policy(image), resolve_device(device)
     records = read_records(data, images=images, limit=limit, progress=progress)
     rows = np.flatnonzero(records.height)

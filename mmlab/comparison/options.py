@@ -119,7 +119,7 @@ def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str,
     Raises:
         OptionError: no name, a name given twice, or an unknown name.
     """
-    names = tuple(schedulers)
+    names = (schedulers,) if isinstance(schedulers, str) else tuple(schedulers)
     if not names:
         raise OptionError("no schedulers to compare; give at least one name")
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -19,6 +19,7 @@ from mmlab.errors import DataError
 from mmlab.machine import replace_file
 from mmlab.runs.figures import to_png
 from mmlab.runs.folders import COMPARISON_FILES
+from mmlab.schedule.packed import PACKED_NOTE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -153,6 +154,7 @@ class Comparison:
             notes.append(
                 f"An epoch of {num_steps} steps is too short to judge speed: most of it is loaded before steps are timed."
             )
+        notes += [PACKED_NOTE] * any(arm.scheduler == "packed" for arm in self.arms)
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes
@@ -279,9 +281,9 @@ class Comparison:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "comparison.json", json.dumps(self.as_dict(), indent=2) + "\n")
-        self.table.to_csv(folder / "table.csv")
+        replace_file(folder / "table.csv", self.table.to_csv())
         picture = to_png(self.figure())
-        (folder / "figure.png").write_bytes(picture)
+        replace_file(folder / "figure.png", picture)
         replace_file(folder / "report.html", self.html(picture))
         return folder
 
@@ -309,7 +311,7 @@ def _size(arm: ArmResult) -> str:
     """The batch size or the budget of a scheduler."""
     if "batch_size" in arm.options:
         return f"{arm.options['batch_size']} samples"
-    packs_priced = arm.scheduler == "packed" and arm.options["cost"] != "None"
+    packs_priced = arm.scheduler == "packed" and "PaddedTokens" not in arm.options["cost"]
     if arm.scheduler in ("memory", "fastest") or packs_priced:
         return "in bytes"
     return f"{arm.options['budget']} padded tokens" if "budget" in arm.options else "as configured"

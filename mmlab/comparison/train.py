@@ -9,17 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import os
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from difflib import ndiff
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import distributed, nn
 
 from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
@@ -37,16 +35,18 @@ from mmlab.comparison.run import Run
 from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
-from mmlab.machine import progress_bar, replace_file, resolve_device
+from mmlab.machine import progress_bar, replace_file
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.model.presets import build_model
-from mmlab.parallel.faults import TIMEOUT_S, RankWatch, broke_off, current_watch
+from mmlab.parallel.faults import RankWatch, broke_off, current_watch
 from mmlab.parallel.launch import run_on_ranks
-from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, join, note_launch, was_restarted
+from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, joined, note_launch, was_restarted
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.events import EVENT_FILES, RunEvent
-from mmlab.runs.folders import exclusive_folder, move_earlier_aside
+from mmlab.runs.folders import exclusive_folder, move_earlier_aside, put_back_if_refused
+from mmlab.runs.follow import RunState
+from mmlab.runs.summaries import summarize
 from mmlab.training.checkpoint.files import MANIFEST, check, read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints, restore
 from mmlab.training.loop import FusionTrainer
@@ -114,10 +114,13 @@ def train(
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
     with ExitStack() as stack:
-        rank, world_size, device = stack.enter_context(_joined(config))
+        rank, world_size, device = stack.enter_context(
+            joined(config.trainer.device, config.parallel.timeout_s)
+        )
         folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
             stack.enter_context(exclusive_folder(folder))
+            stack.enter_context(put_back_if_refused(folder, _WRITTEN, begun=_CONFIG))
             _prepare_folder(folder, resume, restarted=restarted, say=progress)
         if world_size > 1:
             distributed.barrier()
@@ -275,14 +278,15 @@ class _Training:
         trainer, num_epochs = self.trainer, self.config.trainer.num_epochs
         if start is not None:
             restore(trainer, self._loader, start)
-        self._begin()
+        left = max(0, num_epochs - trainer.epoch)
+        self._begin(left)
         # close the loader: a rank that exits with live workers waits for them until its launcher kills it
         try:
             with closing(self._loader):
                 self._run.fit(
                     trainer,
                     self._loader,
-                    num_epochs=max(0, num_epochs - trainer.epoch),
+                    num_epochs=left,
                     eval_loader=self._held_out,
                     checkpoints=self._checkpoints,
                 )
@@ -295,6 +299,8 @@ class _Training:
             if watch is None or not (broke_off(error) or isinstance(error, CollectiveFailed)):
                 raise
             raise watch.explained(error) from error  # says which rank failed and broke off the exchange
+        if not left:
+            self._recall()
         self._save_model()
         best = self._checkpoints.best
         return TrainingResult(
@@ -308,11 +314,11 @@ class _Training:
             best_checkpoint=None if best is None else str(best),
         )
 
-    def _begin(self) -> None:
-        """Write the configuration and the start event."""
+    def _begin(self, left: int) -> None:
+        """Write the start event, and the configuration if epochs are left to train."""
         trainer, config, path = self.trainer, self.config, self.folder / _CONFIG
         self._run.step = trainer.step
-        if self._run.rank == 0:
+        if self._run.rank == 0 and (left or not path.exists()):
             text = config.toml()
             if trainer.step and path.exists():
                 kept = path.read_text("utf-8", errors="replace")
@@ -342,6 +348,13 @@ class _Training:
         self._run.start(trainer.step, **values)
         self._bar.initial = self._bar.n = self._epochs_done()
 
+    def _recall(self) -> None:
+        """Take loss and evaluation from the run's events, and say that nothing was left to train."""
+        state = RunState(self.folder)
+        state.poll()
+        self._loss, self._evaluation = summarize(state)["loss"], _finite(state.latest("eval"))
+        self._say(f"{self.folder}: all {self.trainer.epoch} epochs were done; nothing is left to train")
+
     def _save_model(self) -> None:
         """Save a vision-language model for `from_pretrained`; under fsdp only checkpoints hold it."""
         model, strategy = self.trainer.model, self.trainer.strategy
@@ -368,9 +381,7 @@ class _Training:
                 self._bar.set_postfix_str(text, refresh=False)
                 self._bar.update(self._epochs_done() - self._bar.n)
         elif event.kind == "eval":
-            self._evaluation = {
-                key: value for key, value in values.items() if isinstance(value, int) or math.isfinite(value)
-            }
+            self._evaluation = _finite(values)
             self._say(f"epoch {values['epoch']}: held-out loss {values['loss']:.4f}")
         elif event.kind == "warning":
             self._say(f"warning: {values['message']}")
@@ -381,20 +392,5 @@ class _Training:
             self._bar.write(message, file=sys.stderr)
 
 
-@contextmanager
-def _joined(config: RunConfig) -> Iterator[tuple[int, int, str]]:
-    """Rank, number of ranks, and this rank's device; under `torchrun`, joins the process group."""
-    device = resolve_device(config.trainer.device or "auto")
-    if device == "cuda" and "LOCAL_RANK" in os.environ:  # each has a GPU of its own
-        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
-        torch.cuda.set_device(device)
-    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized()
-    if joins:
-        timeout_s = max(config.parallel.timeout_s, TIMEOUT_S) + 60  # the last resort, behind `RankWatch`
-        join("nccl" if device.startswith("cuda") else "gloo", timeout_s=timeout_s)
-    try:
-        group = ProcessGroup()
-        yield group.rank, group.world_size, device
-    finally:
-        if joins:
-            distributed.destroy_process_group()
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if isinstance(value, int) or math.isfinite(value)}

@@ -91,9 +91,7 @@ def check_processor(processor: Any) -> None:
             f"expected the processor of a vision-language model, as AutoProcessor.from_pretrained gives it, found {name}"
         )
     if not tokenizer.is_fast:
-        raise OptionError(
-            f"{name} has a slow tokenizer, which does not say where its tokens stand; load a fast one"
-        )
+        raise OptionError(f"{name}'s slow tokenizer does not say where its tokens stand; load a fast one")
 
 
 def is_encoder_decoder(processor: Any) -> bool:
@@ -238,9 +236,7 @@ def _measured(conversations: Conversations, processor: Any, row: int) -> tuple[i
         name = conversations.ids[row]
         raise OptionError(f"{type(processor).__name__} cannot take conversation {name}: {error}") from error
     if "input_ids" not in output:
-        raise OptionError(
-            f"{type(processor).__name__} makes no input_ids of a conversation, but {', '.join(output)}"
-        )
+        raise OptionError(f"{type(processor).__name__} makes no input_ids, but {', '.join(output)}")
     num_tokens = len(output["input_ids"][0])
     of_text = int(_count_tokens(processor, messages, progress=False)[0])
     return num_tokens, max(0, num_tokens - of_text), len(images)

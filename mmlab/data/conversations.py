@@ -176,9 +176,7 @@ def _undecoded(dataset: Any) -> Any:
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
-        raise DataError(
-            f"a {type(dataset).__name__} has no rows to plan: choose one split, without streaming=True"
-        )
+        raise DataError(f"a {type(dataset).__name__} has no rows to plan: choose a split, no streaming=True")
     dataset = dataset.with_format(None)
     for name in _IMAGES:
         if name in dataset.features:

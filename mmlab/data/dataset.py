@@ -24,7 +24,7 @@ from mmlab.data.readers import read_records
 from mmlab.data.records import Records, reading_image
 from mmlab.data.text import encode_texts, load_tokenizer
 from mmlab.errors import OptionError, check_numbers
-from mmlab.types import Batch, ImagePolicy, Region, SampleSizes, Square, processor_policy
+from mmlab.types import Batch, ImagePolicy, Region, SampleSizes, Square, parse_image_policy, processor_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class MultimodalDataset(Dataset[Sample]):
         image_paths, text_prompts: the articles' names of `records` and `texts`.
         tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"`, the default
             without a processor, trains one on these texts.
-        image_policy: sets the size of the images; `square(224)`, as in the articles, unless given.
+        image_policy: sets the size of the images, also as text ("aspect:224"); `square(224)`, as in the articles, unless given.
         processor: the model's own, from `AutoProcessor.from_pretrained`. Its tokenizer and image policy are
             the defaults, and its longest text limits `max_tokens`. `LossModel(processor=...)` uses its pixel
             normalisation.
@@ -66,7 +66,7 @@ class MultimodalDataset(Dataset[Sample]):
         image_paths: Sequence[str | Path] | None = None,
         text_prompts: Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
-        image_policy: ImagePolicy | None = None,
+        image_policy: ImagePolicy | str | None = None,
         processor: Any = None,
         max_tokens: int = 512,
     ) -> None:
@@ -87,6 +87,8 @@ class MultimodalDataset(Dataset[Sample]):
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.max_tokens = max_tokens
         self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
+        if isinstance(image_policy, str):
+            image_policy = parse_image_policy(image_policy)
         self.image_policy = image_policy if image_policy is not None else Square(224)
         if type(self.image_policy).__hash__ is None:  # decoding caches the target of each size
             name = type(self.image_policy).__name__

@@ -75,9 +75,7 @@ def load_tokenizer(
     if tokenizer.pad_token is None:
         stand_in = tokenizer.eos_token or tokenizer.unk_token
         if stand_in is None:
-            raise DataError(
-                f"tokenizer {name_or_path} has no token that could pad: set its pad_token and save it again"
-            )
+            raise DataError(f"tokenizer {name_or_path} cannot pad: set its pad_token and save it again")
         tokenizer.pad_token = stand_in
     if save_to is not None:
         tokenizer.save_pretrained(str(save_to))
@@ -127,9 +125,7 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     alphabet = sorted(by_count[:_MAX_ALPHABET])
     first = [*_SPECIAL.values(), *alphabet, *(f"##{char}" for char in alphabet)]
     if vocab_size < len(first):
-        raise OptionError(
-            f"vocab_size {vocab_size} cannot hold the texts' characters: give at least {len(first)}"
-        )
+        raise OptionError(f"vocab_size {vocab_size} cannot hold all characters: give at least {len(first)}")
     draft.train_from_iterator(
         texts,
         vocab_size=vocab_size,

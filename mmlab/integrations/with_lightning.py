@@ -44,9 +44,7 @@ class PlannedDataModule(LightningDataModule):
         """
         trainer: Any = self.trainer
         if trainer.max_epochs is None or trainer.max_epochs < 0:
-            raise OptionError(
-                "planned batches need Trainer(max_epochs=...), so that all epochs have as many batches"
-            )
+            raise OptionError("planned batches need Trainer(max_epochs=...), so that epochs are equally long")
         place = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         sampler = PlannedSampler(self.sizes, self.batch_scheduler, num_epochs=trainer.max_epochs, **place)
         sampler.set_epoch(trainer.current_epoch)

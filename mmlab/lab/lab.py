@@ -105,9 +105,7 @@ class Lab:
         """
         run = find_run(folder)
         if run is None and not (Path(folder) / "runs").is_dir():
-            raise DataError(
-                f"no comparison in {folder}: expected the folder that was given as out= to Lab or compare"
-            )
+            raise DataError(f"no comparison in {folder}: give the folder that was out= of Lab or compare")
         job = _job_of(Path(folder)) if run is None else run.job
         lab = cls(job["data"], out=folder)
         known = {key: value for key, value in job["options"].items() if key in _DEFAULTS}

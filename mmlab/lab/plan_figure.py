@@ -56,7 +56,12 @@ def plan_figure(
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
     image = "" if photo else "blue: image, "
-    figure.text(0.01, 0.05, f"{image}orange: text, grey: padding; dashed: limit", fontsize="small")
+    figure.text(
+        0.01,
+        0.05,
+        f"{image}orange: text, grey: padding (the first samples of each); dashed: limit",
+        fontsize="small",
+    )
     colours = colours_of(plans)
     area, found = (
         axes[-1],

@@ -77,13 +77,9 @@ class AdaptiveDataLoader(PlannedLoader):
             raise OptionError("batches come at random; for a fixed order give scheduler=BatchScheduler()")
         check_numbers({"batch_size": batch_size})
         if batch_size is not None and scheduler is not None:
-            raise OptionError(
-                "give batch_size or a scheduler, not both: the scheduler sets the size of its batches"
-            )
+            raise OptionError("give batch_size or a scheduler, not both: the scheduler sets the sizes")
         if mode == "loss" and (correct or num_samples is not None):
-            raise OptionError(
-                "correct and num_samples belong to mode='sampling'; mode='loss' has each sample once"
-            )
+            raise OptionError("correct and num_samples need mode='sampling'; 'loss' has each sample once")
         complexity = image_complexity(dataset.records, progress=progress)
         self.difficulty = difficulty(complexity, dataset.records.num_tokens)  # (N,) mean 1
         inner = scheduler or Random(batch_size=batch_size or 32, seed=seed)

@@ -211,15 +211,19 @@ class SampleLoader:
             return self.dataset.decode(row, found, out)
         record_id = self.dataset.records.ids[row]
         key: Any = {"seed": self.seed, "epoch": request.epoch, "record_id": record_id}
-        if hasattr(augment, "draw") and self.dataset.cache is None:
-            drawn = augment.draw(**key)
-            sample = self.dataset.decode(row, found, region=self._region(row, drawn))
-            sample["image"] = augment.apply(sample["image"], drawn, cropped=True)
-        else:
-            sample = self.dataset.decode(row, found)
-            sample["image"] = augment(sample["image"], **key)
-        if out is not None:
-            sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
+        try:
+            if hasattr(augment, "draw") and self.dataset.cache is None:
+                drawn = augment.draw(**key)
+                sample = self.dataset.decode(row, found, region=self._region(row, drawn))
+                sample["image"] = augment.apply(sample["image"], drawn, cropped=True)
+            else:
+                sample = self.dataset.decode(row, found)
+                sample["image"] = augment(sample["image"], **key)
+            if out is not None:
+                sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
+        except Exception as error:
+            error.add_note(f"while record {record_id!r} was decoded and augmented")
+            raise
         return sample
 
     def _region(self, row: int, drawn: Any) -> Region | None:

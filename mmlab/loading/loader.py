@@ -242,9 +242,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RunError(
-                "this loader is closed; make a new one, and `load_state_dict` goes on where this one stood"
-            )
+            raise RunError("this loader is closed; `load_state_dict` of a new one goes on where it stood")
 
     def _deliver(self) -> Iterator[Batch]:
         requests = self._requests()

@@ -45,7 +45,7 @@ def compiled(model: nn.Module, device: torch.device, backend: str) -> Callable[.
             "use 'aot_eager' or 'inductor', or checkpointing=False"
         )
     # an analysis of Triton's code that is not made for dynamic shapes: on a GPU, it fails on them in torch 2.11
-    options = {"triton.coalesce_tiling_analysis": False} if backend == "inductor" else None
+    options: Any = {"triton.coalesce_tiling_analysis": False} if backend == "inductor" else None
     return torch.compile(model, backend=backend, options=options, dynamic=True)
 
 

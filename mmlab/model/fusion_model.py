@@ -41,6 +41,13 @@ class Encoded(NamedTuple):
     mask: Tensor  # (B, P) or (B, T) bool
 
 
+def rows_of(features: Tensor, rows: Tensor) -> Tensor:
+    """`features[rows]`, where rows may repeat, with a gradient that is summed in one order on every device: that of
+    indexing is not on a CPU, and that of `index_select` not on a GPU."""
+    table = features.reshape(len(features), -1)
+    return F.embedding(rows, table).view(len(rows), *features.shape[1:])
+
+
 @dataclass(slots=True)
 class FusionOutput:
     """What the objectives read. Tensors of one or more dimensions have a row for each sample."""
@@ -59,9 +66,8 @@ class FusionOutput:
         image, image_mask, text, text_mask = self.features
 
         def logits(image_rows: Tensor, text_rows: Tensor) -> Tensor:
-            return self.matcher(
-                image[image_rows], image_mask[image_rows], text[text_rows], text_mask[text_rows]
-            )
+            images, texts = rows_of(image, image_rows), rows_of(text, text_rows)
+            return self.matcher(images, image_mask[image_rows], texts, text_mask[text_rows])
 
         return self._in_chunks(logits, image_rows, text_rows)
 

@@ -114,10 +114,11 @@ class ParallelBench:
             reasons.append(f"it sends {best['sent_bytes'] / MIB:,.1f} MiB a step from a rank")
         if "branch" in self.turns:
             seconds = {part: self.costs.part_s(part, self.options.batch_size) for part in self.costs.forward}
-            cut = "left whole" if self.image_layers is None else f"cut after {self.image_layers} layers"
+            whole = self.image_layers is None
+            cut = "" if whole else f", so the image branch was cut after {self.image_layers} layers"
             reasons.append(
                 f"a step takes {', '.join(f'{each:.3g} s for the {part}' for part, each in seconds.items())}, so two "
-                f"devices for whole branches could give {self.branch_bound:+.0%} at most; the image branch was {cut}"
+                f"devices for whole branches could give {self.branch_bound:+.0%} at most{cut}"
             )
         return f"{text}{': ' if reasons else ''}{'; '.join(reasons)}."
 

@@ -85,13 +85,9 @@ class BranchStrategy(RanksStrategy):
             OptionError: a model without branches, negatives from all ranks, or an encoder that cannot be cut.
         """
         if not isinstance(model, FusionModel):
-            raise OptionError(
-                f"{type(model).__name__} has no image branch and text branch; branch needs a FusionModel"
-            )
+            raise OptionError(f"{type(model).__name__} has no two branches; branch needs a FusionModel")
         if any(getattr(goal, "all_ranks", False) for goal in trainer.objectives.values()):
-            raise OptionError(
-                "both ranks read the same batches, so negatives come from all of them; use contrastive"
-            )
+            raise OptionError("both ranks read the same batches, so all negatives are there; use contrastive")
         self._image_layers = self.options.image_layers
         if self._image_layers is not None:
             model.require_cut(self._image_layers)
@@ -125,9 +121,7 @@ class BranchStrategy(RanksStrategy):
                 is raised as it is.
         """
         if self._failed:
-            raise RunError(
-                "a rank failed in an earlier window, and what was sent is lost; resume from a checkpoint"
-            )
+            raise RunError("a rank failed earlier, and what was sent is lost; resume from a checkpoint")
         batches, doing = window.learnable, f"step {window.step}"
         self._require_same(batches, doing)
         terms = LossTerms(window.counts, window.weights)

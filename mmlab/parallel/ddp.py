@@ -55,9 +55,7 @@ class DDPStrategy(ReduceStrategy):
         try:
             self._ddp = DistributedDataParallel(_Reduced(self.weights), gradient_as_bucket_view=True)
         except RuntimeError as error:
-            raise OptionError(
-                f"the model cannot be trained by ddp: {' '.join(str(error).split())}"
-            ) from error
+            raise OptionError(f"ddp cannot train the model: {' '.join(str(error).split())}") from error
         self._settle_buckets()
         for index, weight in enumerate(self.weights):
             weight.register_post_accumulate_grad_hook(partial(self._note, index))

@@ -17,17 +17,46 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from torch import distributed
 
 from mmlab.errors import RunError
-from mmlab.machine import describe_process, replace_file
+from mmlab.machine import describe_process, replace_file, resolve_device
+from mmlab.parallel.faults import TIMEOUT_S
+from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.torch_internals import default_store
 
 LAUNCH = "launch.json"
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.5
+
+
+@contextmanager
+def joined(device: str | None, timeout_s: float) -> Iterator[tuple[int, int, str]]:
+    """Rank, number of ranks, and this rank's device; under `torchrun`, joins the process group.
+
+    Args:
+        device: as asked for; with a GPU for each rank, "cuda" becomes this rank's.
+        timeout_s: for ranks to wait for each other.
+    """
+    device = resolve_device(device or "auto")
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized()
+    if joins:
+        longest_s = max(timeout_s, TIMEOUT_S) + 60  # the last resort, behind `RankWatch`
+        join("nccl" if device.startswith("cuda") else "gloo", timeout_s=longest_s)
+    try:
+        group = ProcessGroup()
+        yield group.rank, group.world_size, device
+    finally:
+        if joins:
+            distributed.destroy_process_group()
 
 
 def join(backend: str, *, timeout_s: float) -> None:

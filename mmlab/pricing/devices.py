@@ -57,9 +57,7 @@ class Device:
             OptionError: it is not supported; the message names those that are.
         """
         if precision not in self.flops_per_s:
-            raise OptionError(
-                f"{self.name} does not support {precision}; choose one of {', '.join(self.flops_per_s)}"
-            )
+            raise OptionError(f"{self.name} does not support {precision}, only {', '.join(self.flops_per_s)}")
 
     def seconds(self, trace: StepTrace, precision: str = "fp32") -> float:
         """How long a traced step takes.
@@ -105,16 +103,12 @@ class Device:
         """Factor on the arithmetic rates, bytes a second, seconds a launch."""
         return np.array([1.0, self.bytes_per_s, self.launch_s])
 
-    def _seconds(
-        self, rates: NDArray[np.float64], demands: Sequence[NDArray[np.float64]]
-    ) -> NDArray[np.float64]:
+    def _seconds(self, rates: NDArray[np.float64], demands: list[NDArray[np.float64]]) -> NDArray[np.float64]:
         arithmetic, bandwidth, launch_s = rates
         work_s = [np.maximum(peak_s / arithmetic, num_bytes / bandwidth) for peak_s, num_bytes in demands]
         if self.kind == "cpu":
-            return np.array([(seconds + launch_s).sum() for seconds in work_s])
-        return np.array(
-            [np.maximum(seconds, launch_s).sum() + _STEP_LAUNCHES * launch_s for seconds in work_s]
-        )
+            return np.array([(each + launch_s).sum() for each in work_s])
+        return np.array([np.maximum(each, launch_s).sum() + _STEP_LAUNCHES * launch_s for each in work_s])
 
 
 def _demands(traces: Sequence[StepTrace], device: Device, precision: str) -> list[NDArray[np.float64]]:

@@ -25,6 +25,7 @@ from mmlab.pricing.step_prices import named_dataset
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.figures import GREY, PALETTE
 from mmlab.schedule.cost import batch_costs, max_batch_size
+from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import PATCH, parse_image_policy
@@ -145,22 +146,11 @@ class MemoryReport:
 
     @property
     def largest_shapes(self) -> pd.DataFrame:
-        """The distinct shapes of samples that need most, each with the largest batch of such samples."""
+        """The distinct shapes whose batches need most, each with the largest batch of such samples."""
         shapes, counts = np.unique(self.planned.sizes.alone, axis=0, return_counts=True)
-        costliest = np.argsort(-batch_costs(self.memory, shapes), kind="stable")[:_SHOWN]
+        many = np.column_stack([np.full(len(shapes), DEFAULT_MEAN_SAMPLES), shapes[:, 1:]])
+        costliest = np.argsort(-batch_costs(self.memory, many), kind="stable")[:_SHOWN]
         return self._shapes(shapes[costliest], counts[costliest])
-
-    @property
-    def common_shapes(self) -> pd.DataFrame:
-        """The commonest image sizes, each with its longest text and the largest batch of such samples."""
-        sizes = self.planned.sizes
-        both = np.stack([sizes.height, sizes.width], axis=1)
-        images, image, counts = np.unique(both, axis=0, return_inverse=True, return_counts=True)
-        longest = np.zeros(len(images), dtype=np.int64)
-        np.maximum.at(longest, image, sizes.num_tokens)
-        common = np.argsort(-counts, kind="stable")[:_SHOWN]
-        shapes = np.column_stack([np.ones(len(common), dtype=np.int64), longest[common], images[common]])
-        return self._shapes(shapes, counts[common])
 
     def _shapes(self, shapes: NDArray[np.int64], counts: NDArray[np.int64]) -> pd.DataFrame:
         import pandas as pd
@@ -188,7 +178,6 @@ class MemoryReport:
             "held_out": dict(self.memory.held_out),
             "plans": {name: plan.figures() for name, plan in self.plans.items()},
             "largest_shapes": self.largest_shapes.to_dict(orient="records"),
-            "common_shapes": self.common_shapes.to_dict(orient="records"),
         }
 
     def figure(self) -> Figure:
@@ -219,13 +208,11 @@ class MemoryReport:
             f"\nan epoch within this memory, and what would change it {about}:",
             _shown(self.table).to_string(),
         ]
-        head += ["\nlargest samples:", _shown(self.largest_shapes).to_string(index=False)]
-        common = _shown(self.common_shapes).to_string(index=False)
-        return "\n".join([*head, "\ncommonest image sizes, each with its longest text:", common])
+        largest = _shown(self.largest_shapes).to_string(index=False)
+        return "\n".join([*head, "\nsamples whose batches need most:", largest])
 
     def _repr_html_(self) -> str:
-        tables = (self.table, self.largest_shapes, self.common_shapes)
-        return "".join(_shown(table).to_html(border=0) for table in tables)
+        return "".join(_shown(table).to_html(border=0) for table in (self.table, self.largest_shapes))
 
 
 def memory_report(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from mmlab.pricing.torch_internals import schema_of, storage_key
@@ -52,7 +51,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if func.overloadpacket in _LOOKUPS:  # reads only the rows that it returns
         inputs = outputs
     precisions = (_PRECISIONS[tensor.dtype] for tensor in (*inputs, *outputs) if tensor.dtype in _PRECISIONS)
-    return Work(flops, sum(map(_num_bytes, (*inputs, *outputs))), next(precisions, "fp32"))
+    # of an expanded tensor, only the elements stored in memory
+    num_bytes = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*inputs, *outputs))
+    return Work(flops, num_bytes, next(precisions, "fp32"))
 
 
 def scratch_bytes(func: Any, args: Any, out: Any) -> int:
@@ -73,8 +74,3 @@ def scratch_bytes(func: Any, args: Any, out: Any) -> int:
     if kernel in _COPYING:
         return sum(tensor.nbytes for tensor in tensors_in(args) if not tensor.is_contiguous())
     return 0
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of an expanded tensor, only of those stored in memory."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())

@@ -183,9 +183,7 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
             for event in events
         ]
     if not rows:
-        raise DataError(
-            f"{folder}: no events in any {EVENT_FILES} below it; give the folder of a run, or one above"
-        )
+        raise DataError(f"{folder}: no events in {EVENT_FILES} below it; give a run's folder, or one above")
     table = pd.DataFrame(rows).sort_values(["run", "time_s"], kind="stable", ignore_index=True)
     table["elapsed_s"] = table["time_s"] - table.groupby("run")["time_s"].transform("min")
     first = ["run", *_FIELDS, "elapsed_s"]
@@ -197,9 +195,7 @@ def _encode(event: RunEvent) -> bytes:
     check_name("kind of event", event.kind, EVENT_KINDS)
     for key in event.values:
         if key in _FIELDS:
-            raise OptionError(
-                f"event key {key!r} is taken: 'kind', 'step', 'rank' and 'time_s' are fields of the event"
-            )
+            raise OptionError(f"event key {key!r} is taken: kind, step, rank and time_s are the event's")
         if key not in EVENT_KEYS and not key.startswith(USER_PREFIX):
             error = unknown_name("event key", key, EVENT_KEYS)
             raise OptionError(f"{error}. Begin keys of your own with {USER_PREFIX!r}.")

@@ -73,9 +73,7 @@ def check_suffix(path: str | Path) -> None:
 
     known = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in known:
-        raise OptionError(
-            f"cannot write a plot to {path}: the name must end in one of {', '.join(sorted(known))}"
-        )
+        raise OptionError(f"cannot plot to {path}: its name must end in one of {', '.join(sorted(known))}")
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mmlab.errors import OptionError
+from mmlab.errors import MmlabError, OptionError
 from mmlab.machine import lock
 
 TIME_MODEL = "time_model.json"
@@ -41,6 +42,28 @@ def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = Fals
             print(f"the files of an earlier run in {folder} are now in {aside}", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def put_back_if_refused(folder: Path, written: Iterable[str], *, begun: str) -> Iterator[None]:
+    """Put the files that were moved aside in this context back if an error of mmlab ends it before a run has begun.
+
+    Args:
+        written: names of the files and folders that a run writes, with wildcards.
+        begun: the file that a run writes when it begins.
+    """
+    earlier = set(folder.glob(f"{ASIDE}*"))
+    try:
+        yield
+    except MmlabError:
+        for aside in set(folder.glob(f"{ASIDE}*")) - earlier if not (folder / begun).exists() else ():
+            for path in [path for name in written for path in folder.glob(name)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in aside.iterdir():
+                path.rename(folder / path.name)
+            aside.rmdir()
+            print(f"they are back in {folder}: no run has begun", file=sys.stderr)
+        raise
 
 
 @contextmanager

@@ -73,8 +73,9 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
     timed = slice(WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0, None)
     timed_s = seconds[timed].sum()
-    peaks = run.column_or_nan("peak_bytes", rank=rank)
+    peaks, losses = (run.column_or_nan(key, rank=rank) for key in ("peak_bytes", "loss"))
     peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
+    losses = losses[np.isfinite(losses)]  # a batch of one image may have none
 
     def ratio_of_time(key: str) -> float | None:
         return _ratio(run.column_or_nan(key, rank=rank)[timed].sum(), timed_s)
@@ -90,7 +91,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "data_wait_ratio": ratio_of_time("data_wait_s"),
         "rank_wait_ratio": ratio_of_time("rank_wait_s"),
         **waste_of({key: run.column_or_nan(key, rank=rank) for key in WASTE_KEYS}),
-        "loss": step.get("loss"),
+        "loss": float(losses[-1]) if len(losses) else None,
         "held_out_loss": run.latest("eval", rank).get("loss"),
         "peak_bytes": int(peaks.max()) if len(peaks) else None,
         "peak_steps": len(peaks),

@@ -279,9 +279,7 @@ class Weighted(Drawing):
         weights = np.asarray(self.weights, dtype=np.float64)
         wrong = np.flatnonzero(~((weights > 0) & np.isfinite(weights)))
         if len(wrong):
-            raise OptionError(
-                f"weights must be above zero and finite, found {weights[wrong[0]]} in row {wrong[0]}"
-            )
+            raise OptionError(f"weights must be finite, above 0, found {weights[wrong[0]]} in row {wrong[0]}")
         object.__setattr__(self, "weights", weights)
 
     def expected_times(self) -> NDArray[np.float64]:

@@ -20,6 +20,7 @@ from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.metrics import lengths
+from mmlab.schedule.packed import PACKED_NOTE
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.report import report_plan, shown
 from mmlab.schedule.schedulers import SCHEDULERS, scheduler_among
@@ -45,16 +46,11 @@ _OVER_EPOCHS: dict[str, _Summary] = {
 }
 _PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
 Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan shared by this many ranks
-_MEANINGS = {  # of the figures with these names, or with a name that ends so
-    "waste": "share of the padded batch that is padding",
-    "peak_over_budget": "costliest batch / budget",
-    "straggler": "time lost to the slowest rank",
-    "randomness": "0 same batches every epoch, 1 new ones",
-    "collision_ratio": "samples beside another of their image",
-    "coverage": "samples seen",
-    "epoch_s": "seconds of an epoch",
-    "peak_bytes": "of the costliest batch",
-}
+_LEGEND = (  # each entry begins with a figure's name, or with the end of one
+    "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
+    "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
+    "their image; coverage: samples seen; epoch_s: seconds of an epoch; peak_bytes: of the costliest batch"
+)
 _LARGEST = 2**31 - 1
 
 
@@ -83,9 +79,9 @@ class Preview:
         table = self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
         same = [name for name in table if len(table) > 1 and table[name].nunique() == 1]
         notes = ["all have " + ", ".join(f"{name} {table[name].iloc[0]}" for name in same)] if same else []
-        for end, meaning in _MEANINGS.items():
-            if any(name.endswith(end) for name in table):
-                notes.append(f"{end}: {meaning}")
+        for entry in _LEGEND.split("; "):
+            notes += [entry] * any(name.endswith(entry.partition(":")[0]) for name in table)
+        notes += [PACKED_NOTE] * ("packed" in table.index)
         return table.drop(columns=same), "; ".join(notes)
 
     def __str__(self) -> str:
@@ -145,7 +141,11 @@ def preview(
     for name in changes:
         check_name("scheduler option", name, known)
     options = {"seed": seed, "world_size": ranks, "budget": budget, "cost": PaddedTokens(patch)}
-    options |= {"patch": patch, "batch_size": max(1, round(budget / max(1.0, mean))), **changes}
+    options |= {
+        "patch": patch,
+        "batch_size": int(np.clip(budget / max(1.0, mean), 1, 2**16).round()),
+        **changes,
+    }
     planners = {name: scheduler_among(name, options) for name in schedulers}
     figures = {name: _measure(planner, sizes, budget, epochs, prices) for name, planner in planners.items()}
     setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed"

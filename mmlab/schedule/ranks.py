@@ -7,6 +7,7 @@ the same plan.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.schedule.columns import Block, Ints
@@ -67,7 +68,11 @@ def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block
 
 
 def balance(
-    batches: Block, batch_work: Ints, sample_work: Ints, world_size: int, rng: np.random.Generator
+    batches: Block,
+    batch_work: NDArray[np.number],
+    sample_work: Ints,
+    world_size: int,
+    rng: np.random.Generator,
 ) -> Block:
     """Group batches of nearly equal work into steps, and shuffle the steps.
 

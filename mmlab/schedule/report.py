@@ -28,7 +28,7 @@ def shown(name: str, value: float | str | None) -> str:
     if value is None or value != value:  # pandas makes None NaN
         return "-"
     if name.endswith("_bytes") and isinstance(value, float):
-        return f"{value / GIB:.2f} GiB"
+        return f"{value / GIB:.2f} GiB" if value >= GIB else f"{1024 * value / GIB:.0f} MiB"
     if name in _PER_CENT:
         return f"{value:.2%}"
     if isinstance(value, float):

@@ -234,9 +234,7 @@ class FusionTrainer(TrainerSetup):
         """L2 norm of the gradient of each objective's mean, without the other objectives."""
         norms = {}
         for name in self.objectives:
-            means = self._gradient(
-                window.weighted({other: float(other == name) for other in self.objectives})
-            )
+            means = self._gradient(window.weighted({each: float(each == name) for each in self.objectives}))
             if name in means:  # else it has no gradient, which is not the same as a small one
                 total = math.hypot(*self.strategy.part_norms(self._parts).values())
                 norms[name] = total / self.precision.scaler.get_scale()

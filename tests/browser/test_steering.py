@@ -141,7 +141,7 @@ def test_an_error_in_a_callback_is_shown_in_the_panel(notebook: Notebook, data: 
     panel.wait_state("idle")
     panel.button("start").click()
     error = panel.root.locator(".mmlp-error[data-where=callback]")
-    expect(error).to_contain_text("cannot send these arguments to another process")
+    expect(error).to_contain_text("cannot send this to another process")
     expect(error.locator("pre")).to_contain_text("Traceback")
 
 

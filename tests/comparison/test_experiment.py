@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +35,7 @@ from mmlab.runs.figures import colours_of
 from mmlab.runs.folders import exclusive_folder
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
+from mmlab.schedule.packed import PACKED_NOTE
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape, SampleSizes, parse_image_policy
 from tests.prices import priced_once, speck
@@ -154,7 +160,10 @@ def test_at_equal_memory_every_scheduler_fills_the_same_bytes(at_equal_memory: C
     assert (steps["predicted_bytes"].dropna() <= limit_bytes).all()
     assert all(arm.options["allow_collisions"] == "False" for arm in arms.values())
     assert "No batch of any scheduler holds two captions of one image." in at_equal_memory.notes()
-    assert len(at_equal_memory.notes()[1].split("At most: ")[1].split(", ")) == len(arms)
+    sizes = at_equal_memory.notes()[1].split("At most: ")[1].split(", ")
+    assert len(sizes) == len(arms)
+    assert sizes[-2:] == ["fastest in bytes", f"packed {arms['packed'].options['budget']} padded tokens."]
+    assert PACKED_NOTE in at_equal_memory.notes()
 
 
 def test_predicted_speed_stands_beside_the_measured_one(at_equal_memory: Comparison) -> None:
@@ -490,3 +499,43 @@ def test_on_a_cpu_live_tensors_are_counted_in_the_costliest_step_and_in_few_othe
     assert first_epoch["predicted_cost"][1:].idxmax() == counted.index[0]
     assert counted["peak_bytes"].max() == pytest.approx(found.arms[0].peak_bytes, rel=0.1)
     assert steps["rss_bytes"].min() > counted["peak_bytes"].max(), "Python and torch are no tensors"
+
+
+def test_a_request_to_end_keeps_the_epochs_that_all_have_finished(scenes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "mmlab",
+        "compare",
+        "--data",
+        str(scenes),
+        "--out",
+        str(out),
+        "--epochs",
+        "100",
+    ]
+    command += [
+        "--schedulers",
+        "random,sorted",
+        "--equal",
+        "batch_size",
+        "--batch-size",
+        "8",
+        "--image",
+        "aspect:32",
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as process:
+        events = out / "runs" / "sorted" / "events-rank0.jsonl"
+        while not events.exists() or b'"kind":"eval"' not in events.read_bytes():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+    found = load_comparison(out)
+    assert found.interrupted
+    assert 1 <= len(found.arms[0].epochs) < 100

@@ -196,8 +196,12 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(
     assert {"loss", "image_to_text_r1", "chance_r1"} <= first.evaluation.keys()
     assert f"R@1 image > text {first.evaluation['image_to_text_r1']:.1%}, " in str(first)
     assert f"chance {100 * first.evaluation['chance_r1']:.1f}%" in str(first)
-    done_already = train(load_config(config, small), runs=tmp_path, resume="auto", progress=False)
+    written = (tmp_path / "small" / "config.toml").read_bytes()
+    again = load_config(config, [*small, "trainer.lr=0.5"])
+    done_already = train(again, runs=tmp_path, resume="auto", progress=False)
     assert done_already.num_steps == first.num_steps
+    assert (done_already.loss, done_already.evaluation) == (first.loss, first.evaluation)
+    assert (tmp_path / "small" / "config.toml").read_bytes() == written, "it says how the weights were made"
     events, _ = read_events(tmp_path / "small" / "events-rank0.jsonl")
     planned = [event.values["num_steps"] for event in events if event.kind == "start"]
     assert planned == [first.num_steps] * 2, "steps of the run, not of the learning rate's schedule"
@@ -247,11 +251,21 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
         assert [path.name for path in (tmp_path / "small").iterdir()] == ["config.toml"]
     assert main(command) == 0
     assert (tmp_path / "small" / "previous-1" / "config.toml").exists()
-    with pytest.raises(DataError, match="nowhere"):  # refused after the earlier run was moved
-        train(load_config(config, ["data.path=nowhere"]), runs=tmp_path)
-    assert str(tmp_path / "small" / "previous-2") in capsys.readouterr().err
-    train(load_config(config, ["trainer.num_epochs=1", "data.limit=40"]), runs=tmp_path, resume="auto")
-    assert "the run starts anew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["data.path=nowhere", "data.limit=1", "trainer.objectives=[]"])
+def test_a_run_that_is_refused_leaves_the_earlier_one_in_its_place(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    folder = tmp_path / "small"
+    for name in ("checkpoints", "tokenizer"):
+        (folder / name).mkdir(parents=True)
+    (folder / "config.toml").write_text("of the earlier run")
+    assert main(["train", str(config), "--runs", str(tmp_path), "--set", change]) == 2
+    assert f"they are back in {folder}: no run has begun" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.toml", "tokenizer"]
+    assert (folder / "config.toml").read_text() == "of the earlier run"
+    assert not list((folder / "tokenizer").iterdir())
 
 
 def test_a_mistyped_checkpoint_leaves_the_run_where_it_is(

@@ -84,6 +84,8 @@ def test_a_data_set_moves_with_its_sidecar(pair, opened):
         '{"version": 1}',
         '{"version": 1, "sizes": {"a.jpg": [1, 2, 3]}}',
         '{"version": 1, "sizes": {"a.jpg": 5}}',
+        '{"version": 1, "sizes": {"a.jpg": [1, 2, 0, 40]}}',
+        '{"version": 1, "sizes": {"a.jpg": [1, 2, 30, 1000000000000]}}',
     ],
 )
 def test_a_damaged_sidecar_is_rebuilt_with_a_warning(pair, content):

@@ -67,7 +67,7 @@ def test_a_data_file_for_each_split(folder):
 def test_several_data_files_without_a_split_are_not_guessed_between(folder):
     for name in ("a", "b"):
         folder.csv(f"{name}.csv", [["image", "text"], ["a.jpg", "x"]])
-    with pytest.raises(DataError, match=r"several data files, pass one of them: a.csv, b.csv"):
+    with pytest.raises(DataError, match=r"several data files, pass one: a.csv, b.csv"):
         read_records(folder.path)
 
 

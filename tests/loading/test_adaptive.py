@@ -132,7 +132,7 @@ def test_the_report_states_the_effect(dataset) -> None:
     [
         ({"mode": "curriculum"}, "unknown mode 'curriculum'"),
         ({"batch_size": 8, "scheduler": make_scheduler("random")}, "not both"),
-        ({"mode": "loss", "correct": True}, "belong to mode='sampling'"),
+        ({"mode": "loss", "correct": True}, "need mode='sampling'"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
     ],
 )

@@ -151,9 +151,9 @@ def test_a_closed_loader_has_ended_everything_and_says_so(dataset, backend: str)
         loader.close()
         assert not any(worker.is_alive() for worker in workers)
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("mmlab-")] == []
-        with pytest.raises(RunError, match=r"this loader is closed; make a new one"):
+        with pytest.raises(RunError, match=r"this loader is closed; `load_state_dict` of a new one"):
             next(batches)
-    with pytest.raises(RunError, match=r"this loader is closed; make a new one"):
+    with pytest.raises(RunError, match=r"this loader is closed; `load_state_dict` of a new one"):
         iter(loader)
     successor = make_loader(dataset, backend, augment=Slow(0))
     successor.load_state_dict(state)

@@ -104,3 +104,17 @@ def test_a_batch_of_nothing_but_bad_samples_is_left_out(broken: MultimodalDatase
 def test_an_unknown_policy_is_named(dataset: MultimodalDataset) -> None:
     with pytest.raises(OptionError, match="unknown policy on bad samples 'ignore'"):
         make_loader(dataset, on_bad_sample="ignore")
+
+
+def failing(image: object, **_: object) -> object:
+    raise ZeroDivisionError("of the user's own")
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_an_augmentation_that_fails_keeps_its_error_and_names_the_record(
+    dataset: MultimodalDataset, backend: str
+) -> None:
+    with pytest.raises(ZeroDivisionError, match="of the user's own") as caught:
+        list(make_loader(dataset, backend, augment=failing))
+    (note,) = caught.value.__notes__
+    assert note.split("'")[1] in dataset.records.ids

@@ -10,6 +10,7 @@ from torch import nn
 
 from mmlab.errors import DataError, OptionError
 from mmlab.model.fusion import MultimodalFusion
+from mmlab.model.fusion_model import rows_of
 from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import PRESETS, build_model
 from mmlab.types import Batch
@@ -69,6 +70,24 @@ def test_a_missing_modality_gives_finite_outputs_and_gradients(image):
     loss.backward()
     assert torch.isfinite(loss)
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
+
+
+def test_rows_that_are_matched_several_times_always_get_the_same_gradient():
+    """Threads that add to one row must not race: the sum of floats depends on their order."""
+    draw, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    features, rows = torch.randn(32, 64, 128, generator=draw), torch.arange(96) % 32
+    out = torch.randn(96, 64, 128, generator=draw)
+    assert torch.equal(rows_of(features, rows), features[rows])
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for _ in range(20):
+            leaf = features.clone().requires_grad_()
+            rows_of(leaf, rows).backward(out)
+            gradients.append(leaf.grad)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 def test_a_batch_without_a_single_pixel_or_token_goes_through():

@@ -24,6 +24,7 @@ from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.memory_report import MemoryReport, memory_report, plan_memory
 from mmlab.pricing.named_model import named_model
 from mmlab.runs.figures import save_figure
+from mmlab.schedule.cost import max_batch_size
 from mmlab.types import SampleSizes
 
 MEMORY_GB = 0.693  # of which 600 MiB are the context and 64 MiB cuBLAS's: some 45 MiB for training
@@ -90,18 +91,20 @@ def test_alternatives_are_the_other_precision_and_checkpointing(report: MemoryRe
 
 
 def test_the_best_batch_of_a_shape_fits_and_one_more_does_not(report: MemoryReport) -> None:
-    for row in [*report.largest_shapes.itertuples(), *report.common_shapes.itertuples()]:
+    for row in report.largest_shapes.itertuples():
         at = (row.num_tokens, row.height, row.width)
         needed = report.memory.rows.at(
             [row.best_batch_size, row.best_batch_size + 1], at[0], at[1] // 16 * (at[2] // 16)
         )
         assert needed[0] <= report.planned.target_bytes < needed[1]
-    assert report.largest_shapes["alone_bytes"].is_monotonic_decreasing
+    shapes = np.unique(report.planned.sizes.alone, axis=0)[:, 1:].tolist()
+    least = min(max_batch_size(report.memory, *shape, report.planned.target_bytes) for shape in shapes)
+    assert report.largest_shapes["best_batch_size"].min() == least
 
 
 def test_it_prints_draws_and_is_json(report: MemoryReport, tmp_path: Path) -> None:
     text = str(report)
-    for expected in ("for training", "bf16, checkpointing", "largest samples", "too low"):
+    for expected in ("for training", "bf16, checkpointing", "samples whose batches need most", "too low"):
         assert expected in text
     assert json.dumps(report.as_dict(), allow_nan=False)
     save_figure(report.figure(), tmp_path / "memory.png")
@@ -166,7 +169,7 @@ def test_the_command_refuses_what_it_cannot_price(scenes: Path, capsys: pytest.C
     assert main(["memory", "--model", "no/such/model", "--data", str(scenes), "--memory-gb", "8"]) == 2
     assert "'no/such/model' is neither a preset" in capsys.readouterr().err
     assert main(["memory", "--model", "tiny", "--data", str(scenes), "--memory-gb", "0.1"]) == 2
-    assert "too little memory: cuda: -0.5 GiB for training (0.1 GiB" in capsys.readouterr().err
+    assert "too little memory: cuda: 0.0 GiB for training (0.1 GiB" in capsys.readouterr().err
     arguments = ["memory", "--model", "tiny", "--data", str(scenes), "--memory-gb", "8"]
     assert main([*arguments, "--save", "no/such/folder/memory.json"]) == 2
     assert "there is no folder no/such/folder" in capsys.readouterr().err
@@ -175,5 +178,5 @@ def test_the_command_refuses_what_it_cannot_price(scenes: Path, capsys: pytest.C
         assert main([*arguments, "--save", str(scenes.parent)]) == 2
         assert "it is a folder" in capsys.readouterr().err
         assert main([*arguments, "--plot", "memory.xyz"]) == 2
-        assert "cannot write a plot to memory.xyz" in capsys.readouterr().err
+        assert "cannot plot to memory.xyz: its name" in capsys.readouterr().err
     assert not price.called

@@ -325,7 +325,7 @@ def test_a_state_of_something_else_is_refused():
         (aware(memory_planner(seed=1)), make_sizes(100), "planner"),
     ):
         other.plan(sizes)
-        with pytest.raises(DataError, match=f"saved with {name}"):
+        with pytest.raises(DataError, match=f"the state has {name}"):
             other.load_state_dict(state)
 
 

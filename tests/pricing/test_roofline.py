@@ -130,7 +130,7 @@ def test_every_device_states_its_source_and_has_sound_rates():
 
 
 def test_a_precision_that_a_device_lacks_is_refused():
-    with pytest.raises(OptionError, match="T4 does not support bf16; choose one of fp32, fp16"):
+    with pytest.raises(OptionError, match="T4 does not support bf16, only fp32, fp16"):
         predict_time(MODELS["tiny"](), SIZES, "T4", precision="bf16")
 
 

@@ -202,6 +202,14 @@ def test_each_share_of_padding_weighs_by_what_it_is_a_share_of() -> None:
     assert found["combined_waste"] == pytest.approx((0.5 * 1010 + 0.1 * 1010) / 2020)
 
 
+def test_the_loss_of_a_run_is_the_last_one_known() -> None:
+    run = RunState()
+    run.apply(
+        [RunEvent("step", step, 0, step, {"loss": loss}) for step, loss in ((1, 3.0), (2, 2.0), (3, None))]
+    )
+    assert summarize(run)["loss"] == 2.0
+
+
 def test_a_scheduler_has_one_colour_in_every_picture() -> None:
     found = colours_of([*SCHEDULERS, "fastest"])
     assert len(set(found.values())) == len(found), "two have one colour"

@@ -177,7 +177,7 @@ def test_small_batches_are_pointed_out():
         ({"budget": 0}, "budget must be above 0, found 0"),
         ({"budget": -5.0}, "budget must be above 0"),
         ({"window": 0}, "window must be at least 1, found 0"),
-        ({"time": PaddedTokens()}, "time must be a cost model in seconds.*PaddedTokens in padded tokens"),
+        ({"time": PaddedTokens()}, "time must predict seconds.*PaddedTokens in padded tokens"),
         ({"cost": sum}, "cost must have as_polynomial.*found builtin_function"),
         ({"time": replace(TIME, patch=32)}, "time counts image patches of 32 pixels and cost those of 16"),
         ({"max_batch_size": 0}, "max_batch_size must be at least 1, found 0"),

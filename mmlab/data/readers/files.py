@@ -131,9 +131,7 @@ def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | N
             f"annotations/.{tried}"
         )
     if len(found) > 1 and len(set(found.values()) - {None}) < len(found):
-        raise DataError(
-            f"{folder}: several data files, pass one of them: {', '.join(path.name for path in found)}"
-        )
+        raise DataError(f"{folder}: several data files, pass one: {', '.join(path.name for path in found)}")
     return found if len(found) > 1 else dict.fromkeys(found)
 
 

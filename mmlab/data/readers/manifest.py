@@ -201,9 +201,7 @@ def _header_line(text: str) -> str:
 
 def sniff_delimiter(header: str) -> str:
     """The delimiter that splits the header line into the most columns with known names."""
-    return max(
-        _DELIMITERS, key=lambda mark: len(match_columns(next(csv.reader([header], delimiter=mark), [])))
-    )
+    return max(_DELIMITERS, key=lambda sep: len(match_columns(next(csv.reader([header], delimiter=sep), []))))
 
 
 def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:

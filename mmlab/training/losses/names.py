@@ -61,6 +61,7 @@ def parse_objectives(
         OptionError: an unknown name, no name, "contrastive" twice, or negatives from all ranks for a model
             that computes its own loss.
     """
+    asked = (asked,) if isinstance(asked, str) else asked
     wants_all_ranks = ALL_RANKS in asked or (
         isinstance(asked, Mapping) and any(getattr(goal, "all_ranks", False) for goal in asked.values())
     )
