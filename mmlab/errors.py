@@ -132,5 +132,5 @@ def check_numbers(options: Any, prefix: str = "") -> None:
         if not is_number:
             bounds = "a whole number" if whole else "a number"
         elif value > least:
-            bounds = f"at most {most:,}" if most < math.inf else "finite"
+            bounds = "finite" if value == math.inf else f"at most {most:,}"
         raise OptionError(f"{prefix}{name} must be {bounds}, found {value!r}")

@@ -318,7 +318,7 @@ class _Training:
         """Write the start event, and the configuration if epochs are left to train."""
         trainer, config, path = self.trainer, self.config, self.folder / _CONFIG
         self._run.step = trainer.step
-        if self._run.rank == 0 and (left or not path.exists()):
+        if self._run.rank == 0:
             text = config.toml()
             if trainer.step and path.exists():
                 kept = path.read_text("utf-8", errors="replace")
@@ -327,12 +327,12 @@ class _Training:
                     seed = tomllib.loads(kept).get("trainer", {}).get("seed", 0)
                     if seed != config.trainer.seed:
                         raise OptionError(f"trainer.seed was {seed}, which held samples out: resume with it")
-                if changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:]):
+                if left and (changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:])):
                     message = f"resumed with other options than before: {changes}"
-                    self._take(
-                        RunEvent.now("warning", trainer.step, {"message": message, "source": "training"})
-                    )
-            replace_file(path, text)
+                    values: Any = {"message": message, "source": "training"}
+                    self._take(RunEvent.now("warning", trainer.step, values))
+            if left or not path.exists():
+                replace_file(path, text)
         machine = describe_machine(str(trainer.device))
         values = {
             "run_name": config.name,
