@@ -56,13 +56,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
             costs.plot(spread, found, ".", color=colour, ms=4, alpha=0.7)
     if limit is not None:
-        costs.axhline(
-            limit / scale,
-            color="black",
-            ls="--",
-            lw=1,
-            label=f"limit {limit / scale:,.0f} {unit.split()[-1]}",
-        )
+        shown = f"limit {limit / scale:,.0f} {unit.split()[-1]}"
+        costs.axhline(limit / scale, color="black", ls="--", lw=1, label=shown)
     costs.set_xticks(range(len(table)), table.index)
     costs.set_xlim(-0.5, len(table) - 0.5)
     throughput.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")

@@ -114,9 +114,8 @@ def train(
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
     with ExitStack() as stack:
-        rank, world_size, device = stack.enter_context(
-            joined(config.trainer.device, config.parallel.timeout_s)
-        )
+        own = joined(config.trainer.device, config.parallel.timeout_s)
+        rank, world_size, device = stack.enter_context(own)
         folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
             stack.enter_context(exclusive_folder(folder))

@@ -56,12 +56,8 @@ def plan_figure(
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
     image = "" if photo else "blue: image, "
-    figure.text(
-        0.01,
-        0.05,
-        f"{image}orange: text, grey: padding (the first samples of each); dashed: limit",
-        fontsize="small",
-    )
+    kinds = f"{image}orange: text, grey: padding (the first samples of each); dashed: limit"
+    figure.text(0.01, 0.05, kinds, fontsize="small")
     colours = colours_of(plans)
     area, found = (
         axes[-1],
