@@ -364,7 +364,7 @@ def parse_image_policy(text: str) -> ImagePolicy:
     """
     match = re.fullmatch(r"(square|aspect):(\d{1,5})(?::(\d{1,5}))?", text.strip())
     if match is None or (match[1] == "square" and match[3]):
-        raise OptionError(f"image policy {text!r} is no square:SIDE or aspect:SIDE[:MULTIPLE], as aspect:224")
+        raise OptionError(f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE] (aspect:224)")
     if match[1] == "square":
         return Square(int(match[2]))
     return Aspect(int(match[2]) ** 2, int(match[3] or PATCH))
