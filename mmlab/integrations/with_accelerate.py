@@ -22,7 +22,7 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader) -> Any:
         OptionError: the loader has no `PlannedSampler`; pass it to `accelerator.prepare` instead.
     """
     if planned_sampler(loader) is None:
-        raise OptionError("need DataLoader(batch_sampler=PlannedSampler(...)); others: accelerator.prepare")
+        raise OptionError("give DataLoader(batch_sampler=PlannedSampler(...)); others: accelerator.prepare")
     prepared = prepare_data_loader(
         loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,

@@ -89,5 +89,5 @@ def test_batches_are_not_shared_among_processes_twice() -> None:
     loader = DataLoader(Pairs(), batch_sampler=sampler, collate_fn=collate)
     with pytest.raises(OptionError, match=r"prepare_loader\(accelerator, loader\)"):
         prepare_data_loader(loader, num_processes=2, process_index=0)
-    with pytest.raises(OptionError, match=r"expected DataLoader\(batch_sampler=PlannedSampler"):
+    with pytest.raises(OptionError, match=r"give DataLoader\(batch_sampler=PlannedSampler"):
         prepare_loader(Accelerator(cpu=True), DataLoader(Pairs()))
