@@ -194,7 +194,7 @@ class MemoryLimit:
     device: str
     total_bytes: int  # of the device, or as given
     others_bytes: int = 0  # in use now, not by this process
-    context_bytes: int = 0  # what this process needs besides tensors
+    context_bytes: int  # what this process needs besides tensors
 
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:

@@ -327,9 +327,8 @@ class _Training:
                     if seed != config.trainer.seed:
                         raise OptionError(f"trainer.seed was {seed}, which held samples out: resume with it")
                 if left and (changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:])):
-                    message = f"resumed with other options than before: {changes}"
-                    values: Any = {"message": message, "source": "training"}
-                    self._take(RunEvent.now("warning", trainer.step, values))
+                    told = f"resumed with other options than before: {changes}"
+                    self._take(RunEvent.now("warning", trainer.step, {"message": told, "source": "training"}))
             if left or not path.exists():
                 replace_file(path, text)
         machine = describe_machine(str(trainer.device))

@@ -87,9 +87,8 @@ class MultimodalDataset(Dataset[Sample]):
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.max_tokens = max_tokens
         self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
-        if isinstance(image_policy, str):
-            image_policy = parse_image_policy(image_policy)
-        self.image_policy = image_policy if image_policy is not None else Square(224)
+        policy = parse_image_policy(image_policy) if isinstance(image_policy, str) else image_policy
+        self.image_policy = policy if policy is not None else Square(224)
         if type(self.image_policy).__hash__ is None:  # decoding caches the target of each size
             name = type(self.image_policy).__name__
             raise OptionError(f"image policy {name} is not hashable; make it a frozen dataclass")

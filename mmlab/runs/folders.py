@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mmlab.errors import MmlabError, OptionError
+from mmlab.errors import OptionError
 from mmlab.machine import lock
 
 TIME_MODEL = "time_model.json"
@@ -46,7 +46,7 @@ def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = Fals
 
 @contextmanager
 def put_back_if_refused(folder: Path, written: Iterable[str], *, begun: str) -> Iterator[None]:
-    """Put the files that were moved aside in this context back if an error of mmlab ends it before a run has begun.
+    """Put the files that were moved aside in this context back if it is left by an exception before a run has begun.
 
     Args:
         written: names of the files and folders that a run writes, with wildcards.
@@ -55,8 +55,8 @@ def put_back_if_refused(folder: Path, written: Iterable[str], *, begun: str) -> 
     earlier = set(folder.glob(f"{ASIDE}*"))
     try:
         yield
-    except MmlabError:
-        for aside in set(folder.glob(f"{ASIDE}*")) - earlier if not (folder / begun).exists() else ():
+    except BaseException:  # an interrupt too
+        for aside in () if (folder / begun).exists() else set(folder.glob(f"{ASIDE}*")) - earlier:
             for path in [path for name in written for path in folder.glob(name)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             for path in aside.iterdir():

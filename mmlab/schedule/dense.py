@@ -111,22 +111,21 @@ class Budget(Scheduler):
         # few samples take some per cent longer or shorter, by how their images happen to be dealt
         num_tries = 1 if self.time is None else int(np.clip(BLOCK_SIZE // len(rows), 1, _MOST_TRIES))
         tried = [separate(cut(rows, _deal_images(sizes, rows, num_windows, rng))) for _ in range(num_tries)]
-        return min(tried, key=lambda batches: self._costs(sizes, batches, objective).sum())
+
+        def total(batches: Block) -> float:
+            return float(_costs(objective, batches, *sides(sizes, self._patch, batches.order)).sum())
+
+        return min(tried, key=total) if num_tries > 1 else tried[0]
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:
         text, high, wide = sides(sizes, self._patch, batches.order)
         if self.time is not None:
-            batch_work = self._costs(sizes, batches, self.time.as_polynomial())
+            batch_work = _costs(self.time.as_polynomial(), batches, text, high, wide)
         else:
             longest, tallest, widest = (batches.largest(side) for side in (text, high, wide))
             batch_work = batches.counts * (work(longest) + work(tallest * widest))
         sample_work = batches.totals(work(text) + work(high * wide))
         return balance(batches, batch_work, sample_work, self.world_size, rng)
-
-    def _costs(self, sizes: SampleSizes, batches: Block, cost: MaxPolynomial) -> NDArray[np.float64]:
-        """(b,) the cost of each batch."""
-        longest, tallest, widest = map(batches.largest, sides(sizes, self._patch, batches.order))
-        return cost.at(batches.counts, longest, tallest * widest)
 
     @property
     def _patch(self) -> int:
@@ -218,6 +217,11 @@ class Fastest(Budget):
                 "scheduler 'fastest' needs a time model; give time=<a cost model in seconds> (on the command line "
                 "--model NAME), or take the scheduler 'budget', which pads little without one"
             )
+
+
+def _costs(cost: MaxPolynomial, batches: Block, text: Ints, high: Ints, wide: Ints) -> NDArray[np.float64]:
+    """(b,) the cost of each batch, from the sides of its samples."""
+    return cost.at(batches.counts, batches.largest(text), batches.largest(high) * batches.largest(wide))
 
 
 def mean_lengths(sizes: SampleSizes, patch: int) -> tuple[float, float, int]:

@@ -24,9 +24,7 @@ from mmlab.schedule.metrics import cells, lengths, work
 from mmlab.schedule.ranks import balance, shorten_last_step
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
-PACKED_NOTE = (
-    "packed: no padding is computed, its waste is room left over; its predicted seconds leave out the packing"
-)
+PACKED_NOTE = "packed: waste is unused room, not computed; seconds include packing only where it was measured"
 _POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
 
 

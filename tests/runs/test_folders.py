@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmlab.errors import OptionError
-from mmlab.runs.folders import exclusive_folder, move_earlier_aside
+from mmlab.runs.folders import exclusive_folder, move_earlier_aside, put_back_if_refused
 
 # holds a folder, has a child that outlives it, and waits to be killed
 HOLDER = """
@@ -58,3 +58,21 @@ def test_a_folder_is_held_until_its_holder_is_gone_and_no_child_keeps_it(tmp_pat
         finally:
             os.kill(child, signal.SIGKILL)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_interrupt_before_a_run_has_begun_puts_the_earlier_one_back(
+    tmp_path: Path, has_begun: bool
+) -> None:
+    def start() -> None:
+        with put_back_if_refused(tmp_path, ["config.toml"], begun="config.toml"):
+            move_earlier_aside(tmp_path, ["config.toml"])
+            if has_begun:
+                (tmp_path / "config.toml").write_text("later")
+            raise KeyboardInterrupt
+
+    (tmp_path / "config.toml").write_text("earlier")
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert (tmp_path / "config.toml").read_text() == ("later" if has_begun else "earlier")
+    assert (tmp_path / "previous-1").exists() == has_begun

@@ -130,8 +130,8 @@ def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
         entries = content[name] if content["version"] == _VERSION else {}
         if not all([type(number) for number in entry] == expected for entry in entries.values()):
             raise ValueError(f"an entry is not {len(expected)} numbers of the kind that belongs there")
-        if name == "sizes" and not all(0 < side < 2**31 for entry in entries.values() for side in entry[2:]):
-            raise ValueError("a size is not between 1 and 2^31 - 1")
+        if not all(isinstance(n, float) or 0 < n < 2**31 for entry in entries.values() for n in entry[2:]):
+            raise ValueError("a number of pixels is not between 1 and 2^31 - 1")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
