@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "measure_tokens", "read_conversations", "read_records",
         ],
         "errors": ["DataError", "MmlabError", "OptionError", "RunError"],
+        "machine": ["memory_limit"],
         "lab": ["Lab", "LivePanel", "LoadingPanel", "MemoryPanel", "PlanExplorer"],
         "loading": ["AdaptiveDataLoader", "PlannedLoader", "SampleCache", "build_cache", "cache_key"],
         "model": [

@@ -251,7 +251,7 @@ def inspect(
     skip_bad_rows: Annotated[bool, "list bad rows and continue without them"] = False,
     plot: Plot = None,
 ) -> Any:
-    """Show sizes, aspects, lengths, and the padding each scheduler would cause."""
+    """Show sizes, aspects, lengths, and the padding that four of the schedulers would cause."""
     from mmlab.comparison.overview import overview
     from mmlab.data.readers import read_records
     from mmlab.runs.figures import save_figure
@@ -270,13 +270,11 @@ def cache_build(
     data: Data,
     image: Image = "square:224",
     images: Images = None,
-    tokenizer: Tokenizer = "builtin",
-    max_tokens: Annotated[int, "longer texts are cut"] = 512,
     engine: Annotated[Literal["threads", "ray"], "who decodes: threads of every rank, or Ray"] = "threads",
     threads: Annotated[int | None, "decoders (default: one a core)"] = None,
     limit_gib: Annotated[float | None, "size that the cache may have (default: no limit)"] = None,
 ) -> Any:
-    """Decode, resize and tokenise a data set into a cache; continues where it stopped."""
+    """Decode and resize the images of a data set into a cache; continues where it stopped."""
     from mmlab.data.dataset import MultimodalDataset
     from mmlab.data.readers import read_records
     from mmlab.loading.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
@@ -284,9 +282,7 @@ def cache_build(
 
     dataset = MultimodalDataset(
         read_records(data, images=images, progress=os.environ.get("RANK", "0") == "0"),
-        tokenizer=tokenizer,
         image_policy=parse_image_policy(image),
-        max_tokens=max_tokens,
     )
     check_numbers({"limit_gib": limit_gib})
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)

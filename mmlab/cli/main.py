@@ -1,6 +1,6 @@
 """The command line: `mmlab COMMAND ...`.
 
-Exit codes: 0 done, 1 failed, 2 bad input or usage with one clear line on stderr. With `--json` stdout holds
+Exit codes: 0 done, 1 failed, 2 bad input or usage, with the reason on stderr. With `--json` stdout holds
 one JSON document and nothing else; progress bars and notes go to stderr. Each command imports what it needs,
 so `mmlab --help` is instant.
 """

@@ -1,7 +1,7 @@
 """One TOML file describes one training run; every key is checked before anything is loaded.
 
 A section's keys are the options of the function or class that it configures, under the same names and with the same
-defaults. `examples/train.toml` shows them at work.
+defaults, but `image` is `aspect:128`. `examples/train.toml` shows them at work.
 
     [data]        path, images, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
                   folder of a cache, which is filled before training, and cache_limit_gib (see docs/internals/cache.md)

@@ -225,7 +225,7 @@ def test_the_lines_of_the_readme_train_a_model_of_transformers(records, monkeypa
             "fit_memory": {"num_held_out": 0},
         }[name]
         monkeypatch.setattr(mmlab, name, partial(getattr(mmlab, name), **short, device="cpu"))
-    exec(lines.replace('device="cuda"', 'device="cpu"').replace("bf16", "fp32"), names)
+    exec(lines.replace('"cuda"', '"cpu"').replace("bf16", "fp32"), names)
     assert sum(step["num_samples"] for step in names["steps"]) == 3 * 16
 
 
