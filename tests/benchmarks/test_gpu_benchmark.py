@@ -200,8 +200,10 @@ def test_waiting_for_the_device_is_told_of_on_cuda_only(gpu: ModuleType, toy: An
 def test_cases_are_skipped_cut_off_or_failed_by_name_and_all_is_saved(
     gpu: ModuleType, toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bound = {"name": "a bound", "goal": "<= 3", "measured": 2.0, "met": True}
+
     def fine(bench: Any) -> Any:
-        return {"figure": [1.0, 2.0]}, [gpu.goal("a bound", "<= 3", 2.0, True)]
+        return {"figure": [1.0, 2.0]}, [bound]
 
     def endless(bench: Any) -> Any:
         while True:
@@ -240,9 +242,7 @@ def test_cases_are_skipped_cut_off_or_failed_by_name_and_all_is_saved(
     assert "in broken" in rows["broken"]["traceback"]
     assert (rows["endless"]["status"], rows["endless"]["reason"]) == ("skipped", "cut off after 0 s")
     assert rows["late"]["reason"].endswith("it needs 60")
-    assert found["goals"] == [
-        {"case": "fine", "name": "a bound", "goal": "<= 3", "measured": 2.0, "met": True}
-    ]
+    assert found["goals"] == [{"case": "fine", **bound}]
     assert {"machine", "versions", "date"} < set(found)
 
 
