@@ -176,7 +176,7 @@ def _undecoded(dataset: Any) -> Any:
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
-        raise DataError(f"a {type(dataset).__name__} has no rows to plan: choose a split, no streaming=True")
+        raise DataError(f"cannot plan a {type(dataset).__name__}: choose a split, load it without streaming")
     dataset = dataset.with_format(None)
     for name in _IMAGES:
         if name in dataset.features:

@@ -87,7 +87,7 @@ class BranchStrategy(RanksStrategy):
         if not isinstance(model, FusionModel):
             raise OptionError(f"{type(model).__name__} has no two branches; branch needs a FusionModel")
         if any(getattr(goal, "all_ranks", False) for goal in trainer.objectives.values()):
-            raise OptionError("both ranks read the same batches, so all negatives are there; use contrastive")
+            raise OptionError("both ranks read the same batches, so contrastive already has all negatives")
         self._image_layers = self.options.image_layers
         if self._image_layers is not None:
             model.require_cut(self._image_layers)

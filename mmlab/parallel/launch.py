@@ -144,7 +144,8 @@ def _raise(failure: ChildFailedError, logs: Path, run_id: str) -> NoReturn:
         ) from None
     rank, process = failure.get_first_failure()
     log = "".join(path.read_text(errors="replace") for path in logs.glob(f"{run_id}_*/*/{rank}/stderr.log"))
-    raise RunError(f"rank {rank} ended silently: {process.message}\n\n{log[-2000:]}".rstrip()) from None
+    message = f"rank {rank} ended without an exception: {process.message}\n\n{log[-2000:]}"
+    raise RunError(message.rstrip()) from None
 
 
 def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int) -> None:

@@ -77,7 +77,7 @@ def test_ranks_form_a_group_and_return_what_they_found(capfd: pytest.CaptureFixt
         (
             "killed",
             RunError,
-            r"rank 1 ended silently: Signal 9 \(SIGKILL\)(.|\n)*my last words",
+            r"rank 1 ended without an exception: Signal 9 \(SIGKILL\)(.|\n)*my last words",
         ),
     ],
 )

@@ -173,7 +173,7 @@ def test_building_names_what_it_could_not_make(tmp_path: Path) -> None:
     for name in ("good.png", "bad.png"):
         Image.new("RGB", (20, 20)).save(tmp_path / name)
     dataset = MultimodalDataset([tmp_path / "good.png", tmp_path / "bad.png"], ["one", "two"])
-    with pytest.raises(OptionError, match=r"no cache: set dataset\.cache"):
+    with pytest.raises(OptionError, match=r"no cache to fill: set dataset\.cache"):
         build_cache(dataset)
     cached = with_cache(dataset, tmp_path / "cache")
     (tmp_path / "bad.png").write_bytes(b"not an image any more")

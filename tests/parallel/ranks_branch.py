@@ -266,7 +266,7 @@ def a_message_that_cannot_be_made_leaves_nobody_waiting(rank: int) -> None:
 def what_cannot_work_is_refused() -> None:
     with pytest.raises(OptionError, match="fp16 scales the loss"):
         branch_trainer(["contrastive"], precision="fp16")
-    with pytest.raises(OptionError, match="so all negatives are there"):
+    with pytest.raises(OptionError, match="so contrastive already has all negatives"):
         trainer_on_ranks(build(), ["contrastive_all_ranks"])
     with pytest.raises(OptionError, match="LossModel has no two branches"):
         trainer_on_ranks(Classifier(), ["contrastive"])

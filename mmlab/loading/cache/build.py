@@ -100,7 +100,7 @@ def check_build(dataset: MultimodalDataset, num_threads: int | None) -> tuple[Sa
         OptionError: the data set has no cache, or `num_threads` is below 1.
     """
     if dataset.cache is None:
-        raise OptionError("no cache: set dataset.cache = SampleCache(folder, key=cache_key(dataset))")
+        raise OptionError("no cache to fill: set dataset.cache = SampleCache(folder, key=cache_key(dataset))")
     check_numbers({"num_threads": num_threads})
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return dataset.cache, num_threads or max(1, num_usable_cores() // ranks_here)
