@@ -85,15 +85,18 @@ class PlannedMemory:
         }
 
     def figure(self) -> Figure:
-        """A figure of every planned batch: its samples, and its predicted bytes below the limit."""
+        """A figure of every planned batch: its samples (equal batches share a dot, of their area), and its predicted bytes."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 2.8), layout="constrained")
         counts, needed = figure.subplots(1, 2)
         limit_gib = self.limit_bytes / GIB
         if self.plan is not None:
-            columns = self.plan.shape_columns
-            dots = counts.scatter(columns[:, 2] * columns[:, 3] / 1e3, columns[:, 0], c=columns[:, 1], s=8)
+            shapes, times = np.unique(self.plan.shape_columns, axis=0, return_counts=True)
+            _, tokens, *sides = shapes.T
+            dots = counts.scatter(
+                np.prod(sides, axis=0) / 1e3, shapes[:, 0], c=tokens, s=8 * times, alpha=0.7
+            )
             figure.colorbar(dots, label="tokens")
             needed.plot(self.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
         needed.axhline(limit_gib, color=GREY, lw=1, ls="--")
