@@ -267,7 +267,7 @@ class Arm:
                 "data_wait_s": sum(step["data_wait_s"] for step in steps),
                 "num_steps": len(steps),
                 "num_samples": sum(step["num_samples"] for step in steps),
-                "padded_tokens": sum(step["padded_cost"] for step in steps),
+                "padded_tokens": sum(step["padded_tokens"] + step["padded_patches"] for step in steps),
                 "loss": steps[-1]["loss"],
                 "reserved_bytes": max(step.get("reserved_bytes", 0) for step in steps),
             }

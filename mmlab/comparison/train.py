@@ -362,9 +362,12 @@ class _Training:
 
     def _epochs_done(self) -> float:
         """Epochs done; the current one counts by the cost of its batches, since steps differ in time."""
-        costs = costs_of(self._loader.plan)
-        done = costs[: self.trainer.epoch_batches].sum() / max(1.0, costs.sum())
-        return self.trainer.epoch + float(done)
+        loader, plan = self._loader, self._loader.plan
+        num_before, costs = len(loader) - len(plan), costs_of(plan)
+        left = costs[max(0, self.trainer.epoch_batches - num_before) :].sum() / max(1.0, costs.sum())
+        if num_before:  # on another number of ranks: the plan is that of the rest
+            left *= self._world_size * len(plan.columns.order) / len(loader.dataset)
+        return self.trainer.epoch + 1 - float(left)
 
     def _take(self, event: RunEvent) -> None:
         """Write an event and show it."""

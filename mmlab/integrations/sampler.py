@@ -119,20 +119,26 @@ class PlannedSampler(Sampler[list[int]]):
         """
         done = self.num_drawn if num_batches is None else num_batches
         plan = self._plan(self.epoch).state_dict(0)
-        return {"epoch": self.epoch, "num_batches": done, "world_size": self.world_size, "plan": plan}
+        place = {"epoch": self.epoch, "num_batches": done, "of_batches": len(self)}
+        return {**place, "world_size": self.world_size, "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next iteration after the batches that are done.
 
         Raises:
-            DataError: the state belongs to other data, another seed, other options or another number of
-                ranks.
+            DataError: the state belongs to other data, another seed, other options, another number of ranks, or in
+                mid-epoch to another number of epochs.
         """
         self._begin(state["epoch"])
         if (state["world_size"], state["plan"]) != (self.world_size, self._plan(self.epoch).state_dict(0)):
             raise DataError(
                 f"cannot resume: the state is of other data, seed, scheduler options or ranks ({state['world_size']}, "
                 f"here {self.world_size}); resume with the same"
+            )
+        if state["num_batches"] and state.get("of_batches", len(self)) != len(self):
+            raise DataError(
+                f"cannot resume: the epoch was cut into {state['of_batches']} batches and is now cut into {len(self)}, because "
+                "num_epochs differs; resume with the same num_epochs"
             )
         self._start = self.num_drawn = self.first = state["num_batches"]
 

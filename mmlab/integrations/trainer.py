@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from mmlab.data.conversation_sizes import conversation_sizes
 from mmlab.data.conversations import Conversations
@@ -18,6 +18,25 @@ from mmlab.types import Samples
 
 _SET_ANEW = {"batch_size", "batch_sampler", "sampler", "shuffle", "drop_last"}
 _OPTIONS = signature(DataLoader).parameters.keys() - _SET_ANEW - {"dataset"}
+
+
+class _SameEpochs(TrainerCallback):
+    """Refuses a checkpoint whose epochs had another number of batches: samples would be repeated or left out."""
+
+    def __init__(self, trainer: PlannedBatches) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if (planned := self._trainer.planned) is not None and state.global_step:
+            epoch, steps = divmod(
+                state.global_step, math.ceil(len(planned) / args.gradient_accumulation_steps)
+            )
+            here = epoch + steps * args.gradient_accumulation_steps / len(planned)
+            if not math.isclose(state.epoch, here, rel_tol=1e-6):
+                raise DataError(
+                    "cannot resume: the checkpoint's epochs had another number of batches; resume with the same number "
+                    "of epochs or steps, scheduler and gradient_accumulation_steps"
+                )
 
 
 class PlannedBatches:
@@ -52,6 +71,7 @@ class PlannedBatches:
         super().__init__(*args, **kwargs)
         self.batch_scheduler, self.sample_sizes = scheduler, sizes
         self.planned: PlannedSampler | None = None  # once training has begun
+        self.add_callback(_SameEpochs(self))  # type: ignore[attr-defined]
 
     def get_train_dataloader(self) -> DataLoader:
         """The trainer's own loader, with planned batches."""
@@ -78,6 +98,8 @@ class PlannedBatches:
 
     def _make_sampler(self, dataset: Any) -> PlannedSampler:
         args, sizes = self.args, self._find_sizes(dataset)  # type: ignore[attr-defined]
+        if isinstance(dataset, Conversations) and args.remove_unused_columns:
+            raise OptionError("give the trainer remove_unused_columns=False: the collator needs all columns")
         assert self.batch_scheduler is not None
         place = {"rank": args.process_index, "world_size": args.world_size}
         num_epochs = math.ceil(args.num_train_epochs)
@@ -100,7 +122,7 @@ class PlannedBatches:
             return sample_sizes([len(ids) for ids in dataset["input_ids"]])
         raise DataError(
             f"{type(dataset).__name__} does not tell the sizes of its samples; give sizes=, for example "
-            "mmlab.integrations.sample_sizes(num_tokens, height, width)"
+            "mmlab.integrations.sample_sizes(num_tokens, height, width), or train on mmlab.read_conversations(dataset)"
         )
 
 

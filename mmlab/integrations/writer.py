@@ -174,6 +174,8 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             "text_waste": waste(tokens, text),
             "image_waste": waste(patches, image),
             "combined_waste": waste(tokens + patches, text + image),
+            "padded_tokens": int(text),
+            "padded_patches": int(image),
             "predicted_cost": float(text + image),
             **({} if self._memory is None else {"predicted_bytes": peak_bytes}),
         }

@@ -21,7 +21,7 @@ from mmlab.runs.summaries import draw_runs, duration, progress_of, summarize, ve
 
 TRACKS: Mapping[str, tuple[str, ...]] = {  # kinds of event that are drawn, and the columns of each
     "step": (
-        "step", "time_s", "num_samples", "num_tokens", "height", "width", "loss", "samples_per_s", "step_s",
+        "step", "time_s", "num_samples", "padded_tokens", "padded_patches", "loss", "samples_per_s", "step_s",
         "data_wait_s", "combined_waste", "peak_bytes", "predicted_bytes", "limit_bytes",
         "allocated_bytes", "reserved_bytes", "lr",
     ),
@@ -81,8 +81,9 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     if limit is None and not is_process and device.get("memory_source") not in (None, "process RSS"):
         limit = device.get("memory_total_bytes")
     left_s = progress_of([run]).left_s if run.status in ACTIVE else nan
+    of_rank = ", rank 0" if len(run.ranks()) > 1 else ""
     figures = {
-        "samples/s": found["samples_per_s"] and f"{found['samples_per_s']:.4g}",
+        f"samples/s{of_rank}": found["samples_per_s"] and f"{found['samples_per_s']:.4g}",
         "waste": _per_cent(found["combined_waste"]),
         "process" if is_process else "peak" if limit is None else "peak / limit": peak
         and _mib(*filter(None, (peak, limit))),

@@ -6,6 +6,7 @@ Costs a tenth of a second, most of it in matplotlib, and as much again if images
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from mmlab.runs.figures import GREY, colours_of, to_png
-from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.cost import PaddedTokens
 from mmlab.types import PATCH
 
 if TYPE_CHECKING:
@@ -51,17 +52,20 @@ def plan_figure(
     axes = figure.subplots(1, len(shown) + 1)
     # margins by hand: a layout engine takes as long as everything else
     figure.subplots_adjust(left=0.01, right=0.98, bottom=0.19, top=0.82, wspace=0.28)
-    for area, name in zip(axes, shown, strict=False):
-        area.imshow(_picture(plans[name], photo))
+    pictures = [_picture(plans[name], photo) for name in shown]
+    high, wide = np.max([picture.shape[:2] for picture in pictures], axis=0, initial=1)
+    for area, name, picture in zip(axes, shown, pictures, strict=False):
+        area.imshow(picture)
+        area.set(xlim=(0, wide), ylim=(high, 0))  # one scale
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
     image = "" if photo else "blue: image, "
     kinds = f"{image}orange: text, grey: padding (the first samples of each); dashed: limit"
-    figure.text(0.01, 0.05, kinds, fontsize="small")
+    figure.text(0.01, 0.02, fill(kinds, 46 * len(shown)), fontsize="small")
     colours = colours_of(plans)
     area, found = (
         axes[-1],
-        {name: batch_costs(PaddedTokens(), plan.shape_columns) for name, plan in plans.items()},
+        {name: plan.costs(PaddedTokens()) for name, plan in plans.items()},
     )
     highest = max([1.02 * budget, *(values.max() for values in found.values())])
     for name, values in found.items():
@@ -71,7 +75,7 @@ def plan_figure(
     area.set(xlabel="padded tokens of a batch", ylabel="batches", ylim=(0, None))
     area.locator_params(nbins=5)
     area.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="upper right", ncols=9, frameon=False)
+    figure.legend(loc="upper right", ncols=5, frameon=False)
     return figure
 
 
@@ -97,6 +101,7 @@ def thumbnails(plan: BatchPlan) -> tuple[NDArray[np.int64], dict[tuple[int, int]
     if not len(plan):
         return np.zeros((1, 1), np.int64), places
     batches, sizes = plan.columns, plan.sizes
+    padding = PADDING if plan.limits.streams is None else EMPTY  # packs have none
     by_cost = np.argsort(plan.costs(), kind="stable")
     rows: list[NDArray[np.int64]] = []
     for batch in by_cost[np.linspace(0, len(plan) - 1, _NUM_BATCHES).astype(int)]:
@@ -108,9 +113,9 @@ def thumbnails(plan: BatchPlan) -> tuple[NDArray[np.int64], dict[tuple[int, int]
         for place, sample in enumerate(members):
             places[sum(map(len, rows)), place * (wide + 2)] = int(sample)
             cell = row[:, place * (wide + 2) : place * (wide + 2) + wide]
-            cell[: high + 2] = PADDING
+            cell[: high + 2] = padding
             cell[: -(-sizes.height[sample] // PATCH), : -(-sizes.width[sample] // PATCH)] = IMAGE
-            cell[high : high + 2] = PADDING
+            cell[high : high + 2] = padding
             cell[high : high + 2, : round(wide * sizes.num_tokens[sample] / max(1, tokens))] = TEXT
         rows.append(row)
     most = max(row.shape[1] for row in rows)

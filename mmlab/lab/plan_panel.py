@@ -99,7 +99,7 @@ class PlanExplorer(Panel):
         shares = table.columns[1:-2]
         style = table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", shares)
         style = style.format_index(lambda name: str(name).replace("_", " "), axis="columns")
-        style = style.bar(shares, vmin=0, vmax=0.5, color="#E69F0080", width=80)
+        style = style.bar(shares, vmin=0, vmax=1, color="#E69F0080", width=80)
         style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
         looks = {
             "thead th": "text-align: left; vertical-align: bottom; line-height: 1.2",

@@ -100,7 +100,13 @@ class LossModel(nn.Module):
     @property
     def compares_samples(self) -> bool:
         """Whether the loss compares the samples of a batch with each other, as CLIP's does."""
-        return hasattr(getattr(self.module, "base_model", self.module), "logit_scale")
+        return self.logit_scale is not None
+
+    @property
+    def logit_scale(self) -> Tensor | None:
+        """() inverse temperature of a model such as CLIP; None of one that has none."""
+        logarithm = getattr(getattr(self.module, "base_model", self.module), "logit_scale", None)
+        return None if logarithm is None else logarithm.exp()
 
     def num_terms(self, batch: Batch | HostColumns) -> Tensor | int:
         """How many samples or label tokens the module's mean is over."""

@@ -7,13 +7,13 @@ head.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from mmlab.errors import OptionError, check_name
+from mmlab.errors import OptionError
 
 PARTS = ("image", "text", "fusion", "heads")
 _NAMES = (
@@ -69,26 +69,10 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             weight.requires_grad_(False)
 
 
-def parameter_groups(
-    model: nn.Module, *, weight_decay: float, lr_factors: Mapping[str, float] | None = None
-) -> list[dict[str, Any]]:
-    """Groups for an optimizer: `params`, `weight_decay`, and `lr_factor`, to be multiplied with the learning rate.
-
-    Args:
-        weight_decay: of weights of two or more dimensions; none for biases, norms and scalars.
-        lr_factors: by part; 1 where a part is not named.
-
-    Raises:
-        OptionError: a part that does not exist.
-    """
-    for part in lr_factors or {}:
-        check_name("part of the model", part, PARTS)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            factor = (lr_factors or {}).get(part_of(name), 1.0)
-            groups.setdefault((factor, weight_decay if weight.dim() > 1 else 0.0), []).append(weight)
-    return [
-        {"params": weights, "weight_decay": decay, "lr_factor": factor}
-        for (factor, decay), weights in sorted(groups.items(), key=lambda item: item[0], reverse=True)
-    ]
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer: `weight_decay` for weights of two or more dimensions, none for biases, norms and scalars."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    decayed = [weight for weight in weights if weight.dim() > 1]
+    others = [weight for weight in weights if weight.dim() <= 1]
+    groups = ((decayed, weight_decay), (others, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]

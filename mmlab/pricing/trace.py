@@ -31,7 +31,7 @@ from mmlab.pricing.values import device_asked_for
 from mmlab.pricing.work import Work, scratch_bytes, work_of
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.losses.base import Objective
-from mmlab.training.losses.names import parse_objectives
+from mmlab.training.losses.names import parse_objectives, refuse_bare
 from mmlab.training.precision import Precision
 from mmlab.training.split import running_statistics
 from mmlab.types import Batch, BatchShape
@@ -224,6 +224,7 @@ class StepTracer:
     def _loss(self, batch: Batch) -> torch.Tensor:
         with self.precision.autocast():
             output = self.model(batch)
+            refuse_bare(output, self.model, self.objectives)
             sums = [objective(output, batch) / len(batch) for objective in self.objectives.values()]
             return torch.stack(sums).sum()
 

@@ -22,7 +22,7 @@ _COLOURS = {
     "memory": ("#3FA5DC", "#8CCBF2"),
     "sorted": ("#D55E00", "#FF7F3F"),
     "length_grouped": ("#8F8500", "#F0E442"),
-    "aspect_bucket": ("#222222", "#E8E8E8"),
+    "aspect_bucket": ("#6E6E6E", "#E8E8E8"),
     "packed": ("#6B4FA0", "#B39DDB"),
 }
 _OTHERS = (

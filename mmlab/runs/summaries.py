@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import RunState
-from mmlab.types import PATCH
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,10 +60,21 @@ def progress_of(runs: Iterable[RunState]) -> Progress:
         return Progress(done_ratio)
     speeds[~np.isfinite(speeds)] = known.mean()  # of runs that have not begun
     evaluations_s = [run.column("eval_s", "eval").mean() for run in runs if "eval_s" in run.keys("eval")]
-    epochs = [(run.latest("start").get("num_epochs") or 0, run.count("eval")) for run in runs]
-    num_evaluations = sum(max(0, num_epochs - num_done) for num_epochs, num_done in epochs)
+    num_evaluations = sum(map(_evaluations_left, runs))
     left_s = float((np.maximum(0.0, planned - done) / speeds).sum())
     return Progress(done_ratio, left_s + num_evaluations * float(np.mean(evaluations_s or [0.0])))
+
+
+def _epochs_done(run: RunState) -> int:
+    """Epochs that have ended; of other trainers, which may not tell, those that were evaluated."""
+    return run.count("epoch") or run.count("eval")
+
+
+def _evaluations_left(run: RunState) -> float:
+    """As many for each epoch that is left as for each that is done."""
+    num_done, num_evaluated = _epochs_done(run), run.count("eval")
+    num_left = max(0, (run.latest("start").get("num_epochs") or 0) - num_done)
+    return num_left * max(1.0, num_evaluated / max(1, num_done))
 
 
 def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
@@ -102,15 +112,15 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     }
 
 
-_SIZES = ("num_samples", "num_tokens", "height", "width")
+_PADDED = ("padded_tokens", "padded_patches")
 _WASTES = ("text_waste", "image_waste", "combined_waste")
-WASTE_KEYS = (*_SIZES, *_WASTES)  # of step events, that `waste_of` needs
+WASTE_KEYS = (*_PADDED, *_WASTES)  # of step events, that `waste_of` needs
 
 
 def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
     """Padding shares of several steps together: each step is weighted by its padded texts, images, or both.
 
-    >>> steps = {"num_samples": [1, 1], "num_tokens": [10, 30], "height": [16, 16], "width": [16, 16]}
+    >>> steps = {"padded_tokens": [10, 30], "padded_patches": [1, 1]}
     >>> steps |= {"text_waste": [0.0, 0.4], "image_waste": [0.0, 0.5], "combined_waste": [0.0, 0.4]}
     >>> {key: round(share, 3) for key, share in waste_of(steps).items()}
     {'text_waste': 0.3, 'image_waste': 0.25, 'combined_waste': 0.295}
@@ -121,8 +131,7 @@ def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
     Returns:
         Each share; None where a step lacks it.
     """
-    samples, tokens, height, width = (np.asarray(steps[key], float) for key in _SIZES)
-    texts, images = samples * tokens, samples * np.ceil(height / PATCH) * np.ceil(width / PATCH)
+    texts, images = (np.asarray(steps[key], float) for key in _PADDED)
     weights = dict(zip(_WASTES, (texts, images, texts + images), strict=True))
     return {
         key: _ratio((np.asarray(steps[key]) * weight).sum(), weight.sum()) for key, weight in weights.items()
@@ -177,10 +186,10 @@ def verdict_of(runs: Iterable[RunState]) -> str:
 
 
 def _epoch_speeds(run: RunState) -> list[float]:
-    """Samples a second of each evaluated epoch, without its first steps."""
+    """Samples a second of each finished epoch, without its first steps."""
     epochs, samples, seconds = (run.column_or_nan(key) for key in ("epoch", "num_samples", "step_s"))
     speeds = []
-    for epoch in np.unique(epochs[np.isfinite(epochs)])[: run.count("eval")]:
+    for epoch in np.unique(epochs[np.isfinite(epochs)])[: _epochs_done(run)]:
         rows = np.flatnonzero(epochs == epoch)
         rows = rows[WARMUP_STEPS if len(rows) > 2 * WARMUP_STEPS else 0 :]
         speeds.append(float(samples[rows].sum() / seconds[rows].sum()))
@@ -207,14 +216,13 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         dashes = ("-", "--", ":", "-.")[[line.get_color() for line in tokens.lines].count(colour) % 4]
         style = {"color": colour, "ls": dashes, "lw": 1, "alpha": 0.25 if name in pale else 1, "label": name}
         run = runs[name]
-        batch, texts, height, width = (run.column_or_nan(key) for key in _SIZES)
-        padded = batch * (texts + np.ceil(height / PATCH) * np.ceil(width / PATCH))
+        batch, texts, images = (run.column_or_nan(key) for key in ("num_samples", *_PADDED))
         if not priced and "memory_bytes" in run.keys("device"):
             seconds = run.column("time_s", "device")
             memory.plot(seconds - seconds[0], run.column("memory_bytes", "device") / 2**20, **style)
-        drawn = (
+        drawn: Any = (
             (loss, run.column_or_nan("loss"), batch),
-            (tokens, padded, None),
+            (tokens, texts + images, None),
             (speed, run.column_or_nan("samples_per_s"), run.column_or_nan("step_s")),
             (memory, run.column_or_nan("predicted_bytes") / 2**20, None),
         )

@@ -68,7 +68,7 @@ def cut_optimally(text, high, wide, part, limit, objective, budget, max_size):
                 area = tallest * widest
                 _price_shape(longest, area, limit[0], limit[1], limit_price)
                 _price_shape(longest, area, objective[0], objective[1], price)
-            if _price(count, limit_price) > budget:
+            if count > 1 and _price(count, limit_price) > budget:  # each sample alone was checked
                 break
             total = best[start] + _price(count, price)
             if total < best[end]:

@@ -29,9 +29,9 @@ def images_apart(group: Ints) -> Ints:
     """(n,) a value for each image, from the samples' groups: a sample of unknown group has an image of its own.
 
     >>> images_apart(np.array([7, -1, 7, -1]))
-    array([ 7, -2,  7, -4])
+    array([ 7,  9,  7, 11])
     """
-    return np.where(group < 0, -1 - np.arange(len(group)), group)
+    return np.where(group < 0, group.max(initial=-1) + 1 + np.arange(len(group)), group)
 
 
 class Block(NamedTuple):

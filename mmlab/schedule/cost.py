@@ -111,6 +111,8 @@ class PaddedTokens:
         return MaxPolynomial(np.ones((1, 2)), np.array([[1, 1, 0], [1, 0, 1]]), self.unit, self.patch)
 
 
+# a budget is exceeded by more than this factor only: the same cost summed in another order differs in its last bits
+ROUNDING = 1 + 1e-9
 FREE = MaxPolynomial(np.zeros((1, 1)), np.zeros((1, 3), dtype=np.int64))  # where nothing is limited
 
 
@@ -163,7 +165,7 @@ def check_samples_fit(cost: CostModel, sizes: SampleSizes, budget: float, remedy
         OptionError: a sample costs more; names it, and the remedy.
     """
     row, price = costliest_sample(cost, sizes, enough=budget)
-    if price > budget:
+    if price > budget * ROUNDING:
         scale, unit = (2**20, "MiB") if cost.unit == "bytes" else (1, cost.unit)
         size = described(sizes.num_tokens[row], sizes.height[row], sizes.width[row])
         raise OptionError(

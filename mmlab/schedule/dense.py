@@ -23,6 +23,7 @@ from mmlab.schedule.classic import aspect_class
 from mmlab.schedule.collisions import images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits, stable_order
 from mmlab.schedule.cost import (
+    ROUNDING,
     MaxPolynomial,
     PaddedTokens,
     check_samples_fit,
@@ -101,12 +102,13 @@ class Budget(Scheduler):
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
         num_windows = max(1, round(len(rows) / window))
         objective = self._objective(sizes, rows, limits.budget)
-        cut = partial(self._cut_windows, sizes, budget=limits.budget, objective=objective)
+        budget = limits.budget * ROUNDING
+        cut = partial(self._cut_windows, sizes, budget=budget, objective=objective)
         if self.allow_collisions:
             return cut(rows, np.arange(len(rows)) * num_windows // len(rows))
         separate = partial(
             resolve_collisions, sizes, objective=objective, cut=cut, limit=self.cost.as_polynomial(),
-            budget=limits.budget, max_size=self.max_batch_size,
+            budget=budget, max_size=self.max_batch_size,
         )  # fmt: skip
         # few samples take some per cent longer or shorter, by how their images happen to be dealt
         num_tries = 1 if self.time is None else int(np.clip(BLOCK_SIZE // len(rows), 1, _MOST_TRIES))

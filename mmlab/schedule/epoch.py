@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import DataError, OptionError
-from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
+from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position, images_apart
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.ranks import split_evenly
 from mmlab.types import SampleSizes
@@ -71,7 +71,8 @@ class EpochBlocks:
     def of(cls, scheduler: Scheduler, sizes: SampleSizes, epoch: int) -> EpochBlocks:
         """A whole epoch of the data with these sizes."""
         drawn = scheduler.draw(sizes, epoch)
-        sizes = sizes if drawn is None else sizes.take(drawn)
+        if drawn is not None:  # one that is drawn twice is of one image, whether its group is known or not
+            sizes = replace(sizes, group=images_apart(sizes.group)).take(drawn)
         return cls(scheduler, sizes, epoch, scheduler.limits(sizes), drawn)
 
     def next_epoch(self, sizes: SampleSizes) -> EpochBlocks:

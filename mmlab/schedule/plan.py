@@ -120,6 +120,11 @@ class BatchPlan:
         """Rows that come more than once, ascending; only a scheduler that draws repeats any."""
         return np.flatnonzero(self.times_drawn > 1)
 
+    @property
+    def ranks_in_step(self) -> int:
+        """How many successive batches ranks train in one step; 1 in the share of one rank."""
+        return 1 if self._world_size > 1 else self.source.world_size
+
     def shard(self, rank: int, world_size: int) -> BatchPlan:
         """The batches of one rank: every `world_size`-th, so that one step's batches are neighbours in the plan.
 
@@ -156,7 +161,7 @@ class BatchPlan:
 
         Args:
             budget: what costs are measured against, the plan's own budget when None.
-            num_ranks: ranks that share consecutive batches; None takes those it was planned for, or 8.
+            num_ranks: ranks that share consecutive batches; None takes those it was planned for, or 8; 1 for one rank's share.
             following: the next epoch's plan, for `randomness`; None makes it, if this is the plan of a whole
                 epoch.
         """
@@ -166,7 +171,7 @@ class BatchPlan:
         if following is None and whole and isinstance(source, EpochBlocks):
             following = BatchPlan(source.next_epoch(self.sizes), self.sizes)
         if num_ranks is None:
-            num_ranks = source.world_size if source.world_size > 1 else 8
+            num_ranks = self.ranks_in_step if source.world_size > 1 else 8
         return report_plan(self, budget=budget, num_ranks=num_ranks, following=following)
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mmlab.machine import GIB
 from mmlab.schedule import metrics
 from mmlab.schedule.columns import Ints
-from mmlab.schedule.cost import PaddedTokens
+from mmlab.schedule.cost import ROUNDING, PaddedTokens
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.types import PATCH
 
@@ -133,7 +133,7 @@ def report_plan(
         mean_cost=float(costs.mean()) if len(costs) else 0.0,
         peak_cost=peak_cost,
         peak_over_budget=peak_cost / budget if budget else None,
-        num_over_budget=int((costs > budget).sum()) if budget else 0,
+        num_over_budget=int((costs > budget * ROUNDING).sum()) if budget else 0,
         straggler=metrics.straggler(batch_work if seconds is None else seconds, num_ranks),
         randomness=score,
         collision_ratio=metrics.collision_ratio(batches, sizes.group),
@@ -148,7 +148,7 @@ def _padded(plan: BatchPlan, text: Ints, image: Ints, patch: int) -> tuple[Ints,
     """(b,) padded tokens, padded patches and work of each batch, from tokens and patches of each sample."""
     if plan.limits.streams is not None:
         sums = plan.columns.totals(text), plan.columns.totals(image)
-        padded = metrics.padded_streams(*sums, plan.limits.streams, plan.source.world_size)
+        padded = metrics.padded_streams(*sums, plan.limits.streams, plan.ranks_in_step)
         return *padded, plan.columns.totals(metrics.work(text) + metrics.work(image))
     counts, longest, height, width = plan.shape_columns.T
     area = metrics.cells(height, patch) * metrics.cells(width, patch)
@@ -160,8 +160,8 @@ def _notes(plan: BatchPlan, costs: NDArray[np.float64], budget: float | None) ->
     if len(missing):
         rows = ", ".join(map(str, missing[:_SHOWN_ROWS])) + (", ..." if len(missing) > _SHOWN_ROWS else "")
         notes.append(f"{len(missing)} samples are in no batch: rows {rows}")
-    if budget and (costs > budget).any():
-        notes.append(f"{int((costs > budget).sum())} batches cost more than the budget of {budget:.6g}")
+    if budget and (over := int((costs > budget * ROUNDING).sum())):
+        notes.append(f"{over} batches cost more than the budget of {budget:.6g}")
     mean = len(plan.columns.order) / max(1, len(plan.columns.ends))
     if plan.limits.budget and not plan.limits.streams and mean < _FEW_SAMPLES < len(plan.sizes):
         notes.append(

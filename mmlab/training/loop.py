@@ -219,7 +219,7 @@ class FusionTrainer(TrainerSetup):
             self.model.train()
         lr = self.learning_rate(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_factor"]
+            group["lr"] = lr
         return lr
 
     def _gradient(self, window: Window) -> dict[str, float]:
@@ -234,11 +234,12 @@ class FusionTrainer(TrainerSetup):
         """L2 norm of the gradient of each objective's mean, without the other objectives."""
         norms = {}
         for name in self.objectives:
-            means = self._gradient(window.weighted({each: float(each == name) for each in self.objectives}))
+            alone = window.weighted({each: float(each == name) for each in self.objectives})
+            means = self._gradient(alone)
             if name in means:  # else it has no gradient, which is not the same as a small one
                 total = math.hypot(*self.strategy.part_norms(self._parts).values())
                 norms[name] = total / self.precision.scaler.get_scale()
-            self.model.zero_grad(set_to_none=True)
+            alone.reset()
         return norms
 
     def _windows(self, loader: Iterable[Batch]) -> Iterator[tuple[list[Batch], float, dict[str, float]]]:

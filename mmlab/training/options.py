@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +32,6 @@ class TrainOptions:
         total_steps: length of the schedule; None lets `fit` work it out. `train_step` alone then keeps `lr` constant.
         accumulation_steps: micro-batches in one optimizer step.
         max_grad_norm: L2 limit of the whole gradient, or a limit for each part (image, text, fusion, heads).
-        lr_factors: factors on the learning rate of parts.
         freeze: names of parameters that are not trained, with wildcards (`image_encoder.*`).
         checkpointing: recompute activations in the backward pass instead of keeping them.
         compile: True calls the model through `torch.compile`, see `mmlab.model.compiling`; a name chooses the backend.
@@ -61,7 +59,6 @@ class TrainOptions:
     total_steps: int | None = None
     accumulation_steps: int = 1
     max_grad_norm: float | Mapping[str, float] = 1.0
-    lr_factors: Mapping[str, float] | None = None
     freeze: tuple[str, ...] = ()
     checkpointing: bool = False
     compile: bool | str = False
@@ -83,10 +80,6 @@ class TrainOptions:
             check_name("part of the model", part, PARTS)
             if not limit > 0:
                 raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {limits}")
-        for part, factor in (self.lr_factors or {}).items():
-            check_name("part of the model", part, PARTS)
-            if not 0 <= factor < math.inf:
-                raise OptionError(f"lr_factors must be at least 0 and finite, found {factor} for {part}")
 
 
 def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> TrainOptions:

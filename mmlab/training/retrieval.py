@@ -26,6 +26,7 @@ from mmlab.training.losses.base import pairs
 from mmlab.training.losses.contrastive import one_way_losses
 from mmlab.types import Batch
 
+_TIE = 1e-6  # of similarities: equal vectors differ by rounding
 ROWS_PER_BLOCK = 1024
 
 
@@ -182,4 +183,4 @@ def _ranks(
         similarity = queries[rows] @ candidates.T
         right = query_groups[rows, None] == candidate_groups
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
-        yield (~(similarity < best) & ~right).sum(1)  # a NaN never wins
+        yield (~(similarity < best - _TIE) & ~right).sum(1)  # a NaN never wins

@@ -130,8 +130,7 @@ class TrainerSetup:
         options = self.options
         self.parameters, self._parts = trainable_parameters(self.model), parts_of(self.model)
         self.precision.check(self.parameters)
-        decay, factors = options.weight_decay, options.lr_factors
-        groups = parameter_groups(self.model, weight_decay=decay, lr_factors=factors)
+        groups = parameter_groups(self.model, weight_decay=options.weight_decay)
         self.optimizer = torch.optim.AdamW(
             self.strategy.optimizer_groups(groups), lr=options.lr, fused=self.device.type in ("cpu", "cuda")
         )
@@ -321,7 +320,7 @@ def warmup_cosine(step: float, total_steps: int | None, warmup_ratio: float) -> 
     """
     if total_steps is None:
         return 1.0
-    num_warmup = math.ceil(warmup_ratio * total_steps)
+    num_warmup = math.ceil(round(warmup_ratio * total_steps, 6))
     if step < num_warmup:
         return (step + 1) / num_warmup
     progress = min(1.0, (step - num_warmup) / max(1, total_steps - num_warmup))

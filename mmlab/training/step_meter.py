@@ -106,7 +106,7 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
 
     Returns:
         `text_waste`, `image_waste` and `combined_waste`, the shares of tokens, of patches and of both together that
-        are padding, and `padded_cost`, the number of tokens and patches with padding.
+        are padding; `padded_tokens` and `padded_patches`, their numbers with padding.
     """
     tokens = padded_tokens = patches = padded_patches = 0
     for batch in batches:
@@ -120,7 +120,8 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
         "text_waste": waste(tokens, padded_tokens),
         "image_waste": waste(patches, padded_patches),
         "combined_waste": waste(tokens + patches, padded_tokens + padded_patches),
-        "padded_cost": padded_tokens + padded_patches,
+        "padded_tokens": padded_tokens,
+        "padded_patches": padded_patches,
     }
 
 

@@ -120,10 +120,10 @@ class Strategy:
     ) -> None:
         """Load what `state_dict` of any strategy returned. The optimizer keeps its own options; collective."""
         model.load_state_dict(state["model"])
-        own = [(group["weight_decay"], group["lr_factor"]) for group in optimizer.param_groups]
+        own = [group["weight_decay"] for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
-        for group, (weight_decay, lr_factor) in zip(optimizer.param_groups, own, strict=True):
-            group["weight_decay"], group["lr_factor"] = weight_decay, lr_factor
+        for group, weight_decay in zip(optimizer.param_groups, own, strict=True):
+            group["weight_decay"] = weight_decay
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Each number summed over the ranks, in double precision; collective."""

@@ -109,8 +109,9 @@ class Weighting:
         if not scores:
             return None
         free = sum(self.shares[name] for name in scores)
-        target = self.shares | {name: free * score / sum(scores.values()) for name, score in scores.items()}
-        target = _bounded(target, *self.bounds)
+        wanted = {name: score / sum(scores.values()) for name, score in scores.items()}
+        parts = _bounded(wanted, *(bound / free for bound in self.bounds))
+        target = self.shares | {name: free * part for name, part in parts.items()}
         self.shares = {
             name: share + self.smoothing * (target[name] - share) for name, share in self.shares.items()
         }

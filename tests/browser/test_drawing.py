@@ -520,7 +520,6 @@ def samples_of(folder: Path) -> int:
 
 
 def tokens_of(folder: Path) -> int:
-    values = [event.values for event in events(folder, "step")]
     return sum(
-        v["num_samples"] * (v["num_tokens"] + (v["height"] // 16) * (v["width"] // 16)) for v in values
+        event.values["padded_tokens"] + event.values["padded_patches"] for event in events(folder, "step")
     )

@@ -95,7 +95,7 @@ def write_replay(folder: Path) -> None:
                 log.emit(RunEvent("step", step, rank, 1e9 + step, {**_SIZES, **values}))
 
 
-_SIZES = {"num_tokens": 16, "height": 64, "width": 64, "text_waste": 0.1, "image_waste": 0.1}
+_SIZES = {"padded_tokens": 128, "padded_patches": 128, "text_waste": 0.1, "image_waste": 0.1}
 _USE = {"device": "cpu", "utilization_source": "process CPU"}
 
 
@@ -106,7 +106,8 @@ def events_of(step: int, time_s: float, rng: random.Random, seed: int) -> list[R
     peak = 2**20 * (30 + num_samples * (1 + num_tokens / 64))
     loss = 0.5 + (3 - 0.3 * seed) * math.exp(-step / 150) + rng.gauss(0, 0.08)
     values = {
-        "epoch": 0, "num_samples": num_samples, "num_tokens": num_tokens, "height": side, "width": side, "loss": loss,
+        "epoch": 0, "num_samples": num_samples, "padded_tokens": num_samples * num_tokens, "loss": loss,
+        "padded_patches": num_samples * (side // 16) ** 2,
         "combined_waste": abs(rng.gauss(0.1 + 0.2 * seed, 0.05)) % 1, "step_s": step_s,
         "data_wait_s": step_s * abs(rng.gauss(0.05, 0.05)) % 1, "samples_per_s": num_samples / step_s,
         "peak_bytes": peak, "predicted_bytes": peak * rng.uniform(1, 1.1), "memory_source": "live tensors",

@@ -94,6 +94,16 @@ def test_a_state_of_other_options_is_refused() -> None:
             other.load_state_dict(state)
 
 
+def test_another_number_of_epochs_is_refused_in_mid_epoch_where_it_changes_the_batches() -> None:
+    first, longer = (PlannedSampler(sizes(), budget(), num_epochs=number) for number in (1, 4))
+    assert len(longer) > len(first)
+    with pytest.raises(
+        DataError, match=f"{len(first)} batches and is now cut into {len(longer)}.*num_epochs"
+    ):
+        longer.load_state_dict(first.state_dict(3))
+    longer.load_state_dict(first.state_dict(0))
+
+
 def test_epochs_beyond_those_announced_are_refused_where_they_need_more_batches() -> None:
     lengths = [len(budget().plan(sizes(), epoch=epoch)) for epoch in range(20)]
     shortest = next(epoch for epoch in range(1, 20) if lengths[epoch] > max(lengths[:epoch]))

@@ -191,8 +191,8 @@ def test_one_line_is_read_from_the_end_of_a_long_file(tmp_path: Path) -> None:
 
 def test_each_share_of_padding_weighs_by_what_it_is_a_share_of() -> None:
     run = RunState()
-    texts = {"num_samples": 10, "num_tokens": 100, "height": 16, "width": 16}
-    images = {"num_samples": 10, "num_tokens": 1, "height": 160, "width": 160}
+    texts = {"padded_tokens": 1000, "padded_patches": 10}
+    images = {"padded_tokens": 10, "padded_patches": 1000}
     for step, sizes, waste in ((1, texts, 0.5), (2, images, 0.1)):
         shares = dict.fromkeys(("text_waste", "image_waste", "combined_waste"), waste)
         run.apply([RunEvent("step", step, 0, float(step), {**sizes, **shares})])
@@ -242,7 +242,7 @@ def test_a_small_batch_hardly_moves_the_line_of_the_loss() -> None:
 
 def test_a_picture_of_runs_has_one_unit_on_each_axis_whatever_their_plans_cost() -> None:
     runs = {}
-    sizes = {"num_samples": 2, "num_tokens": 10, "height": 32, "width": 16}
+    sizes = {"num_samples": 2, "padded_tokens": 20, "padded_patches": 4}
     for name, cost in (("random", {}), ("fastest", {"predicted_cost": 0.2, "predicted_bytes": 2**20})):
         runs[name] = RunState()
         runs[name].apply([RunEvent("step", 1, 0, 1.0, {**sizes, **cost})])
@@ -317,8 +317,10 @@ def test_what_is_left_follows_from_costs_and_not_from_steps() -> None:
     assert both.done_ratio == pytest.approx(82 / 150)
     assert both.left_s == pytest.approx(68 / 10), "a run that has not begun is taken to be as fast"
     evaluated = run_of([10, 10, 10, 10, 10], [1] * 5, planned=100, num_epochs=2)
-    evaluated.apply([RunEvent("eval", 5, 0, 9.0, {"eval_s": 3.0})])
+    evaluated.apply([RunEvent("epoch", 5, 0, 6.0, {}), RunEvent("eval", 5, 0, 9.0, {"eval_s": 3.0})])
     assert progress_of([evaluated]).left_s == pytest.approx(5 + 3)
+    evaluated.apply([RunEvent("eval", 5, 0, 9.0, {"eval_s": 3.0})])
+    assert progress_of([evaluated]).left_s == pytest.approx(5 + 2 * 3), "as many in each epoch as so far"
 
 
 def test_without_costs_steps_count_and_without_a_plan_nothing_is_promised() -> None:

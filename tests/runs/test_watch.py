@@ -37,7 +37,7 @@ def write_run(folder: Path, *, rank: int = 0, num_steps: int = 4, loss: float = 
         log.write("device", -1, utilization_ratio=0.5, power_w=310.0, **MEMORY)
         for step in range(1, num_steps + 1):
             log.write(
-                "step", step, loss=loss, num_samples=8, num_tokens=10, height=32, width=32, step_s=0.5, data_wait_s=0.1,
+                "step", step, loss=loss, num_samples=8, padded_tokens=80, padded_patches=80, step_s=0.5, data_wait_s=0.1,
                 text_waste=0.2, image_waste=0.1, combined_waste=0.15, peak_bytes=7,
             )  # fmt: skip
 

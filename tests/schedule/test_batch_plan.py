@@ -187,3 +187,11 @@ def test_sizes_that_are_negative_are_refused_with_their_row():
     for wrong in (float("nan"), 1.5, 2**62):
         with pytest.raises(ValueError, match="height must be whole numbers"):
             SampleSizes(num_tokens=[3, 2], height=[1, wrong], width=[1, 1], group=[0, 1])
+
+
+@pytest.mark.parametrize("name", ["budget", "packed"])
+def test_the_report_of_one_ranks_share_takes_no_batches_of_it_for_one_step(name):
+    plan = make_scheduler(name, world_size=2, budget=4000).plan(make_sizes(600))
+    share, whole = plan.shard(0, 2).report(), plan.report()
+    assert share.straggler == 0
+    assert share.text_waste == pytest.approx(whole.text_waste, abs=0.02)

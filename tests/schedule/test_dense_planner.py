@@ -14,7 +14,7 @@ from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.metrics import straggler
 from mmlab.schedule.preview import read_lengths
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import Aspect, SampleSizes
+from mmlab.types import Aspect, BatchShape, SampleSizes
 from tests.schedule.planning import BYTES, COCO_LENGTHS, PAIRS, TIME, make_sizes
 
 SIZES = make_sizes(3000)
@@ -206,3 +206,18 @@ def test_memory_plans_below_its_share_of_the_device():
 def test_the_fastest_plan_needs_a_time_model():
     with pytest.raises(OptionError, match=r"'fastest' needs a time model; give time=.*or take .*'budget'"):
         make_scheduler("fastest", budget=1000)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6))
+def test_a_budget_of_exactly_the_costliest_sample_holds_whatever_way_its_cost_is_summed(seed):
+    rng = np.random.default_rng(seed)
+    cost = MaxPolynomial(rng.random((1, 6)) * 10.0 ** rng.integers(-3, 6, 6), EXPONENTS)
+    num_samples = int(rng.integers(3, 60))
+    height, width = rng.integers(0, 400, (2, num_samples))
+    tokens, group = rng.integers(0, 40, num_samples), np.arange(num_samples)
+    sizes = SampleSizes(num_tokens=tokens, height=height, width=width, group=group)
+    budget = max(cost(BatchShape(*row)) for row in sizes.alone.tolist())
+    plan = make_scheduler("budget", cost=cost, budget=budget).plan(sizes)
+    assert plan.costs().max() <= budget * (1 + 1e-9)
+    assert plan.report().num_over_budget == 0

@@ -238,6 +238,12 @@ def test_few_samples_are_drawn_without_replacement():
     assert plan.report().coverage == 0.1
 
 
+def test_a_sample_of_unknown_group_is_not_twice_in_a_batch():
+    sizes = SampleSizes(num_tokens=[3] * 20, height=[32] * 20, width=[32] * 20, group=[-1] * 20)
+    plan = Weighted(weights=[30.0] + [1.0] * 19, inner=make_scheduler("budget", budget=200)).plan(sizes)
+    assert all(len(set(batch)) == len(batch) for batch in plan)
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [([1, 0], "found 0.0 in row 1"), ([np.nan], "found nan"), ([1, 2], "2 weights for 500 samples")],

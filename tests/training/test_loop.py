@@ -147,7 +147,8 @@ def test_columns_on_the_host_are_what_the_tensors_say():
 def test_what_a_batch_counts_is_known_before_the_step():
     batch = collated(0)
     with CountOperations() as operations:
-        found = [Contrastive().count(batch), Matching().count(batch), measure_padding([batch])["padded_cost"]]
+        found = [Contrastive().count(batch), Matching().count(batch)]
+        padding = measure_padding([batch])
     assert operations.num_operations == 0
     sizes = np.array(SIZES[:4])
     num_tokens, num_patches = sizes[:, 0], np.prod(-(-sizes[:, 1:] // 16), axis=1)
@@ -155,7 +156,8 @@ def test_what_a_batch_counts_is_known_before_the_step():
     assert (batch.host.num_tokens, batch.host.num_patches) == (num_tokens.sum(), num_patches.sum())
     assert batch.host.num_pairs == batch.host.num_images == is_pair.sum() == found[0]
     assert found[1] == 3 * is_pair.sum()
-    assert found[2] == 4 * (num_tokens.max() + np.prod(-(-sizes[:, 1:].max(0) // 16)))
+    assert padding["padded_tokens"] == 4 * num_tokens.max()
+    assert padding["padded_patches"] == 4 * np.prod(-(-sizes[:, 1:].max(0) // 16))
 
 
 def test_a_pack_of_texts_alone_costs_its_tokens():
@@ -164,7 +166,8 @@ def test_a_pack_of_texts_alone_costs_its_tokens():
         "text_waste": 0.0,
         "image_waste": 0.0,
         "combined_waste": 0.0,
-        "padded_cost": 9,
+        "padded_tokens": 9,
+        "padded_patches": 0,
     }
 
 
@@ -195,7 +198,7 @@ def test_the_plans_cost_stands_beside_the_measured_one():
     trainer = FusionTrainer(tiny_model(), device="cpu", accumulation_steps=2)
     first, last = trainer.fit(Planned(micro_batches()))
     assert (first["predicted_cost"], last["predicted_cost"]) == (4 * 3, 4 * 3)
-    assert first["padded_cost"] > first["predicted_cost"]
+    assert first["padded_tokens"] + first["padded_patches"] > first["predicted_cost"]
     assert "predicted_cost" not in trainer.fit(micro_batches())[0]
 
 

@@ -178,6 +178,13 @@ def test_collapsed_or_broken_embeddings_recall_nothing(value):
     assert found["image_to_text_r10"] == found["text_to_image_r10"] == 0
 
 
+@pytest.mark.parametrize(("num_pairs", "dim"), [(5, 64), (9, 128), (11, 512)])
+def test_equal_vectors_recall_nothing_although_their_similarities_differ_by_rounding(num_pairs, dim):
+    image, text = (unit(1, dim, seed=seed).expand(num_pairs, -1).contiguous() for seed in (0, 1))
+    found = recalls(embeddings(image, text, list(range(num_pairs))))
+    assert found["image_to_text_r1"] == found["text_to_image_r1"] == 0
+
+
 def test_random_embeddings_recall_at_chance():
     found = recalls(embeddings(unit(1500, 16), unit(1500, 16, seed=1), list(range(1500))))
     assert found["chance_r1"] == 1 / 1500

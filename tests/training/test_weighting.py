@@ -136,3 +136,10 @@ def test_bad_options_say_why():
         Weighting(NAMES, interval=5, smoothing=0)
     with pytest.raises(OptionError, match="the saved weights are of a, b, these objectives are contrastive"):
         Weighting(NAMES).load_state_dict(Weighting(["a", "b"]).state_dict())
+
+
+def test_an_objective_that_was_not_seen_keeps_its_weight_where_the_others_reach_their_bounds():
+    weighting = Uncertainty(dict.fromkeys(NAMES, 1.0), interval=1, smoothing=1.0)
+    weights = weighting.update(1, {"contrastive": 1.0, "matching": 1000.0})
+    assert weights["masked_language"] == pytest.approx(1.0)
+    assert weights["matching"] == pytest.approx(3 * 0.05)

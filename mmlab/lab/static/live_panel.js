@@ -10,7 +10,6 @@ const SILENT_MS = 5000; // without a message from the kernel for so long, it is 
 const NUDGE_MS = 2500; // before that, ask whether it is there
 const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, CSS pixels
 const FONT = "px system-ui, sans-serif";
-const patches = (h, w) => Math.ceil(h / 16) * Math.ceil(w / 16);
 
 // robust: a few outliers do not set the range, and may be drawn on a log scale.
 // from: [track, column] of the measure, or several, of which the first with numbers is used; or f(columns, row) of steps;
@@ -33,8 +32,8 @@ const PLOTS = [
 	{ id: "wait", title: "waiting for data", unit: "share", measures: [{ id: "wait", label: "waiting", ratio: ["data_wait_s", "step_s"] }] },
 	{ id: "samples", title: "samples per step", zero: true, measures: [{ id: "samples", label: "samples", from: [["step", "num_samples"]] }] },
 	{ id: "batch", title: "padded tokens per step", zero: true, measures: [
-		{ id: "image", label: "image", f: (c, i) => c.num_samples[i] * patches(c.height[i], c.width[i]) },
-		{ id: "text", label: "text", f: (c, i) => c.num_samples[i] * c.num_tokens[i] }] },
+		{ id: "image", label: "image", from: [["step", "padded_patches"]] },
+		{ id: "text", label: "text", from: [["step", "padded_tokens"]] }] },
 ];
 
 /* ---- data ---- */
@@ -96,7 +95,7 @@ class Line { // one run on one rank
 		if (axis === "step" && series.columns.step) return { array: series.columns.step, sorted: series.sorted };
 		if (track === "step") {
 			const c = series.columns;
-			const amount = axis === "sample" ? (i) => c.num_samples[i] : (i) => c.num_samples[i] * (c.num_tokens[i] + patches(c.height[i], c.width[i]));
+			const amount = axis === "sample" ? (i) => c.num_samples[i] : (i) => c.padded_tokens[i] + c.padded_patches[i];
 			const all = this.derive("x" + axis, Float64Array, null);
 			all.f = (i, array) => (i ? array[i - 1] : 0) + (amount(i) || 0);
 			return { array: all.upTo(series.n), sorted: true };
@@ -477,7 +476,7 @@ class View {
 	draw() {
 		this.grid.hidden = !this.store.points;
 		this.phase.hidden = !!this.store.points;
-		setText(this.phase, { running: `${this.store.phase || "waiting for the first step"} …`, idle: "Nothing to show yet: press Start." }[this.store.state] ?? `${this.store.state} …`);
+		setText(this.phase, { running: `${this.store.phase || "waiting for the first step"} …`, idle: "Nothing to show yet: press Start." }[this.store.state] ?? this.store.state + (this.store.state.endsWith("ing") ? " …" : ""));
 		if (!this.measured || this.plots[0].area.clientWidth !== this.plots[0].width) this.measure(); // cells out of sight have no size
 		const colours = this.colours(), range = this.xRange();
 		if (colours !== this.drawnWith) { this.drawnWith = colours; this.clean = false; }

@@ -75,6 +75,12 @@ def parse_objectives(
     if not asked:
         raise OptionError(f"no objective; known are {', '.join(OBJECTIVES)}")
     if isinstance(asked, Mapping):
+        for name, goal in asked.items():
+            if not (callable(goal) and hasattr(goal, "count")):
+                raise OptionError(
+                    f"objective {name!r} must have count(batch) and __call__(output, batch), as "
+                    f"mmlab.training.losses.base.Objective says; found a {type(goal).__name__}"
+                )
         return dict(asked)
     makers: dict[str, Any] = {**OBJECTIVES, ALL_RANKS: partial(Contrastive, all_ranks=True)}
     if tokenizer is not None:
@@ -87,13 +93,13 @@ def parse_objectives(
 
 
 def refuse_bare(output: Any, model: nn.Module, objectives: Mapping[str, Objective]) -> None:
-    """Refuse an output that is a plain tensor or dict, without embeddings, if an objective reads them."""
-    if not isinstance(output, Tensor | dict) or hasattr(output, "image_embedding"):
+    """Refuse an output without embeddings, such as a plain tensor or dict, if an objective reads them."""
+    if all(hasattr(output, name) for name in ("image_embedding", "text_embedding", "logit_scale")):
         return
     reading = [name for name, goal in objectives.items() if type(goal) in OBJECTIVES.values()]
     if reading:
         name = type(model).__name__
         raise OptionError(
-            f"{name} returned a {type(output).__name__}, and {', '.join(reading)} reads embeddings; if this is the "
-            f"model's own loss, train LossModel({name}(...))"
+            f"{name} returned a {type(output).__name__}, and {', '.join(reading)} reads its image_embedding, text_embedding and "
+            f"logit_scale; if it has its own loss, train LossModel({name}(...))"
         )
