@@ -166,6 +166,10 @@ def test_a_trainer_trains_planned_conversations_with_workers(folder: Path, tmp_p
         model, args, train_dataset=talks, data_collator=ConversationCollator(processor), processing_class=processor,
         scheduler=make_scheduler("budget", budget=700),
     )  # fmt: skip
+    trainer.args.remove_unused_columns = True
+    with pytest.raises(OptionError, match="remove_unused_columns=False"):
+        trainer.train()
+    trainer.args.remove_unused_columns = False
     result = trainer.train()
     assert np.isfinite(result.training_loss)
     assert trainer.planned is not None

@@ -6,11 +6,13 @@ import dataclasses
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mmlab
 from mmlab.data.dataset import MultimodalDataset
@@ -22,7 +24,7 @@ from mmlab.model.presets import build_model
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.training.loop import FusionTrainer
-from mmlab.types import Aspect, Square, processor_policy
+from mmlab.types import IGNORED, Aspect, Square, processor_policy
 from tests.batches import make_batch, merge
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -374,3 +376,48 @@ def test_pretrained_encoders_of_both_kinds_load_from_a_folder(tmp_path):
 def test_a_loss_from_a_module_that_takes_batches_names_the_wrapper():
     with pytest.raises(OptionError, match=r"OwnBatchLoss returned a dict.*train LossModel\(OwnBatchLoss"):
         FusionTrainer(OwnBatchLoss("dict"), device="cpu").train_step([make_batch([(3, 32, 32)] * 2)])
+
+
+@pytest.mark.parametrize("output", ["loss", "embeddings"])
+def test_an_output_that_lacks_what_the_objectives_read_names_the_wrapper_in_training_and_pricing(output):
+    class Own(OwnLoss):
+        def forward(self, batch):
+            loss = super().forward(batch.pixel_values / 255)["loss"]
+            return SimpleNamespace(loss=loss) if output == "loss" else SimpleNamespace(image_embedding=loss)
+
+    expected = r"Own returned a SimpleNamespace, and contrastive reads its .*train LossModel\(Own"
+    with pytest.raises(OptionError, match=expected):
+        FusionTrainer(Own("dict"), device="cpu").train_step([make_batch([(3, 32, 32)] * 2)])
+    with pytest.raises(OptionError, match=expected):
+        mmlab.price(Own("dict"), (2, 3, 32, 32), device="cpu")
+
+
+class Labelled(nn.Module):
+    """Classifies texts; samples without a label do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 2)
+
+    def forward(self, input_ids, labels):
+        return {"loss": F.cross_entropy(self.embedding(input_ids).mean(1), labels, ignore_index=IGNORED)}
+
+
+def test_held_out_batches_without_a_label_do_not_spoil_the_loss_of_the_others():
+    trainer = FusionTrainer(Labelled(), device="cpu", lr=0.0)
+    labelled, without = make_batch([(4, 16, 16)] * 3), make_batch([(5, 16, 16)] * 2)
+    without.labels = torch.full((2,), IGNORED)
+    assert trainer.evaluate([labelled, without])["loss"] == trainer.evaluate([labelled])["loss"]
+    assert math.isnan(trainer.evaluate([without])["loss"])
+
+
+def test_the_two_halves_of_a_clips_held_out_loss_have_its_temperature(tokenizer):
+    model = clip(tokenizer)
+    trainer, scale = FusionTrainer(model, device="cpu", lr=0.0), math.log(50)
+    with torch.no_grad():
+        model.logit_scale.fill_(scale)
+    batch = make_batch([(4 + row, SIDE, SIDE) for row in range(32)], vocab_size=len(tokenizer))
+    found = trainer.evaluate([batch])
+    assert found["image_to_text_loss"] + found["text_to_image_loss"] == pytest.approx(
+        2 * found["loss"], rel=1e-4
+    )

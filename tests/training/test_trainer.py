@@ -657,3 +657,8 @@ def test_the_norms_that_gradnorm_asks_for_leave_running_statistics_alone():
         trainer.train_step([make_batch([(4, 32, 32), (5, 32, 32), (3, 32, 32)])])
         found.append([buffer.clone() for buffer in trainer.statistics])
     assert all(map(torch.equal, *found))
+
+
+def test_what_is_no_objective_is_refused_by_its_name():
+    with pytest.raises(OptionError, match=r"objective 'mine' must have count\(batch\).*found a function"):
+        FusionTrainer(tiny_model(), device="cpu", objectives={"mine": lambda output, batch: 0})
