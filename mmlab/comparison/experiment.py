@@ -55,7 +55,7 @@ def compare(
 ) -> Comparison:
     """Train the same model on the same pairs under each scheduler and report what each costs.
 
-    Pairs of a split `val` or `test` are held out; without such a split, a tenth of the images.
+    Pairs of a validation split (`val`, `dev`, ...) or else `test` are held out; without such a split, a tenth of the images.
 
     Args:
         data: anything that `read_records` takes, or records; with `processor`, what `read_conversations` takes.

@@ -6,6 +6,7 @@ Comparisons and single runs share these, so both hold out the same pairs and rec
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from mmlab.types import parse_image_policy
 Rows = TypeVar("Rows", Records, Conversations)
 COST = PaddedTokens()
 EVAL_BATCH_SIZE = 32
+VALIDATION = ("val", "valid", "validation", "dev", "eval")  # names of splits, in any case
 AUGMENTATIONS: dict[str, Augment | None] = {
     "none": None,
     "crop": Augment(),
@@ -127,16 +129,23 @@ def make_datasets(
 
 
 def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
-    """Training and held-out pairs: by the data's own split `val` or `test`, else a tenth of the images, at least two.
+    """Training and held-out pairs: by the data's own split, else a tenth of the images, at least two.
+
+    Validation is held out (`VALIDATION`), or `test` where there is none; neither is trained on, nor are pairs of an image
+    that is held out. Data of such splits alone count as data without splits.
 
     Raises:
         DataError: fewer than two images on one side; a pair is judged against others.
     """
-    splits = np.array(records.splits or [None] * len(records), dtype=object)
-    held_out = np.isin(splits, ("val", "test"))
-    if held_out.any():
-        name = "val" if "val" in splits else "test"
-        sides = [records.select(np.flatnonzero(side)) for side in (~held_out, splits == name)]
+    splits = np.array([str(name).lower() for name in records.splits or [None] * len(records)], dtype=object)
+    validation, test = np.isin(splits, VALIDATION), splits == "test"
+    trained, held_out = ~(validation | test), validation if validation.any() else test
+    if trained.any() and held_out.any():
+        shared = trained & np.isin(records.group, records.group[held_out])
+        if shared.any():
+            told = f"{shared.sum():,} training pairs show images that are held out too; they are left out"
+            warnings.warn(told, stacklevel=3)
+        sides = [records.select(np.flatnonzero(side)) for side in (trained & ~shared, held_out)]
     else:
         share = max(0.1, 2 / max(1, len(np.unique(records.group))))
         sides = list(records.hold_out(min(0.5, share), seed=seed))

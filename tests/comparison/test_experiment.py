@@ -393,10 +393,33 @@ def test_held_out_images_are_never_trained_on(records: Records) -> None:
     assert not set(train.group.tolist()) & set(held_out.group.tolist())
 
 
+@pytest.mark.parametrize("name", ["Val", "valid", "VALIDATION", "dev", "eval", "Test"])
+def test_usual_names_of_splits_are_held_out_in_any_case(records: Records, name: str) -> None:
+    splits = [("train", None, name)[group % 3] for group in records.group]
+    train, held_out = hold_out(replace(records, splits=splits))
+    assert (set(train.splits or ()), set(held_out.splits or ())) == ({"train", None}, {name})
+    with_test = replace(records, splits=["TEST" if split == "train" else split for split in splits])
+    train, held_out = hold_out(with_test)
+    assert set(train.splits or ()) == {None}
+    assert set(held_out.splits or ()) == ({name, "TEST"} if name == "Test" else {name})
+    train, held_out = hold_out(with_test.split(name))  # nothing else: as without splits
+    assert len(train) + len(held_out) == splits.count(name)
+
+
+def test_an_image_that_is_held_out_is_not_trained_on_by_another_caption(records: Records) -> None:
+    splits = list(records.splits or ())
+    splits[splits.index("val")] = "train"
+    with pytest.warns(UserWarning, match="1 training pairs show images that are held out too"):
+        train, held_out = hold_out(replace(records, splits=splits))
+    assert not set(train.group.tolist()) & set(held_out.group.tolist())
+    assert len(train) + len(held_out) == len(records) - 1
+
+
 def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
     train, held_out = records.split("train"), records.split("val")
-    with pytest.raises(DataError, match=r"0 are left to train on, captions of 0 images \(groups\)"):
-        hold_out(held_out)
+    one = [train.group[0], *np.unique(held_out.group)]
+    with pytest.raises(DataError, match=r"3 are left to train on, captions of 1 image \(groups\)"):
+        hold_out(records.select(np.flatnonzero(np.isin(records.group, one))))
     some = [*np.unique(train.group)[:4], held_out.group[0]]
     with pytest.raises(
         DataError, match=r"of 15 pairs 3 are left to hold out, captions of 1 image \(groups\), at least 2"
