@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.data.decode import to_rgb
+from mmlab.data.decode import as_displayed, orientation_of, to_rgb
 from mmlab.data.readers.hub import as_stored, is_dataset
 from mmlab.data.readers.manifest import decode_text, is_parquet, numbered, parquet_file, read_json
 from mmlab.data.readers.rows import FileResolver, image_folder, open_file, report_bad_rows, why_not_unicode
@@ -341,10 +341,12 @@ def _measure(
 
 def decode(image: bytes) -> Any:
     """An encoded image as `PIL.Image`, in RGB and upright; transparency is laid over white, as in images of pairs."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with Image.open(io.BytesIO(image)) as opened:
-        return to_rgb(ImageOps.exif_transpose(opened))
+        orientation = orientation_of(opened)  # before decoding, which would find EXIF after the pixels too
+        pixels = np.asarray(to_rgb(opened))
+    return Image.fromarray(as_displayed(pixels, orientation))
 
 
 def _first(entry: Any, names: Sequence[str]) -> Any:

@@ -156,16 +156,17 @@ class MultimodalDataset(Dataset[Sample]):
                 keeps. Only without a cache: a crop that changes with every epoch must not be cached.
 
         Raises:
-            DataError: the image cannot be decoded.
+            DataError: the image cannot be decoded, or was replaced by one of another planned size.
         """
+        records = self.records
         if isinstance(found, bytes):
-            with reading_image("record", self.records.ids[row], self.records.image_paths[row]):
-                pixels = decode_image(found, self.image_policy, region).transpose(2, 0, 1)
+            planned = int(records.height[row]), int(records.width[row])
+            with reading_image("record", records.ids[row], records.image_paths[row]):
+                pixels = decode_image(found, self.image_policy, region, planned).transpose(2, 0, 1)
             found = np.ascontiguousarray(pixels) if out is None else put(pixels, out)
             if self.cache is not None:
                 self.cache.put(row, found)
         token_ids = self._token_ids[self._offsets[row] : self._offsets[row + 1]]
-        records = self.records
         return Sample(
             id=records.ids[row],
             image=None if found is None else torch.from_numpy(found),

@@ -42,7 +42,9 @@ _APP1, _SCAN = 0xE1, 0xDA
 _FLIPS_ROWS, _FLIPS_COLUMNS = (3, 4, 7, 8), (2, 3, 6, 7)
 
 
-def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = None) -> NDArray[np.uint8]:
+def decode_image(
+    encoded: bytes, policy: ImagePolicy, region: Region | None = None, planned: tuple[int, ...] = ()
+) -> NDArray[np.uint8]:
     """Decode an image, put it upright, convert it to RGB, and bring it to the policy's size.
 
     Args:
@@ -51,26 +53,32 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
         policy: gives the target size, from the size of the whole image.
         region: the part to resize, (top, left, height, width) in displayed pixels; None takes what the policy
             keeps.
+        planned: height and width that the whole image had when its size was planned.
 
     Returns:
         (h, w, 3) uint8.
 
     Raises:
-        DataError: not an image, damaged or cut off (nothing is filled in), smaller than `region`, or with more pixels
-            than Pillow allows (`PIL.Image.MAX_IMAGE_PIXELS`).
+        DataError: not an image, damaged or cut off (nothing is filled in), smaller than `region`, with more pixels
+            than Pillow allows (`PIL.Image.MAX_IMAGE_PIXELS`), or replaced by one whose target is not the planned one.
     """
     plain: Any = _plain_jpeg(encoded)
     with nullcontext() if plain is not None else _opened(encoded) as image:
-        orientation = 1 if image is None else _orientation(image)
+        orientation = 1 if image is None else orientation_of(image)
         height, width = plain.shape[:2] if image is None else displayed_size(image)
         target = _target(policy, height, width)  # type: ignore[arg-type]  # hashable, by its protocol
+        if target != _target(policy, *(planned or (height, width))):  # type: ignore[arg-type]
+            was = " x ".join(map(str, planned))
+            raise DataError(
+                f"it was replaced: found {height} x {width} pixels, {was} when the records were read"
+            )
         region = policy.kept(height, width) if region is None else Region(*region)
         top, left, rows, columns = region
         if not (0 <= top < top + rows <= height and 0 <= left < left + columns <= width):
             raise DataError(f"{region} is not in an image of {height} x {width} pixels; was it replaced?")
         ratio = min(region.height / target[0], region.width / target[1])
         pixels, reduction = (plain, 1) if image is None else _pixels(encoded, image, ratio)
-    upright = _upright(pixels, orientation)
+    upright = as_displayed(pixels, orientation)
     if reduction > 1:
         # a reduced image extends up to a pixel beyond the stored bottom and right edges; where these are now
         # top and left, the content is shifted in by as much
@@ -86,7 +94,7 @@ def decode_image(encoded: bytes, policy: ImagePolicy, region: Region | None = No
 def displayed_size(image: Image.Image) -> tuple[int, int]:
     """Height and width as displayed: EXIF orientations 5 to 8 swap the stored sides. Reads the header only."""
     width, height = image.size
-    return (width, height) if _orientation(image) >= 5 else (height, width)
+    return (width, height) if orientation_of(image) >= 5 else (height, width)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -112,7 +120,7 @@ def _opened(encoded: bytes) -> Image.Image:
         raise DataError(f"image header cannot be read: {error}") from error
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
     """The EXIF (or XMP) orientation in an unloaded image's header, 1 (upright) to 8.
 
     Pillow rotates TIFF files itself. Its PNG reader would decode the image to look for EXIF after the pixels,
@@ -146,7 +154,7 @@ def _target(policy: Any, height: int, width: int) -> tuple[int, ...]:
     return tuple(int(side[0]) for side in policy.target_sizes(np.array([height]), np.array([width])))
 
 
-def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+def as_displayed(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     """A view of the stored pixels as displayed: swap the axes first, then flip."""
     pixels = pixels.swapaxes(0, 1) if orientation >= 5 else pixels
     return pixels[:: -1 if orientation in _FLIPS_ROWS else 1, :: -1 if orientation in _FLIPS_COLUMNS else 1]

@@ -49,6 +49,20 @@ def test_transparency_is_laid_over_white(folder: Path) -> None:
     assert talks[0]["images"][0].getpixel((0, 0)) == (255, 255, 255)
 
 
+def test_an_orientation_after_the_pixels_counts_neither_in_planning_nor_in_decoding(folder: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 20)).save(folder / "turned.png", exif=exif)
+    content = (folder / "turned.png").read_bytes()
+    start = content.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(content[start : start + 4], "big")
+    (folder / "late.png").write_bytes(content[:start] + content[end:-12] + content[start:end] + content[-12:])
+    rows = [{"image": str(folder / name), "conversations": ASKED} for name in ("turned.png", "late.png")]
+    talks = read_conversations(rows)
+    assert talks.image_sizes == [[(30, 20)], [(20, 30)]]
+    assert [talk["images"][0].size for talk in talks] == [(20, 30), (30, 20)]
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
 def test_an_image_that_becomes_a_pipe_is_refused_at_once(folder: Path) -> None:
     talks = read_conversations([{"image": "a.png", "conversations": ASKED}], images=folder)

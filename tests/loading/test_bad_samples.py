@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from mmlab.data.augment import Augment
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError, RunError
+from mmlab.loading.cache.build import build_cache
+from mmlab.loading.cache.key import cache_key
+from mmlab.loading.cache.store import SampleCache
 from mmlab.runs.events import RunEvent, RunLog, read_events
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect
@@ -68,6 +74,29 @@ def test_skip_leaves_out_those_and_no_others(broken: MultimodalDataset, tmp_path
 def test_without_a_listener_bad_samples_are_warnings(broken: MultimodalDataset) -> None:
     with pytest.warns(RuntimeWarning, match=r"cannot read image .* \(left out\)"):
         list(make_loader(broken, "threads", on_bad_sample="skip"))
+
+
+@pytest.mark.parametrize("options", [{}, {"augment": Augment()}])
+def test_an_image_that_was_replaced_by_one_of_another_shape_is_left_out(
+    tmp_path: Path, options: dict
+) -> None:
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for path in paths:
+        Image.new("RGB", (128, 96)).save(path)
+    dataset = MultimodalDataset(paths, ["x", "y", "z"], image_policy=Aspect(64 * 64, 16))
+    sizes = dataset.sizes
+    Image.new("RGB", (60, 100)).save(paths[1])
+    Image.new("RGB", (256, 192)).save(paths[2])  # has the planned size too
+    message = "cannot read image .*1.png: it was replaced: found 100 x 60 pixels, 96 x 128 when"
+    scheduler = make_scheduler("random", batch_size=3)
+    for backend in ("here", "threads"):
+        loader = make_loader(dataset, backend, scheduler=scheduler, on_bad_sample="skip", **options)
+        with pytest.warns(RuntimeWarning, match=message):
+            (batch,) = loader
+        assert batch.pixel_values.shape == (2, 3, *(column[0] for column in (sizes.height, sizes.width)))
+    dataset.cache = SampleCache(tmp_path / "cache", key=cache_key(dataset))
+    (bad,) = build_cache(dataset, progress=False).bad_samples
+    assert re.search(message, bad)
 
 
 def test_too_many_end_the_run_also_across_a_resume(broken: MultimodalDataset) -> None:
