@@ -65,7 +65,7 @@ class Backend(ABC):
         self.copier, self.max_bytes = copier, max_bytes
         self._largest_bytes = 0  # of the batches so far
         self._pools: list[Any] = []  # the finishing thread's, then workers'; the last takes new work
-        weakref.finalize(self, _end, self._pools)
+        weakref.finalize(self, self._end, self._pools)
         self.meter = self._new_meter()
 
     @abstractmethod
@@ -116,7 +116,15 @@ class Backend(ABC):
 
     def close(self) -> None:
         """End all workers after their present task; a wait for a batch then raises a RunError."""
-        _end(self._pools)
+        self._end(self._pools)  # no function of the module: at exit that may be gone
+
+    @staticmethod
+    def _end(pools: list[Any]) -> None:
+        """Cancel what has not begun and wait for the rest; also at garbage collection and exit."""
+        ended = pools[:]
+        pools.clear()  # an empty list tells a waiting thread that the loader was closed
+        for pool in ended:
+            pool.shutdown(cancel_futures=True)
 
     def _await(self, pending: deque[Pending]) -> LoadedBatch:
         try:
@@ -253,14 +261,6 @@ class Copier:
         current.wait_stream(self._stream)
         for tensor in batch.tensors():
             tensor.record_stream(current)  # keep the memory until the current stream is done with it
-
-
-def _end(pools: list[Executor]) -> None:
-    """Cancel what has not begun and wait for the rest; also at garbage collection and exit."""
-    ended = pools[:]
-    pools.clear()  # an empty list tells a waiting thread that the loader was closed
-    for pool in ended:
-        pool.shutdown(cancel_futures=True)
 
 
 def _threads(number: int, name: str) -> ThreadPoolExecutor:

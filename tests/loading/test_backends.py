@@ -267,7 +267,8 @@ SCRIPT = f"""{OPENING}
 class InACell(MultimodalDataset):
     pass
 
-left_over = []
+import mmlab
+left_over = mmlab.left_over = []  # they outlive the functions of modules
 for backend in ("threads", "torch"):
     left_over.append(iter(PlannedLoader(dataset, plan, backend=backend, num_workers=2)))
     next(left_over[-1])
