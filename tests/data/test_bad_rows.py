@@ -135,7 +135,7 @@ def test_duplicate_and_missing_ids(images):
     }
 
 
-@pytest.mark.parametrize("label", ["cat", "1.5", "9" * 30, "nan"])
+@pytest.mark.parametrize("label", ["cat", "1.5", "9" * 30, "nan", "1_0"])
 def test_labels(images, label):
     rows = [["good.jpg", "x", "1"], ["good.jpg", "y", label]]
     found = reasons(images, rows, ("image", "text", "label"))

@@ -113,6 +113,16 @@ def test_an_image_id_that_stands_for_two_files_is_reported(folder):
     }
 
 
+@pytest.mark.parametrize("stated", [{}, {"image_id": None}])
+def test_an_annotation_without_image_is_not_paired_with_an_image_without_id(folder, stated):
+    folder.image("a.jpg")
+    content = {"images": [{"file_name": "a.jpg"}], "annotations": [{"caption": "x"} | stated]}
+    with pytest.raises(DataError) as error:
+        read_records(folder.json("captions.json", content))
+    found = [(row.row, row.reason.partition(" (")[0]) for row in error.value.bad_rows]
+    assert found == [("annotation 0", "image_id None is not among the images"), ("image None", "no text")]
+
+
 def test_object_annotations_are_not_captions(folder):
     path = folder.json("instances.json", {"images": [], "annotations": [{"bbox": []}]})
     with pytest.raises(DataError, match='as COCO captions: has no "caption"'):

@@ -191,6 +191,39 @@ def test_class_names_become_numbers_in_alphabetical_order(folder):
     assert records[:1].label_names == ("cat", "dog")
 
 
+def test_a_label_is_a_whole_number_as_it_is_written(folder):
+    folder.image("a.jpg")
+    rows = [["a.jpg", "x", "2.0"], ["a.jpg", "y", " -3"]]
+    records = read_records(folder.csv("data.csv", [["image", "text", "label"], *rows]))
+    assert records.labels is not None
+    assert records.labels.tolist() == [2, -3]
+    assert read_records(
+        folder.csv("data.csv", [["image", "text", "label"], ["a.jpg", "x", "1_0"]])
+    ).label_names == ("1_0",)
+
+
+@pytest.mark.parametrize("missing", [float("nan"), pd.NA, pd.NaT])
+def test_what_pandas_writes_for_a_missing_value_is_missing(folder, missing):
+    good = {
+        "image": folder.image("a.jpg"),
+        "text": "x",
+        "id": "1",
+        "label": 4,
+        "split": "train",
+        "group": "g",
+    }
+    records = read_records([good | {"split": missing, "group": missing}])
+    assert (records.splits, records.group.tolist()) == (None, [0])
+    for column, reason in {
+        "image": "no image",
+        "text": "no text",
+        "id": "no id",
+        "label": "no label",
+    }.items():
+        with pytest.raises(DataError, match=f"1 of 2 rows(.|\n)*item 1: .*{reason}"):
+            read_records([good, good | {"id": "2", column: missing}])
+
+
 def test_class_numbers_do_not_depend_on_the_split(folder):
     folder.image("a.jpg")
     rows = [["a.jpg", "x", "ant", "train"], ["a.jpg", "y", "bee", "val"]]
@@ -201,8 +234,10 @@ def test_class_numbers_do_not_depend_on_the_split(folder):
 
 
 def test_a_column_named_twice_is_refused(folder):
-    with pytest.raises(DataError, match="several columns are named text"):
+    with pytest.raises(DataError, match="several columns are named 'text'"):
         read_records(folder.csv("data.csv", [["image", "text", "text"], ["a.jpg", "x", "y"]]))
+    with pytest.raises(DataError, match="several columns are named '';"):
+        read_records(folder.csv("data.csv", [["", "", "image", "text"], ["0", "0", "a.jpg", "x"]]))
 
 
 def test_columns_that_a_spreadsheet_left_empty_at_the_end_are_none(folder):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import random
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from mmlab.data.conversations import read_conversations
 from mmlab.data.readers import read_records
 from mmlab.data.readers.manifest import SYNONYMS
 from mmlab.data.text import load_tokenizer
@@ -87,6 +91,17 @@ def test_an_unknown_file_names_every_format_tried(folder, content):
         DataError, match=r"(?s)not a format.*as COCO captions:.*as Flickr token file:.*as manifest:"
     ):
         read_records(folder.raw("data.bin", content))
+
+
+@pytest.mark.parametrize(
+    ("pack", "command"), [(gzip.compress, "gunzip"), (bz2.compress, "bunzip2"), (lzma.compress, "unxz")]
+)
+def test_a_compressed_file_says_how_to_decompress_it(folder, pack, command):
+    path = folder.raw("data.csv.packed", pack(b"image,text\na.jpg,x\n"))
+    with pytest.raises(DataError, match=f"compressed files are not read: {command} it"):
+        read_records(path)
+    with pytest.raises(DataError, match=f"not UTF-8 .*; {command} it"):
+        read_conversations(path)
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"[]"])

@@ -166,12 +166,16 @@ def test_a_damaged_header_is_reported(tmp_path):
 def test_a_key_that_repeats_is_reported(tmp_path):
     path = tmp_path / "0.tar"
     with tarfile.open(path, "w") as archive:
-        for name, content in [*pairs("a").items(), *pairs("a").items()]:
+        for name, content in [*pairs("a", "b", "c").items(), *pairs("c", "a").items()]:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-    with pytest.raises(DataError, match=r"0.tar: two members are named a.jpg"):
-        read_records(path)
+    with pytest.warns(UserWarning, match="2 of 3 rows"):
+        records = read_records(path, errors="report")
+    assert records.ids == ["0.tar/b"]
+    assert [(row.row, row.reason) for row in records.bad_rows] == [
+        (f"0.tar: {key}", f"two members are named {key}.jpg") for key in "ac"
+    ]
 
 
 def test_a_shard_that_shrinks_later_gives_no_half_image(tmp_path):

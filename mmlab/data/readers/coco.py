@@ -51,11 +51,13 @@ def read_coco(path: Path, allow_missing_modality: bool) -> list[Row]:
     without_caption = dict(images)
     rows = []
     for number, annotation in enumerate(content["annotations"]):
-        image_id = str(annotation.get("image_id"))
-        without_caption.pop(image_id, None)
-        row = _row(f"annotation {number}", images.get(image_id, {}), annotation.get("caption"), ambiguous)
+        image_id = annotation.get("image_id")
+        image = {} if image_id is None else images.get(str(image_id), {})
+        row = _row(f"annotation {number}", image, annotation.get("caption"), ambiguous)
         row.id = str(annotation["id"]) if "id" in annotation else None
-        if image_id not in images:
+        if image:
+            without_caption.pop(str(image_id), None)
+        else:
             row.problem = f"image_id {image_id} is not among the images"
         rows.append(row)
     alone = without_caption.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmlab.data.readers.coco import read_coco, why_not_coco
 from mmlab.data.readers.flickr import read_flickr, why_not_flickr
-from mmlab.data.readers.manifest import read_manifest, why_not_manifest
+from mmlab.data.readers.manifest import decompressor, read_manifest, why_not_manifest
 from mmlab.data.readers.rows import Row, Table
 from mmlab.errors import DataError
 
@@ -62,6 +62,8 @@ def read_data_file(path: Path, images: Path | None, allow_missing_modality: bool
     if read is None:
         if _is_empty(path):
             raise DataError(f"{path}: no rows found")
+        if command := decompressor(path):
+            raise DataError(f"{path}: compressed files are not read: {command} it")
         raise DataError(
             f"{path}: not a format that mmlab reads (docs/internals/data_formats.md lists them). Tried:{tried}"
         )

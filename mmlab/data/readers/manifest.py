@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,8 @@ SYNONYMS = {  # column -> names it may have, preferred first; compared in lower 
 _HEAD_BYTES = 1 << 16
 _FIRST_ROW_BYTES = 1 << 24  # the longest first row of JSON
 _DELIMITERS = ",\t|;"
+# first bytes of a file -> the command that decompresses it
+_COMPRESSED = {b"\x1f\x8b": "gunzip", b"BZ": "bunzip2", b"\xfd7": "unxz", b"\x28\xb5": "unzstd"}
 
 
 def match_columns(found: Iterable[object]) -> dict[str, str]:
@@ -152,11 +156,12 @@ def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, st
     if isinstance(entry, str):
         yield Row(where, None, None, problem=entry)
         return
-    values = {column: entry.get(name) for column, name in columns.items()}
+    values = {column: _stated(entry.get(name)) for column, name in columns.items()}
     row_id = values.get("id")
     no_id = f"no {columns['id']}" if "id" in columns and row_id is None else ""
     sample = object() if isinstance(values.get("image"), list) else None
     for image_number, image in _each(values.get("image")):
+        image = os.fspath(image) if isinstance(image, os.PathLike) else image
         is_path = image is None or isinstance(image, str)
         problem = "" if is_path else f"{columns['image']} must be a path, found {type(image).__name__}"
         for text_number, text in _each(values.get("text")):
@@ -171,6 +176,12 @@ def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, st
                 problem=problem or no_id,
                 sample=sample,
             )
+
+
+def _stated(value: Any) -> Any:
+    """A value, or None for those that stand for a missing one: NaN, pandas.NA and NaT."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
 
 
 def _each(value: Any) -> Iterator[tuple[str, Any]]:
@@ -192,7 +203,8 @@ def decode_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+        remedy = f"{command} it" if (command := decompressor(path)) else "save the file as UTF-8"
+        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); {remedy}") from error
 
 
 def _header_line(text: str) -> str:
@@ -214,7 +226,8 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
         while len(header) > 1 and not header[-1].strip():  # as spreadsheets write columns that were emptied
             header.pop()
         if repeated := sorted({name for name in header if header.count(name) > 1}):
-            raise DataError(f"{path}: several columns are named {', '.join(repeated)}; keep one of each")
+            names = ", ".join(map(repr, repeated))
+            raise DataError(f"{path}: several columns are named {names}; keep one of each")
         start = lines.line_num + 1
         for values in lines:
             where, start = f"line {start}", lines.line_num + 1
@@ -253,6 +266,12 @@ def numbered(entries: Iterable[object]) -> Iterator[tuple[str, dict[str, Any] | 
 
 def _as_entry(entry: object) -> dict[str, Any] | str:
     return entry if isinstance(entry, dict) else f"expected an object, found {entry!r:.40}"
+
+
+def decompressor(path: Path) -> str:
+    """The command that decompresses a file; empty if it is not compressed."""
+    with open(path, "rb") as file:
+        return _COMPRESSED.get(file.read(2), "")
 
 
 def is_parquet(path: Path) -> bool:

@@ -9,6 +9,7 @@ training.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import warnings
 from collections import Counter
@@ -199,9 +200,11 @@ def _read_labels(
 
 
 def _as_integer(value: object) -> int | None:
-    """The whole number that a label stands for, in any spelling, if it fits 64 bits."""
+    """The whole number that a label stands for, also written with zeros after the point, if it fits 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | np.integer):
         return None
+    if isinstance(value, str):
+        value = found[1] if (found := re.fullmatch(r"\s*([+-]?\d+)(\.0+)?\s*", value)) else ""
     try:
         number = int(value)
     except (ValueError, OverflowError):  # words, not a number, infinity

@@ -17,7 +17,7 @@ from posixpath import dirname, join, normpath
 from typing import Any, BinaryIO, NamedTuple
 
 from mmlab.data.readers.files import split_in
-from mmlab.data.readers.manifest import SYNONYMS, match_columns, rows_of_entry
+from mmlab.data.readers.manifest import SYNONYMS, decompressor, match_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
 from mmlab.data.readers.sidecar import stamp_of
 from mmlab.data.records import read_bytes
@@ -25,8 +25,6 @@ from mmlab.errors import DataError
 
 _IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
 _TEXT_SUFFIXES = ("txt", "text", "caption")
-# first bytes of a file -> the command that decompresses it
-_COMPRESSED = {b"\x1f\x8b": "gunzip", b"BZ": "bunzip2", b"\xfd7": "unxz", b"\x28\xb5": "unzstd"}
 
 
 class Member(NamedTuple):
@@ -119,10 +117,8 @@ def read_shards(shards: Sequence[Path]) -> Table:
             raise DataError(f"{shard}: no such file")
         if is_tar(shard):
             continue
-        with open(shard, "rb") as file:
-            command = _COMPRESSED.get(file.read(2))
         reason = "it has no tar header (image files go with their texts: read_records(image_paths, texts))"
-        if command:
+        if command := decompressor(shard):
             reason = f"compressed files allow no random access: {command} it"
         raise DataError(f"{shard}: not a tar shard: {reason}")
     root = Path(os.path.commonpath([os.path.realpath(shard.parent) for shard in shards]))
@@ -141,21 +137,21 @@ def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
     split = split_in(shard.stem) or split_in(shard.parent.name)
     name = os.path.relpath(Path(os.path.realpath(shard.parent), shard.name), root).replace(os.sep, "/")
     samples: dict[str, dict[str, Member]] = {}
-    damage = ""
+    damage, repeated = "", dict[str, str]()  # of a key: what is wrong
     try:
         for member in members(shard):
             folder, slash, base = member.name.removeprefix("./").rpartition("/")
             stem, _, suffix = base.partition(".")
             if stem and not stem.startswith("__"):  # hidden files and webdataset's own notes are no samples
-                parts = samples.setdefault(folder + slash + stem, {})
+                parts = samples.setdefault(key := folder + slash + stem, {})
                 if suffix.lower() in parts:
-                    damage = damage or f"two members are named {member.name}"
+                    repeated.setdefault(key, f"two members are named {member.name}")
                 parts[suffix.lower()] = member
     except DataError as error:
         damage = f"the archive {error}"
     with open(shard, "rb") as file:
         for key, parts in samples.items():
-            entry = _entry(file, parts)
+            entry = repeated.get(key) or _entry(file, parts)
             if isinstance(entry, dict):
                 image = _image_of(parts)
                 inside = image and image.name.replace("::", ":")
