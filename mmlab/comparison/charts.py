@@ -35,7 +35,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     draw_waste(waste, table[list(WASTES)])
     planned = 100 * table["planned_combined_waste"]
     on_its_bar = [index + 0.8 / 3 for index in range(len(table))]
-    dots: Any = {"color": "#D55E00", "ms": 5}
+    dots: Any = {"color": "black", "mfc": "white", "ms": 5}
     waste.plot(on_its_bar, planned, "D", label="combined, as planned", **dots)
     table["samples_per_s"].plot.bar(ax=throughput, color=list(colours.values()), alpha=0.75, label="measured")
     waits = 1000 * table["data_wait_ratio"] / table["samples_per_s"]
@@ -64,7 +64,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     time.set(title="Time per sample", ylabel="ms")
     memory.set(title=f"Peak memory ({table['peak_source'].iloc[0]})", ylabel="MiB")
     costs.set(title="Cost of each batch, first to last", ylabel=unit, ylim=(0, None))
-    loss.set(title="Held-out loss", xlabel="epoch")
+    loss.set(title="Held-out loss", xlabel="epoch", ylabel="nats")
     low, high = loss.get_ylim()
     spare = max(0.0, 0.1 - (high - low)) / 2  # noise alone must not look like a ranking
     loss.set_ylim(low - spare, high + spare)

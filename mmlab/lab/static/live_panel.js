@@ -593,7 +593,7 @@ class View {
 	// On the axis of seconds, pauses are grey and turns have their scheduler's colour; on others a pause is a mark, and so is an epoch's end.
 	drawBands(g, px, h, colours) {
 		const lines = this.visible().filter((line) => line.series("step")?.n && line.rank === line.run.ranks[0] && !line.run.ghost);
-		const band = (from, to, colour, alpha) => { g.globalAlpha = alpha; g.fillStyle = colour; g.fillRect(px(from), TOP, px(to) - px(from), h); };
+		const band = (from, to, colour, alpha) => { g.globalAlpha = alpha; g.fillStyle = colour; g.fillRect(px(from), TOP, Math.max(2, px(to) - px(from)), h); };
 		if (this.axis === "second") {
 			const turns = lines.flatMap((line) => line.turns().map(([from, to]) => ({ line, from, to }))).sort((a, b) => a.from - b.from);
 			if (lines.length > 1 && turns.every((turn, i) => !i || turns[i - 1].to <= turn.from + 0.2)) for (const { line, from, to } of turns) band(from, to, this.colourOf(line, colours), 0.1);
@@ -604,7 +604,7 @@ class View {
 		for (const line of lines) line.run.pauses.forEach(([from, to], k) => {
 			const { array, sorted } = line.x("step", this.axis), n = line.series("step").n, after = line.pauses("step")[k][0];
 			if (this.axis === "second") band(from, to ?? this.xRange()[1], colours.fg, 0.13);
-			else if (sorted && after > 0) band(array[after - 1], after < n ? array[after] : this.xRange()[1], colours.fg, 0.13);
+			else if (sorted && after > 0) band(array[after - 1], array[Math.min(after, n - 1)], colours.fg, 0.13);
 		});
 		g.globalAlpha = 1;
 	}
