@@ -48,7 +48,6 @@ from mmlab.types import parse_image_policy
 Rows = TypeVar("Rows", Records, Conversations)
 COST = PaddedTokens()
 EVAL_BATCH_SIZE = 32
-VALIDATION = ("val", "valid", "validation", "dev", "eval")  # names of splits, in any case
 AUGMENTATIONS: dict[str, Augment | None] = {
     "none": None,
     "crop": Augment(),
@@ -131,27 +130,26 @@ def make_datasets(
 def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
     """Training and held-out pairs: by the data's own split, else a tenth of the images, at least two.
 
-    Validation is held out (`VALIDATION`), or `test` where there is none; neither is trained on, nor are pairs of an image
-    that is held out. Data of such splits alone count as data without splits.
+    Validation is held out (`val`, `valid`, `validation`, `dev`, `eval`, in any case), or `test` where there is none;
+    neither is trained on, nor are pairs of an image that is held out. Data of such splits alone count as data
+    without splits.
 
     Raises:
         DataError: fewer than two images on one side; a pair is judged against others.
     """
     splits = np.array([str(name).lower() for name in records.splits or [None] * len(records)], dtype=object)
-    validation, test = np.isin(splits, VALIDATION), splits == "test"
+    validation, test = np.isin(splits, ("val", "valid", "validation", "dev", "eval")), splits == "test"
     trained, held_out = ~(validation | test), validation if validation.any() else test
     if trained.any() and held_out.any():
         shared = trained & np.isin(records.group, records.group[held_out])
-        if shared.any():
-            told = f"{shared.sum():,} training pairs show images that are held out too; they are left out"
-            warnings.warn(told, stacklevel=3)
+        if num := shared.sum():
+            warnings.warn(f"{num:,} training pairs show images held out too; they are left out", stacklevel=3)
         sides = [records.select(np.flatnonzero(side)) for side in (trained & ~shared, held_out)]
     else:
         share = max(0.1, 2 / max(1, len(np.unique(records.group))))
         sides = list(records.hold_out(min(0.5, share), seed=seed))
     for part, purpose in zip(sides, ("train on", "hold out"), strict=True):
-        num_groups = len(np.unique(part.group))
-        if num_groups < 2:
+        if (num_groups := len(np.unique(part.group))) < 2:
             raise DataError(
                 f"{records.source or 'the data'}: of {len(records)} pairs {len(part)} are left to {purpose}, captions of "
                 f"{num_groups} image{'s' * (num_groups != 1)} (groups), at least 2 are needed; give more images, or a "

@@ -222,10 +222,8 @@ def _parse(entry: Any) -> _Parsed:
             first["content"][:0] = [{"type": "image"} for _ in images]
             num_places = len(images)
     if num_places != len(images):
-        raise ValueError(
-            f"{num_places} {PLACEHOLDER} in the text and {len(images)} images; every image needs its place, and every "
-            "place its image"
-        )
+        found = f"{num_places} {PLACEHOLDER} in the text and {len(images)} images"
+        raise ValueError(f"{found}; every image needs its place, and every place its image")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no answer (a turn of gpt or assistant), so there is nothing to learn")
     return messages, tuple(images)

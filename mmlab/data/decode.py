@@ -68,10 +68,8 @@ def decode_image(
         height, width = plain.shape[:2] if image is None else displayed_size(image)
         target = _target(policy, height, width)  # type: ignore[arg-type]  # hashable, by its protocol
         if target != _target(policy, *(planned or (height, width))):  # type: ignore[arg-type]
-            was = " x ".join(map(str, planned))
-            raise DataError(
-                f"it was replaced: found {height} x {width} pixels, {was} when the records were read"
-            )
+            was = f"{planned[0]} x {planned[1]} when the records were read"
+            raise DataError(f"it was replaced: found {height} x {width} pixels, {was}")
         region = policy.kept(height, width) if region is None else Region(*region)
         top, left, rows, columns = region
         if not (0 <= top < top + rows <= height and 0 <= left < left + columns <= width):

@@ -409,7 +409,7 @@ def test_usual_names_of_splits_are_held_out_in_any_case(records: Records, name: 
 def test_an_image_that_is_held_out_is_not_trained_on_by_another_caption(records: Records) -> None:
     splits = list(records.splits or ())
     splits[splits.index("val")] = "train"
-    with pytest.warns(UserWarning, match="1 training pairs show images that are held out too"):
+    with pytest.warns(UserWarning, match="1 training pairs show images held out too; they are left out"):
         train, held_out = hold_out(replace(records, splits=splits))
     assert not set(train.group.tolist()) & set(held_out.group.tolist())
     assert len(train) + len(held_out) == len(records) - 1

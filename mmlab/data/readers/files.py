@@ -21,12 +21,9 @@ _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![
 _MAX_BLANKS = 1 << 16  # bytes of the largest file that is searched for anything else
 _NUM_TRIED = 50  # images that are looked for in each folder
 _IMAGE_FOLDERS = [
-    "".join(parts)
-    for parts in [
-        *product(["", "images", "Images"]),
-        *product(["", "images/"], ["train", "val", "test"], ["", "2017", "2014"]),
-        *product(["flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "Flickr8k_Dataset"]),
-    ]
+    *("", "images", "Images"),
+    *map("".join, product(["", "images/"], ["train", "val", "test"], ["", "2017", "2014"])),
+    *("flickr30k-images", "flickr30k_images", "Flicker8k_Dataset", "Flickr8k_Dataset"),
 ]
 
 

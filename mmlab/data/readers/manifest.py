@@ -225,9 +225,8 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
         header = next(lines, [])
         while len(header) > 1 and not header[-1].strip():  # as spreadsheets write columns that were emptied
             header.pop()
-        if repeated := sorted({name for name in header if header.count(name) > 1}):
-            names = ", ".join(map(repr, repeated))
-            raise DataError(f"{path}: several columns are named {names}; keep one of each")
+        if repeated := sorted({repr(name) for name in header if header.count(name) > 1}):
+            raise DataError(f"{path}: several columns are named {', '.join(repeated)}; keep one of each")
         start = lines.line_num + 1
         for values in lines:
             where, start = f"line {start}", lines.line_num + 1

@@ -9,7 +9,6 @@ training.
 from __future__ import annotations
 
 import os
-import re
 import stat
 import warnings
 from collections import Counter
@@ -97,9 +96,7 @@ def to_records(
     labels, label_names = _read_labels(table.rows, rows, reasons)
     _check_repeats(rows, images, reasons)
 
-    bad_rows = tuple(
-        BadRow(rows[index].where, rows[index].image or "", reasons[index]) for index in sorted(reasons)
-    )
+    bad_rows = tuple(BadRow(rows[n].where, rows[n].image or "", reasons[n]) for n in sorted(reasons))
     report_bad_rows(bad_rows, len(rows), source, errors, "read_records")
     good = [index for index in range(len(rows)) if index not in reasons]
     texts = [None if rows[index].text is None else str(rows[index].text) for index in good]
@@ -200,13 +197,11 @@ def _read_labels(
 
 
 def _as_integer(value: object) -> int | None:
-    """The whole number that a label stands for, also written with zeros after the point, if it fits 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str | np.integer):
+    """The whole number that a label stands for, also written as 2.0, if it fits 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str | np.integer) or "_" in str(value):
         return None
-    if isinstance(value, str):
-        value = found[1] if (found := re.fullmatch(r"\s*([+-]?\d+)(\.0+)?\s*", value)) else ""
     try:
-        number = int(value)
+        number = int(value.strip().removesuffix(".0") if isinstance(value, str) else value)
     except (ValueError, OverflowError):  # words, not a number, infinity
         return None
     is_whole = isinstance(value, str) or number == value
@@ -261,11 +256,8 @@ def report_bad_rows(
     listed = _listed(bad_rows)
     summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
     if errors == "raise" or len(bad_rows) == num_rows:
-        remedy = (
-            f"Fix them, or skip them: {reader}(..., errors='report') returns the rest."
-            if errors == "raise"
-            else "Nothing is left to read."
-        )
+        skip = f"Fix them, or skip them: {reader}(..., errors='report') returns the rest."
+        remedy = skip if errors == "raise" else "Nothing is left to read."
         raise DataError("\n".join([f"{summary}:", *listed, remedy]), bad_rows=bad_rows)
     warnings.warn(f"{summary} and are left out; they are in .bad_rows, first {bad_rows[0]}", stacklevel=4)
 
