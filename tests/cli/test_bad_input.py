@@ -94,7 +94,7 @@ def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
     pairs.write_text("\n".join(["image,text", *rows]))
     (tmp_path / "images").symlink_to(home / "images")
     data, images = ["--data", str(pairs)], ["--images", str(home)]
-    small = ["--image", "square:32", "--tokenizer", "builtin"]
+    small = ["--image", "square:32"]
     commands = [
         ["plan", *data, "--schedulers", "random"],
         ["data", "inspect", str(pairs)],
