@@ -46,6 +46,7 @@ from mmlab.runs.follow import RunState
 from mmlab.runs.meters import LiveBytes
 from mmlab.runs.summaries import WARMUP_STEPS, summarize
 from mmlab.schedule.base import Scheduler
+from mmlab.schedule.cost import ROUNDING
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
@@ -202,7 +203,7 @@ class ComparisonRun:
             num_samples=len(self._setup.train_set),
             num_batches=int(epochs[0]["num_batches"]),
             peak_over_budget=max(self._costs),
-            batches_over_budget=int(sum(cost > 1 + 1e-9 for cost in self._costs)),
+            batches_over_budget=int(sum(cost > ROUNDING for cost in self._costs)),
             shape_mismatches=self._shape_mismatches,
             peak_bytes=peak_bytes,
             peak_source=peak_source,

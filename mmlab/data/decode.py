@@ -67,7 +67,7 @@ def decode_image(
         orientation = 1 if image is None else orientation_of(image)
         height, width = plain.shape[:2] if image is None else displayed_size(image)
         target = _target(policy, height, width)  # type: ignore[arg-type]  # hashable, by its protocol
-        if target != _target(policy, *(planned or (height, width))):  # type: ignore[arg-type]
+        if planned and target != _target(policy, *planned):  # type: ignore[arg-type]
             was = f"{planned[0]} x {planned[1]} when the records were read"
             raise DataError(f"it was replaced: found {height} x {width} pixels, {was}")
         region = policy.kept(height, width) if region is None else Region(*region)

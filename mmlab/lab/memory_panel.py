@@ -47,11 +47,8 @@ class MemoryPanel(Panel):
         if not models:
             raise OptionError("no memory models to explore; give at least one, by (precision, checkpointing)")
         self._sizes, self._models = sizes.take(some_images(sizes, MAX_EXPLORED)), dict(models)
-        is_part = len(self._sizes) < len(sizes)
-        self._of = (
-            f"<br>planned for {len(self._sizes):,} of {len(sizes):,} samples: more have fuller batches"
-            * is_part
-        )
+        part = f"<br>planned for {len(self._sizes):,} of {len(sizes):,} samples: more have fuller batches"
+        self._part = part if len(self._sizes) < len(sizes) else ""
         low, high = np.log10(memory_gb[:2]).tolist()
         shown: dict[str, Any] = {"description": "memory, GiB", "readout_format": ".3g", **SLIDES}
         self.memory = widgets.FloatLogSlider(value=memory_gb[2], min=low, max=high, step=0.02, **shown)
@@ -87,7 +84,7 @@ class MemoryPanel(Panel):
             self.summary.value = (
                 f"<b>{figures['mean_batch_size']:.0f} samples a batch</b> on average<br>{figures['num_batches']} batches"
                 f"<br>{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}"
-                f"<br>a fixed batch size would have to be {figures['fixed_batch_size']}{self._of}"
+                f"<br>a fixed batch size would have to be {figures['fixed_batch_size']}{self._part}"
             )
         self.picture.value = page_png(planned.figure)
 

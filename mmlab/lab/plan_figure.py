@@ -63,10 +63,7 @@ def plan_figure(
     kinds = f"{image}orange: text, grey: padding (the first samples of each); dashed: limit"
     figure.text(0.01, 0.02, fill(kinds, 46 * len(shown)), fontsize="small")
     colours = colours_of(plans)
-    area, found = (
-        axes[-1],
-        {name: plan.costs(PaddedTokens()) for name, plan in plans.items()},
-    )
+    area, found = axes[-1], {name: plan.costs(PaddedTokens()) for name, plan in plans.items()}
     highest = max([1.02 * budget, *(values.max() for values in found.values())])
     for name, values in found.items():
         counts, edges = np.histogram(values, bins=40, range=(0, highest))

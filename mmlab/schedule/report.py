@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mmlab.machine import GIB
 from mmlab.schedule import metrics
@@ -115,6 +114,7 @@ def report_plan(
     costs, time = plan.costs(), plan.limits.time
     seconds = None if time is None else plan.costs(time)
     peak_cost = float(costs.max(initial=0.0))
+    num_over = int((costs > budget * ROUNDING).sum()) if budget else 0
     shares = {}
     if isinstance(plan.source, EpochBlocks):
         shares = plan.source.scheduler.source_shares(sizes, times_drawn, plan.source.epoch)
@@ -133,14 +133,14 @@ def report_plan(
         mean_cost=float(costs.mean()) if len(costs) else 0.0,
         peak_cost=peak_cost,
         peak_over_budget=peak_cost / budget if budget else None,
-        num_over_budget=int((costs > budget * ROUNDING).sum()) if budget else 0,
+        num_over_budget=num_over,
         straggler=metrics.straggler(batch_work if seconds is None else seconds, num_ranks),
         randomness=score,
         collision_ratio=metrics.collision_ratio(batches, sizes.group),
         coverage=float((times_drawn > 0).mean()) if len(sizes) else 1.0,
         num_duplicates=int(np.maximum(times_drawn - 1, 0).sum()),
         sources=shares,
-        notes=(*_notes(plan, costs, budget), *(f"{name}: {share}" for name, share in shares.items())),
+        notes=(*_notes(plan, num_over, budget), *(f"{name}: {share}" for name, share in shares.items())),
     )
 
 
@@ -155,13 +155,13 @@ def _padded(plan: BatchPlan, text: Ints, image: Ints, patch: int) -> tuple[Ints,
     return counts * longest, counts * area, counts * (metrics.work(longest) + metrics.work(area))
 
 
-def _notes(plan: BatchPlan, costs: NDArray[np.float64], budget: float | None) -> list[str]:
+def _notes(plan: BatchPlan, num_over: int, budget: float | None) -> list[str]:
     notes, missing = [], plan.dropped
     if len(missing):
         rows = ", ".join(map(str, missing[:_SHOWN_ROWS])) + (", ..." if len(missing) > _SHOWN_ROWS else "")
         notes.append(f"{len(missing)} samples are in no batch: rows {rows}")
-    if budget and (over := int((costs > budget * ROUNDING).sum())):
-        notes.append(f"{over} batches cost more than the budget of {budget:.6g}")
+    if num_over:
+        notes.append(f"{num_over} batches cost more than the budget of {budget:.6g}")
     mean = len(plan.columns.order) / max(1, len(plan.columns.ends))
     if plan.limits.budget and not plan.limits.streams and mean < _FEW_SAMPLES < len(plan.sizes):
         notes.append(

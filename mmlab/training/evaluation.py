@@ -112,8 +112,8 @@ def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, he
         has_pairs = getattr(output, "text_embeds", None) is not None
         pairs = of_pairs(batch, output.image_embeds, output.text_embeds) if has_pairs else None
         losses = [("loss", float(output.loss) * num_terms, num_terms)] if num_terms else []
-        scale = torch.ones(()) if model.logit_scale is None else model.logit_scale
-        return _Found(len(batch), pairs, scale, losses)
+        scale = model.logit_scale
+        return _Found(len(batch), pairs, torch.ones(()) if scale is None else scale, losses)
     losses = []
     with precision.autocast(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for goal in (goal for goal in trainer.objectives.values() if isinstance(goal, MaskedLanguage)):

@@ -12,8 +12,8 @@ const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, C
 const FONT = "px system-ui, sans-serif";
 
 // robust: a few outliers do not set the range, and may be drawn on a log scale.
-// from: [track, column] of the measure, or several, of which the first with numbers is used; or f(columns, row) of steps;
-// or ratio: two of those, whose sums are divided where several steps are averaged.
+// from: [track, column] of the measure, or several, of which the first with numbers is used;
+// or ratio: two columns of steps, whose sums are divided where several steps are averaged.
 // sharp: never smoothed, because its maximum matters. learnt: steps without learning are marked, and not part of the line.
 const PLOTS = [
 	{ id: "loss", title: "loss", robust: true, measures: [
@@ -118,10 +118,10 @@ class Line { // one run on one rank
 	// { track, n, values } of a measure, or null where nothing was measured
 	values(measure) {
 		if (!measure.from) {
-			const series = this.series("step"), [over, under] = measure.ratio ?? ["num_samples", "num_samples"];
+			const series = this.series("step"), [over, under] = measure.ratio;
 			if (!series?.finite[over]) return null;
 			const all = this.derive("m" + measure.id, Float32Array, null), c = series.columns;
-			all.f = (i) => measure.f?.(c, i) ?? c[over][i] / c[under][i];
+			all.f = (i) => c[over][i] / c[under][i];
 			return { track: "step", n: series.n, values: all.upTo(series.n) };
 		}
 		for (const [track, key] of measure.from) {
