@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from mmlab.errors import DataError, OptionError
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.plan import BatchPlan
-from mmlab.schedule.ranks import split_evenly
+from mmlab.schedule.ranks import split_steps
 from mmlab.types import Samples, SampleSizes
 
 if TYPE_CHECKING:
@@ -169,9 +169,7 @@ class PlannedSampler(Sampler[list[int]]):
                     f"epoch {epoch} has {len(whole)} batches, the {self.num_epochs} epochs before at most {self._most}; "
                     f"give num_epochs={epoch + 1} or more"
                 )
-            batches = split_evenly(whole.columns, self._most)
-            if self.world_size > 1:  # the batches that ranks train in one step must be neighbours
-                batches = self.scheduler.order_batches(self.sizes, batches, np.random.default_rng((epoch, 1)))
+            batches = split_steps(whole.columns, self._most // self.world_size, self.world_size)
             starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]
             whole = BatchPlan.from_batches(starts, self.sizes, whole.limits)
         self.epoch, self._start = epoch, 0

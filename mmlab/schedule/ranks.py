@@ -22,18 +22,40 @@ def split_evenly(batches: Block, world_size: int) -> Block:
     Raises:
         OptionError: too few samples to split.
     """
-    ends = batches.ends
-    if (needed := -(-len(ends) // world_size) * world_size) > len(batches.order):
-        raise OptionError(
-            f"{len(batches.order)} samples in {len(ends)} batches cannot be split into {needed}, the same number for "
-            f"each of {world_size} ranks; use fewer ranks, or allow larger batches"
-        )
-    while missing := -len(ends) % world_size:
-        counts = np.diff(ends, prepend=0)
-        largest = np.argsort(-counts, kind="stable")[:missing]
-        largest = largest[counts[largest] > 1]
-        ends = np.sort(np.concatenate((ends, ends[largest] - counts[largest] // 2)))
-    return Block(batches.order, ends)
+    return split_steps(batches, -(-len(batches.ends) // world_size) * world_size)
+
+
+def split_steps(batches: Block, num_steps: int, world_size: int = 1) -> Block:
+    """Halve every batch of the largest steps, which makes two steps of each, until there are `num_steps`.
+
+    So the batches that ranks train in one step stay as alike in cost, and in modality, as they were.
+
+    Args:
+        batches: step after step, `world_size` batches each.
+
+    Raises:
+        OptionError: too few samples to split.
+    """
+    while missing := num_steps - len(batches.ends) // world_size:
+        smallest = batches.counts.reshape(-1, world_size).min(axis=1)
+        largest = np.argsort(-smallest, kind="stable")[:missing]
+        largest = largest[smallest[largest] > 1]
+        if not len(largest):
+            raise OptionError(
+                f"{len(batches.order)} samples in {len(batches.ends)} batches cannot be split into {num_steps * world_size}, "
+                "the same number for each rank; use fewer ranks, or allow larger batches"
+            )
+        num_parts = np.ones_like(smallest)
+        num_parts[largest] = 2
+        num_parts = num_parts.repeat(world_size)
+        middles = (batches.ends - batches.counts // 2)[num_parts == 2]
+        firsts = (np.cumsum(num_parts) - num_parts).reshape(
+            -1, world_size
+        )  # (steps, ranks) the first part of each batch
+        parts = np.concatenate((firsts, firsts[largest] + 1))
+        halved = Block(batches.order, np.sort(np.concatenate((batches.ends, middles))))
+        batches = halved.pick(parts[np.argsort(parts[:, 0])].ravel())
+    return batches
 
 
 def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -11,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from mmlab.errors import DataError, OptionError
 from mmlab.integrations import PlannedSampler, sample_sizes
 from mmlab.schedule import make_scheduler
+from mmlab.schedule.mixing import Mixed, modality_of
 from tests.integrations.tiny import LENGTHS, Pairs, budget, collate, flat, sizes
 
 EVERYTHING = list(range(len(LENGTHS)))
@@ -46,6 +49,20 @@ def test_epochs_of_different_length_are_split_within_the_budget() -> None:
     for epoch in range(6):
         free.set_epoch(epoch)
         assert len(list(free)) == alone[epoch]
+
+
+def test_batches_of_one_step_share_their_modality_in_epochs_that_were_lengthened_too() -> None:
+    mixed = sample_sizes(LENGTHS, height=np.arange(len(LENGTHS)) % 3 * 16, width=16)
+    scheduler = Mixed(inner=budget(), seed=1)
+    ranks = [PlannedSampler(mixed, scheduler, num_epochs=8, rank=rank, world_size=2) for rank in range(2)]
+    assert len({len(replace(scheduler, world_size=2).plan(mixed, epoch=epoch)) for epoch in range(8)}) > 1
+    for epoch in range(8):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        steps = [list(sampler) for sampler in ranks]
+        assert flat([*steps[0], *steps[1]]) == EVERYTHING
+        for batches in zip(*steps, strict=True):
+            assert len(np.unique(modality_of(mixed)[flat(batches)])) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")  # torchdata asks torch for it
