@@ -78,11 +78,11 @@ def _evaluations_left(run: RunState) -> float:
 
 
 def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
-    """The figures of one rank of a run; None where a figure is not known."""
+    """The figures of one rank of a run; None where a figure is not known. Samples/s: the median of finished epochs."""
     step, device = run.latest("step", rank), run.latest("device", rank)
     seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
     timed = slice(WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0, None)
-    timed_s = seconds[timed].sum()
+    timed_s, speeds = seconds[timed].sum(), _epoch_speeds(run, rank)
     peaks, losses = (run.column_or_nan(key, rank=rank) for key in ("peak_bytes", "loss"))
     peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
     losses = losses[np.isfinite(losses)]  # a batch of one image may have none
@@ -96,7 +96,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "planned_steps": run.latest("start", rank).get("num_steps"),
         "epoch": step.get("epoch"),
         "samples": int(samples[np.isfinite(samples)].sum()),
-        "samples_per_s": _ratio(samples[timed].sum(), timed_s),
+        "samples_per_s": _known(np.median(speeds)) if speeds else _ratio(samples[timed].sum(), timed_s),
         "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
         "data_wait_ratio": ratio_of_time("data_wait_s"),
         "rank_wait_ratio": ratio_of_time("rank_wait_s"),
@@ -142,8 +142,9 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     """One line for a person: which run is the fastest, its gain over another one, and the spread over epochs.
 
     The fastest is compared with `random`, else with the first run; if it is that run itself, with the next
-    fastest. Epochs that alternate are paired, so that a slow phase of the machine affects both; if one run
-    began after the other had ended, the line says so. Empty before two runs have finished an epoch.
+    fastest. The gain is that of the median epochs, as in a comparison's table. For the spread, epochs that
+    alternate are paired, so that a slow phase of the machine affects both; if one run began after the other
+    had ended, the line says so. Empty before two runs have finished an epoch.
 
     >>> from mmlab.runs.events import RunEvent
     >>> runs = [RunState("random"), RunState("budget")]
@@ -152,7 +153,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     ...         values = {"epoch": epoch, "step_s": step_s, "num_samples": 8}
     ...         run.apply([RunEvent("step", epoch, 0, 0.0, values), RunEvent("eval", epoch, 0, 0.0, {})])
     >>> verdict_of(runs)
-    'budget: +38 % over random (+25 to +50 % in 2 paired epochs)'
+    'budget: +36 % over random (+25 to +50 % in 2 paired epochs)'
     """
     found = {run.name: (run, speeds) for run in runs if (speeds := _epoch_speeds(run))}
     if len(found) < 2:
@@ -161,18 +162,20 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     best, rival = ranked[0], "random" if "random" in found else next(iter(found))
     rival = ranked[1] if rival == best else rival
     num_epochs = min(len(found[name][1]) for name in (best, rival))
-    gains = 100 * (np.array(found[best][1][:num_epochs]) / found[rival][1][:num_epochs] - 1)
+    speeds, rivals = (np.array(found[name][1][:num_epochs]) for name in (best, rival))
+    gain, gains = (100 * (ratio - 1) for ratio in (np.median(speeds) / np.median(rivals), speeds / rivals))
     spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
-        gain = f"{np.median(gains):+.0f} % over {rival}"
-        said = [f"{best}: {gain}, but they did not take turns: the machine may have been slower for one"]
+        said = [
+            f"{best}: {gain:+.0f} % over {rival}, but they did not take turns: the machine may have been slower for one"
+        ]
     elif num_epochs == 1:
         said = [f"{best}: {gains[0]:+.0f} % over {rival} in one epoch; its noise is not known yet"]
     elif gains.min() <= 0:
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:
-        said = [f"{best}: {np.median(gains):+.0f} % over {rival} ({spread})"]
+        said = [f"{best}: {gain:+.0f} % over {rival} ({spread})"]
     after, before = (summarize(found[name][0]) for name in (best, rival))
     padded, left = before["combined_waste"], after["combined_waste"]
     if padded is not None and left is not None:
@@ -185,13 +188,15 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     return "; ".join(said)
 
 
-def _epoch_speeds(run: RunState) -> list[float]:
+def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:
     """Samples a second of each finished epoch, without its first steps."""
-    epochs, samples, seconds = (run.column_or_nan(key) for key in ("epoch", "num_samples", "step_s"))
+    epochs, samples, seconds = (
+        run.column_or_nan(key, rank=rank) for key in ("epoch", "num_samples", "step_s")
+    )
     speeds = []
     for epoch in np.unique(epochs[np.isfinite(epochs)])[: _epochs_done(run)]:
         rows = np.flatnonzero(epochs == epoch)
-        rows = rows[WARMUP_STEPS if len(rows) > 2 * WARMUP_STEPS else 0 :]
+        rows = rows[WARMUP_STEPS if len(rows) > WARMUP_STEPS else 0 :]
         speeds.append(float(samples[rows].sum() / seconds[rows].sum()))
     return speeds
 

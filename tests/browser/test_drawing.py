@@ -373,7 +373,7 @@ def test_rates_are_samples_over_time_and_pauses_are_in_no_figure(notebook: Noteb
     panel.root.locator(".mmlp-axes").select_option("step")
     for name, speed in (("random", 20), ("fastest", 25)):
         tile = panel.root.locator(f"[data-tile={name}]")
-        rate = (28 * speed + 3) / (28 + 3 * 0.001)  # the first two steps are not counted
+        rate = (8 * speed + 1) / (8 + 0.001)  # of each epoch, without its first two steps
         expect(tile).to_contain_text(f"samples/s{rate:.4g}waste")
         expect(tile).to_contain_text("CPU busy80 %")
     assert float((panel.plot("speed").get_attribute("data-y") or "").split()[1]) < 30, "1000 is of one sample"

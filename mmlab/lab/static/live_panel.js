@@ -685,7 +685,7 @@ class View {
 		this.tiles.replaceChildren(...this.store.tiles.flatMap((tile) => {
 			const { name, colours: pair } = this.store.runs.find((run) => run.id === tile.id) ?? {};
 			if (!name) return [];
-			const made = element("div.tile", { "data-tile": name, title: `${name}: all of its steps so far` }, element("b", {}, name),
+			const made = element("div.tile", { "data-tile": name, title: `${name}: its median epoch, and all of its steps so far` }, element("b", {}, name),
 				...tile.figures.map(([label, text]) => element("span", {}, element("span.dim", {}, label), element("b", {}, text))));
 			made.append(...tile.gauges.map(([label, busy, used, total]) => element("span.gauge", {}, element("span.dim", {}, label),
 				element("meter", { value: busy, max: 1 }), `${inUnit(busy, "share")} busy`, element("meter", { value: used, max: total }), `${inUnit(used, "bytes")} of ${inUnit(total, "bytes")}`)));
