@@ -44,8 +44,6 @@ def draw_comparison(comparison: Comparison) -> Figure:
     (table["peak_bytes"] / 2**20).plot.bar(ax=memory, color=list(colours.values()))
     if table["predicted_samples_per_s"].notna().all():
         throughput.plot(range(len(table)), table["predicted_samples_per_s"], "D", label="predicted", **dots)
-    for axes in (waste, throughput, time):
-        axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     for index, arm in enumerate(comparison.arms):
         name, epochs = arm.scheduler, pd.DataFrame(arm.epochs)
         colour, speeds, losses = colours[name], epochs["samples_per_s"], epochs["held_out_loss"]
@@ -58,6 +56,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
     if limit is not None:
         shown = f"limit {limit / scale:,.0f} {unit.split()[-1]}"
         costs.axhline(limit / scale, color="black", ls="--", lw=1, label=shown)
+    for axes in (waste, throughput, time):
+        axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     costs.set_xticks(range(len(table)), table.index)
     costs.set_xlim(-0.5, len(table) - 0.5)
     throughput.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")

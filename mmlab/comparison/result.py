@@ -11,6 +11,7 @@ import base64
 import json
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, permutations
+from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,12 @@ class Comparison:
             *self._loss_notes(),
             "The number of optimizer steps differs between schedulers.",
         ]
-        if level := ", ".join(f"{one} and {other}" for one, other in self.overlapping):
+        if self._all_overlap:
+            notes.insert(
+                0,
+                "No scheduler is faster than another: all epochs overlap in samples/s. Give more epochs or data.",
+            )
+        elif level := ", ".join(f"{one} and {other}" for one, other in self.overlapping):
             notes.append(f"Not distinguishable, because their epochs overlap in samples/s: {level}.")
         apart = all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
         if apart and self.config.get("processor") is None:
@@ -151,8 +157,9 @@ class Comparison:
                 f"Samples without another image in their batch, from which a contrastive loss learns nothing: {unlearnt}."
             )
         if (num_steps := min(arm.num_batches for arm in self.arms)) < _FEW_STEPS:
-            notes.append(
-                f"An epoch of {num_steps} steps is too short to judge speed: most of it is loaded before steps are timed."
+            notes.insert(
+                0,
+                f"An epoch of {num_steps} steps is too short to judge speed: give more data, or smaller batches.",
             )
         notes += [PACKED_NOTE] * any(arm.scheduler == "packed" for arm in self.arms)
         if self.interrupted:
@@ -192,15 +199,16 @@ class Comparison:
             + ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
             + "."
         ]
-        wrong = self.misranked
         speeds = [(arm.predicted_samples_per_s, arm.samples_per_s) for arm in self.arms]
-        notes.append(
-            "Predicted and measured samples/s rank the schedulers alike, apart from those whose epochs overlap."
-            if not wrong
-            else "Predicted in the wrong order: in fact "
-            + ", ".join(f"{faster} is faster than {slower}" for faster, slower in wrong)
-            + f". Repeats of one step varied by {config['time_model']['spread_ratio']:.0%} when the steps were timed."
-        )
+        if wrong := ", ".join(f"{faster} is faster than {slower}" for faster, slower in self.misranked):
+            spread = f"{config['time_model']['spread_ratio']:.0%}"
+            notes.append(
+                f"Predicted in the wrong order: in fact {wrong}. Repeats of one step varied by {spread} when the steps were timed."
+            )
+        elif not self._all_overlap:
+            notes.append(
+                "Predicted and measured samples/s rank the schedulers alike, apart from those whose epochs overlap."
+            )
         if off := [predicted / measured - 1 for predicted, measured in speeds if predicted]:
             notes.append(f"Predicted samples/s are {min(off):+.0%} to {max(off):+.0%} off those measured.")
         return notes
@@ -232,6 +240,10 @@ class Comparison:
         ]
 
     @property
+    def _all_overlap(self) -> bool:
+        return len(self.overlapping) == comb(len(self.arms), 2) > 0
+
+    @property
     def headline(self) -> str:
         """One sentence: how much faster the fastest scheduler is than `random`, or than the next fastest."""
         best, *others = sorted(self.arms, key=lambda arm: -arm.samples_per_s)
@@ -242,9 +254,17 @@ class Comparison:
         if base is best:
             return f"{given}, {best.scheduler} trains {best.samples_per_s:.0f} samples a second"
         gain = best.samples_per_s / base.samples_per_s
-        level = {best.scheduler, base.scheduler} in map(set, self.overlapping)
-        but = ", but their epochs overlap" if level else ""
-        return f"{given}, {best.scheduler} trains {gain:.2f} times as many samples/s as {base.scheduler}{but}"
+        level = [
+            name
+            for pair in self.overlapping
+            if best.scheduler in pair
+            for name in pair
+            if name != best.scheduler
+        ]
+        but = ", but their epochs overlap" if base.scheduler in level else ""
+        beside = ", ".join(name for name in level if name != base.scheduler)
+        name = f"{best.scheduler} (level with {beside})" if beside else best.scheduler
+        return f"{given}, {name} trains {gain:.2f} times as many samples/s as {base.scheduler}{but}"
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
@@ -335,7 +355,7 @@ _PAGE = """<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
 body { color: #222; background: #fff }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
+th, td { padding: .3rem .4rem; font-size: 13px; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
 img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
 </style>
 <h1>{{ heading }}</h1>

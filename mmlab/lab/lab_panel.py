@@ -69,7 +69,10 @@ class LabPanel(Panel):
         sizes = [self.batch_size, self.budget] if by_name else []
         numbers = widgets.VBox([*sizes, self.epochs, self.precision])
         more = widgets.Accordion([self.code], titles=("as code",))
-        super().__init__([widgets.HBox([self.schedulers, numbers])], [self.earlier, self.live, more])
+        super().__init__(
+            [widgets.HBox([self.schedulers, numbers], layout={"flex_flow": "row wrap"})],
+            [self.earlier, self.live, more],
+        )
         for control in self._controls().values():
             control.observe(self.showing(self._take), "value")
         self._show_code()

@@ -130,7 +130,7 @@ def loading_figure(figures: pd.DataFrame) -> Figure:
     speed, busy = figure.subplots(1, 2, sharey=True)
     figures["samples/s"].plot.barh(ax=speed, color=PALETTE[0], width=0.6, xlabel="samples/s")
     shares = 100 * figures.drop(columns="samples/s")
-    colours: Any = [PALETTE[5], PALETTE[0], PALETTE[1], GREY]
+    colours: Any = ["#56B4E9", "#0072B2", "#E69F00", GREY]
     shares.plot.barh(ax=busy, color=colours, width=0.75, xlabel="% of the time", xlim=(0, 100))
     speed.invert_yaxis()
     busy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

@@ -58,7 +58,10 @@ class MemoryPanel(Panel):
         self.summary = widgets.HTML()
         self.picture = picture()
         controls = (self.memory, self.precision, self.checkpointing)
-        super().__init__([widgets.HBox([widgets.VBox(controls), self.summary])], [self.picture])
+        super().__init__(
+            [widgets.HBox([widgets.VBox(controls), self.summary], layout={"flex_flow": "row wrap"})],
+            [self.picture],
+        )
         for control in controls:
             control.observe(self.showing(self._update), "value")
         self._update()

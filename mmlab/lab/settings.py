@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -62,8 +63,8 @@ def train_with(
         run.fit(trainer, batches)
         run.write("eval", **trainer.evaluate(held_out))
     rows = {}
-    for each, state in _runs(folder).items():
-        rows[each] = {
+    for state in _runs(folder):
+        rows[state.name] = {
             "steps": state.count(),
             "skipped": int(state.column("skipped").sum()),
             "step, ms": round(1e3 * np.median(state.column("step_s", start=min(1, state.count() - 1))), 1),
@@ -72,30 +73,54 @@ def train_with(
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def settings_figure(folder: str | Path) -> Figure:
-    """Loss by objective, weights and loss scale of every run in a folder, over the samples seen."""
+def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
+    """Loss by objective of runs over the samples seen, and the objectives' weights and the loss scale if they vary.
+
+    Args:
+        names: of the runs shown (default: all in the folder). The first is drawn wide and pale, so that runs which
+            follow it closely can be seen.
+    """
+    begun = {run.name: run for run in _runs(folder) if run.count()}
+    colours, shown = colours_of(begun), {name: begun[name] for name in names or begun}
+    parts = {name: [key for key in run.keys("step") if key.endswith("_loss")] for name, run in shown.items()}
+    weights = {name: [key.replace("_loss", "_weight") for key in keys] for name, keys in parts.items()}
+    scales = {name: ["loss_scale"] for name in shown}
     figure = Figure(figsize=(12, 3.2), layout="constrained")
-    loss, weight, scale = figure.subplots(1, 3)
-    begun = {name: run for name, run in _runs(folder).items() if run.count()}
-    for name, colour in colours_of(begun).items():
-        run = begun[name]
-        seen, scales = run.column("num_samples").cumsum(), run.column("loss_scale")
-        parts = [key for key in run.keys("step") if key.endswith("_loss")]
-        for style, key in zip(("-", "--", ":"), parts, strict=False):
-            loss.plot(seen, run.column(key), ls=style, color=colour, label=name if style == "-" else None)
-            weight.plot(seen, run.column(key.replace("_loss", "_weight")), ls=style, color=colour)
-        scale.step(seen, scales, where="post", color=colour)
-        skipped = run.column("skipped").astype(bool)
-        scale.plot(seen[skipped], scales[skipped], "x", color=colour)
-    loss.set(title="loss by objective, without its weight", xlabel="samples", ylabel="nats")
-    weight.set(title="weights of the objectives", xlabel="samples", ylim=(0, None))
-    scale.set(title="loss scale (x: step skipped)", xlabel="samples", yscale="log")
+    drawn = [parts, *(keys for keys in (weights, scales) if _vary(shown, keys))]
+    for keys, axis in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
+        for name, run in shown.items():
+            seen, skipped = run.column("num_samples").cumsum(), run.column("skipped").astype(bool)
+            look: Any = {"lw": 5, "alpha": 0.35} if name == next(iter(shown)) else {}
+            for style, key in zip(("-", "--", ":"), keys[name], strict=False):
+                label = name if keys is parts and style == "-" else None
+                axis.plot(seen, run.column(key), ls=style, color=colours[name], label=label, **look)
+                if keys is scales:
+                    axis.plot(seen[skipped], run.column(key)[skipped], "x", color=colours[name])
+        axis.set_xlabel("samples")
+        if keys is scales:
+            axis.set(title="loss scale (x: step skipped)", yscale="log")
+        elif keys is weights:
+            axis.set(title="weights of the objectives", ylim=(0, None))
+        else:
+            axis.set(title="loss by objective, without its weight", ylabel="nats")
     if begun:
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     return figure
 
 
-def _runs(folder: str | Path) -> dict[str, RunState]:
+def _vary(runs: Mapping[str, RunState], keys: Mapping[str, list[str]]) -> bool:
+    """Whether these values are not the same in all steps of all runs."""
+    return (
+        len(
+            np.unique(
+                [value for name, run in runs.items() for key in keys[name] for value in run.column(key)]
+            )
+        )
+        > 1
+    )
+
+
+def _runs(folder: str | Path) -> list[RunState]:
     runs = Runs(folder)
     runs.poll()
-    return runs.states
+    return runs.ordered

@@ -118,7 +118,7 @@ class StageReport:
         busiest, wait_ratio = self._busiest, self.wait_ratio
         # without workers, training waits while the stages work; with them, for one that is mostly busy
         busy_ratio = sum(row["busy_ratio"] for row in self.rows[:-1])
-        in_turns = busiest["queue_depth"] is None and busy_ratio <= wait_ratio
+        in_turns = busiest["queue_depth"] is None and 0.05 * wait_ratio <= busy_ratio <= wait_ratio
         short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= 0.5)
         return busiest["stage"] if short else None
 

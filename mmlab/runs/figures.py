@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmlab.errors import OptionError
+from mmlab.runs.folders import is_aside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,18 +43,20 @@ def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:
     """The colour of each scheduler or run, by name: the same in every picture, whatever their order.
 
     A name that is no scheduler's gets a colour by its hash, or the next one if an earlier name has that
-    colour.
+    colour. An earlier run, of `previous-N`, has that of the run which followed it.
 
     >>> colours_of(["budget", "later/random", "random"])
     {'budget': '#D98C00', 'later/random': '#0072B2', 'random': '#0072B2'}
     """
     found: dict[str, str] = {}
-    for name in names:
-        pairs = [_COLOURS[name.rsplit("/", 1)[-1]]] if name.rsplit("/", 1)[-1] in _COLOURS else _OTHERS
+    runs = {name: "/".join(part for part in name.split("/") if not is_aside(part)) for name in names}
+    for run in dict.fromkeys(runs.values()):
+        name = run.rsplit("/", 1)[-1]
+        pairs = [_COLOURS[name]] if name in _COLOURS else _OTHERS
         first = zlib.crc32(name.encode()) % len(pairs)
         choice = [pair[dark] for pair in (*pairs[first:], *pairs[:first])]
-        found[name] = next((colour for colour in choice if colour not in found.values()), choice[0])
-    return found
+        found[run] = next((colour for colour in choice if colour not in found.values()), choice[0])
+    return {name: found[run] for name, run in runs.items()}
 
 
 def to_png(figure: Figure, *, dpi: int = 110) -> bytes:

@@ -162,20 +162,22 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     best, rival = ranked[0], "random" if "random" in found else next(iter(found))
     rival = ranked[1] if rival == best else rival
     num_epochs = min(len(found[name][1]) for name in (best, rival))
-    speeds, rivals = (np.array(found[name][1][:num_epochs]) for name in (best, rival))
-    gain, gains = (100 * (ratio - 1) for ratio in (np.median(speeds) / np.median(rivals), speeds / rivals))
+    fast, slow = (np.array(found[name][1][:num_epochs]) for name in (best, rival))
+    gain, gains = 100 * (np.median(fast) / np.median(slow) - 1), 100 * (fast / slow - 1)
+    level = [name for name in ranked[1:] if name != rival and _ever_level(found[best][1], found[name][1])]
+    named = f"{best} (level with {', '.join(level)})" if level else best
     spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
         said = [
-            f"{best}: {gain:+.0f} % over {rival}, but they did not take turns: the machine may have been slower for one"
+            f"{named}: {gain:+.0f} % over {rival}, but they did not take turns: the machine may have been slower for one"
         ]
     elif num_epochs == 1:
         said = [f"{best}: {gains[0]:+.0f} % over {rival} in one epoch; its noise is not known yet"]
     elif gains.min() <= 0:
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:
-        said = [f"{best}: {gain:+.0f} % over {rival} ({spread})"]
+        said = [f"{named}: {gain:+.0f} % over {rival} ({spread})"]
     after, before = (summarize(found[name][0]) for name in (best, rival))
     padded, left = before["combined_waste"], after["combined_waste"]
     if padded is not None and left is not None:
@@ -186,6 +188,11 @@ def verdict_of(runs: Iterable[RunState]) -> str:
         more = 100 * (after["peak_bytes"] / before["peak_bytes"] - 1)
         said.append("same peak memory" if abs(more) < 2 else f"peak memory {more:+.0f} %")
     return "; ".join(said)
+
+
+def _ever_level(fast: list[float], others: list[float]) -> bool:
+    """Whether the other was as fast in one of the epochs."""
+    return any(one <= other for one, other in zip(fast, others, strict=False))
 
 
 def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:

@@ -99,10 +99,15 @@ def test_the_legend_hides_and_shows_a_run_and_a_measure(panel: Panel) -> None:
     held_out.click()
 
 
-def test_the_x_axis_counts_steps_seconds_samples_and_padded_tokens(panel: Panel, runs: Path) -> None:
+def test_the_x_axis_counts_steps_both_kinds_of_seconds_samples_and_padded_tokens(
+    panel: Panel, runs: Path
+) -> None:
     steps = [event.values for event in events(runs / "budget", "step")]
     wanted = {
         "step": STEPS,
+        "training": max(
+            sum(e.values["step_s"] for e in events(runs / name, "step")) for name in ("budget", "random")
+        ),
         "second": STEPS / 10,
         "sample": max(samples_of(runs / name) for name in ("budget", "random")),
         "token": max(tokens_of(runs / name) for name in ("budget", "random")),
@@ -287,6 +292,7 @@ def test_the_keyboard_reaches_runs_axes_cursor_and_help(panel: Panel) -> None:
     press("1")
     assert ORANGE not in panel.colours("loss")
     press("1")
+    press("a")
     press("a")
     assert panel.x_range()[1] == pytest.approx(STEPS / 10, rel=1e-3)
     press("ArrowRight")

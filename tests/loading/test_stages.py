@@ -98,6 +98,11 @@ def test_a_stage_that_idles_is_not_blamed_for_the_wait(shared: bool) -> None:
     assert "would help" not in report.sentence
 
 
+def test_worker_processes_that_idle_are_not_blamed_for_the_wait() -> None:
+    report = report_of({"read": 0.0, "decode": 0.0001, "collate": 0.0002}, 0.017, shared=True)
+    assert report.bottleneck is None
+
+
 def test_without_workers_the_stage_that_takes_the_time_is_short() -> None:
     report = report_of({"read": 0.01, "decode": 0.2, "collate": 0.02}, 0.24, shared=True)
     assert report.bottleneck == "decode"

@@ -17,7 +17,7 @@ from mmlab.errors import DataError
 
 _DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
-_SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+_SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|eval|test)(?![a-z])")
 _MAX_BLANKS = 1 << 16  # bytes of the largest file that is searched for anything else
 _NUM_TRIED = 50  # images that are looked for in each folder
 _IMAGE_FOLDERS = [

@@ -3,7 +3,8 @@
 
 const RUN_DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [4, 2], [1, 3], [12, 3], [6, 2, 1, 2, 1, 2]];
 const MEASURE_DASHES = [[], [6, 3], [1.5, 2.5], [9, 3, 2, 3], [3, 5], [12, 4]];
-const AXES = { sample: "sample", step: "step", second: "second", token: "padded token" };
+const AXES = { sample: "sample", step: "step", training: "training second", second: "second", token: "padded token" };
+const AMOUNTS = { sample: (c, i) => c.num_samples[i], training: (c, i) => c.step_s[i], token: (c, i) => c.padded_tokens[i] + c.padded_patches[i] }; // of a step
 
 const ACK_EVERY = 25, ACK_MS = 2700; // messages, or time, between acknowledgements; each costs the kernel two milliseconds
 const SILENT_MS = 5000; // without a message from the kernel for so long, it is called busy
@@ -95,9 +96,8 @@ class Line { // one run on one rank
 		if (axis === "step" && series.columns.step) return { array: series.columns.step, sorted: series.sorted };
 		if (track === "step") {
 			const c = series.columns;
-			const amount = axis === "sample" ? (i) => c.num_samples[i] : (i) => c.padded_tokens[i] + c.padded_patches[i];
 			const all = this.derive("x" + axis, Float64Array, null);
-			all.f = (i, array) => (i ? array[i - 1] : 0) + (amount(i) || 0);
+			all.f = (i, array) => (i ? array[i - 1] : 0) + (AMOUNTS[axis]?.(c, i) || 0);
 			return { array: all.upTo(series.n), sorted: true };
 		}
 		// Rows without a step of their own: by their time, between the steps before and after.
@@ -614,7 +614,7 @@ class View {
 		if (x === null && !this.selection && this.clean) return;
 		this.clean = x === null && !this.selection;
 		for (const made of this.plots) made.over.hidden = this.clean; // a layer that shows nothing would be painted all the same
-		setText(this.where, x === null ? "" : `${AXES[this.axis]} ${this.axis === "second" ? x.toFixed(1) : Math.round(x)}`);
+		setText(this.where, x === null ? "" : `${AXES[this.axis]} ${AXES[this.axis].endsWith("second") ? x.toFixed(1) : Math.round(x)}`);
 		for (const made of this.plots) {
 			const g = made.over.getContext("2d"), { width, height } = made;
 			if (!width || !made.scale) continue;
