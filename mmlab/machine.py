@@ -165,6 +165,15 @@ def versions(names: Iterable[str] = SHOWN_LIBRARIES) -> dict[str, str | None]:
     return found
 
 
+def place_of_process() -> tuple[int, int]:
+    """Rank of this process and number of ranks: those of torch's process group, or of `torchrun`, else 0 and 1."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 def share_cores() -> None:
     """Let OpenMP's threads soon sleep while they wait, unless the user says otherwise; call it before torch is loaded.
 

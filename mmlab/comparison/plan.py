@@ -1,8 +1,7 @@
-"""Plans the batches of a run with the scheduler that its configuration names, and takes each rank's share."""
+"""Makes the scheduler that a run's configuration names."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from mmlab.comparison.preparation import with_sampling
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import SHORT_FIT
 from mmlab.data.conversation_dataset import ConversationDataset
-from mmlab.machine import memory_limit
+from mmlab.machine import memory_limit, replace_file
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import fit_memory
@@ -28,11 +27,11 @@ from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, time_conditions, timed_trainer
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.folders import TIME_MODEL
-from mmlab.schedule.base import Scheduler
 from mmlab.schedule.dense import Fastest, Memory
-from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler, scheduler_among
 from mmlab.training.losses.base import Objective
+
+LIMIT = "limit_bytes.txt"  # of a run whose configuration gives none
 
 
 def plan_run(
@@ -54,7 +53,7 @@ def plan_run(
             `memory` and `fastest` only.
 
     Returns:
-        The scheduler, whose plans are this rank's share; (N,) weights of samples in the loss, or None; the
+        The scheduler; (N,) weights of samples in the loss, or None; the
         model that predicts a batch's bytes, or None.
     """
     # each rank of the strategy `branch` needs all samples
@@ -69,7 +68,8 @@ def plan_run(
     if name not in ("memory", "fastest"):
         scheduler = make_scheduler(name, **options)
     else:
-        limit_bytes = memory_limit(device, memory_gb=options.pop("memory_gb", None)).usable_bytes
+        memory_gb = options.pop("memory_gb", None)
+        limit_bytes = memory_limit(device, memory_gb=memory_gb).usable_bytes
         if isinstance(dataset, ConversationDataset):
             network: Any = model.to(device)
             cost, seconds = once(
@@ -89,6 +89,8 @@ def plan_run(
             )
         # free memory differs between ranks, but plans must not: the smallest limit counts
         budget = int(-group.largest(-limit_bytes))
+        if memory_gb is None and not (name == "memory" and follow):
+            budget = once(lambda: _kept(prices.with_name(LIMIT), budget))
         scheduler = make_scheduler("memory", cost=cost, budget=budget, **options)
     if name == "fastest":
         trainer = {**setting, "device": device}
@@ -109,18 +111,11 @@ def plan_run(
         agree = group.largest
         following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)
         return following, weights, memory
-    return _Share(whole=whole, rank=rank, seed=whole.seed, world_size=num_shares), weights, memory
+    return whole, weights, memory
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Share(Scheduler):
-    """A scheduler whose plans are one rank's share."""
-
-    whole: Scheduler
-    rank: int
-
-    def plan(self, samples: Any, *, epoch: int = 0) -> BatchPlan:
-        return self.whole.plan(samples, epoch=epoch).shard(self.rank, self.world_size)
-
-    def resume(self, samples: Any, state: Mapping[str, Any], *, world_size: int | None = None) -> BatchPlan:
-        return self.whole.resume(samples, state).shard(self.rank, self.world_size)
+def _kept(path: Path, limit_bytes: int) -> int:
+    """The limit as it was when the run began, so that a resumed run has the same plans."""
+    if not path.exists():
+        replace_file(path, f"{limit_bytes}\n")
+    return int(path.read_text())

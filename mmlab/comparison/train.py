@@ -22,7 +22,7 @@ from torch import distributed, nn
 
 from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
 from mmlab.comparison.options import names_of
-from mmlab.comparison.plan import plan_run
+from mmlab.comparison.plan import LIMIT, plan_run
 from mmlab.comparison.preparation import (
     costs_of,
     describe_machine,
@@ -61,7 +61,7 @@ _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
 _MODEL = "model"  # a vision-language model and its processor
 _GIVE = "give a checkpoint's folder, or a folder of checkpoints"
-_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, LAUNCH, EVENT_FILES)
+_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, LIMIT, LAUNCH, EVENT_FILES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

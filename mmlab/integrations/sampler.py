@@ -9,17 +9,16 @@ sample and epoch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch import distributed
 from torch.utils.data import Sampler
 
 from mmlab.errors import DataError, OptionError
+from mmlab.machine import place_of_process
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.ranks import split_steps
@@ -204,10 +203,3 @@ class _Batches(Iterator[list[int]]):
 
     def _walk(self, start: int) -> None:
         self._num, self._left = start, iter(self._sampler.plan.skip(start))
-
-
-def place_of_process() -> tuple[int, int]:
-    """Rank and number of ranks of this process."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -20,7 +20,8 @@ import torch
 from torch import distributed
 
 from mmlab.comparison.run import Run
-from mmlab.integrations.sampler import PlannedSampler, place_of_process
+from mmlab.integrations.sampler import PlannedSampler
+from mmlab.machine import place_of_process
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.folders import move_earlier_aside

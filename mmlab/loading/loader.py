@@ -30,7 +30,7 @@ from mmlab.loading.batches import Augmentation, BadSample, BatchRequest, LoadedB
 from mmlab.loading.stages import StageReport
 from mmlab.loading.tuning import Tuner, Tuning
 from mmlab.loading.workers import ProcessBackend
-from mmlab.machine import num_usable_cores, total_memory_bytes
+from mmlab.machine import num_usable_cores, place_of_process, total_memory_bytes
 from mmlab.runs.events import RunEvent, warn
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
@@ -129,11 +129,18 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def _begin(self, epoch: int, plan: BatchPlan | None = None, num_before: int = 0) -> None:
         """Go to the start of an epoch, or of what is left of it after batches for another number of ranks."""
         self.epoch = epoch
-        self.plan = self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
+        self.plan = self._share(
+            self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
+        )
         self._num_before = self._num_done = num_before  # done: delivered, or with nothing to deliver
         self._num_bad = 0  # bad samples of the epoch, those before a resume included
         self._place: Mapping[str, Any] | None = None  # of the plan's iterator after the last batch done
         self._goes_on = False  # the next iteration begins at that place
+
+    @staticmethod
+    def _share(plan: BatchPlan) -> BatchPlan:
+        """This rank's batches of a plan for several ranks."""
+        return plan.shard(*place_of_process()) if plan.ranks_in_step > 1 else plan
 
     @property
     def start_batch(self) -> int:
@@ -158,7 +165,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         """Number of batches of a whole epoch on the present number of ranks."""
         if not self._num_before:
             return len(self)
-        return len(self.scheduler.plan(self._loader.sizes, epoch=self.epoch))
+        return len(self._share(self.scheduler.plan(self._loader.sizes, epoch=self.epoch)))
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_open()
@@ -253,6 +260,11 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 while (loaded := self._take(loaded_batches)) is not None:
                     if loaded.batch is not None:
                         yield self._complete(loaded.batch, loaded.rows)
+                    elif getattr(self.scheduler, "world_size", 1) > 1:
+                        raise RunError(
+                            f"no sample of a batch could be read ({', '.join(bad.record_id for bad in loaded.bad_samples)}), and without "
+                            "it this rank would be a step behind the others; mend or remove the files"
+                        )
                 self._report_stages(min_s=0)
         except GeneratorExit:  # the iteration was abandoned; workers may stay for another epoch
             raise

@@ -88,7 +88,13 @@ class ReduceStrategy(RanksStrategy):
     def prepare(self, model: nn.Module, trainer: TrainerSetup) -> nn.Module:
         self.device = trainer.device
         self._make_alike(model)
-        return self._prepare(model)
+        prepared = self._prepare(model)
+        self._buffers = list(prepared.buffers())
+        return prepared
+
+    def gather_weights(self) -> None:
+        for buffer in self._buffers:  # running statistics, which differ; a checkpoint has those of rank 0
+            self.broadcast(buffer, 0)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         """Prepare the model, whose weights are now the same on all ranks."""

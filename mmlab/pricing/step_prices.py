@@ -39,6 +39,7 @@ from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.precision import Precision
+from mmlab.training.strategy import Strategy
 from mmlab.types import SampleSizes
 
 _NUM_HELD_OUT = 4
@@ -178,7 +179,8 @@ def price_dataset(
         num_workers: of the loader.
     """
     sizes, device = dataset.sizes, str(next(model.parameters()).device)
-    trainer = FusionTrainer(model, lr=0.0, precision=precision, device=device, on_out_of_memory="raise")
+    alone: Any = {"strategy": Strategy(), "on_out_of_memory": "raise"}  # one rank measures for all
+    trainer = FusionTrainer(model, lr=0.0, precision=precision, device=device, **alone)
     costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
     found = price_steps(
         lambda batch: trainer.train_step([batch]),

@@ -42,6 +42,7 @@ from mmlab.schedule.cost import PaddedTokens, batch_costs, max_batch_size
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.noise import noise_batch
+from mmlab.training.strategy import Strategy
 from mmlab.types import PATCH, Batch, BatchShape, CostModel, SampleSizes
 
 _LOW_QUANTILE = 0.25
@@ -171,6 +172,7 @@ def _slowdown_s(trainer: FusionTrainer, batches: list[Batch], loader: PlannedLoa
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
     """A trainer of a copy of the model, whose steps are measured."""
+    options |= {"strategy": Strategy()}  # one rank measures for all
     return FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
 
 

@@ -63,7 +63,7 @@ class RunState:
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
         self.done_cost = 0.0  # planned cost of the first rank's steps so far
         self.is_broken = False  # one of its files cannot be read; it is not polled any more
-        self._written_status = "waiting"
+        self._written_status, self._status_s = "waiting", -inf
         # path -> inode, first bytes (a new file may reuse an old one's inode), and the offset read so far
         self._files: dict[str, tuple[int, bytes, int]] = {}
         self._latest: dict[tuple[str, int], RunEvent] = {}
@@ -114,12 +114,12 @@ class RunState:
             if event.kind == "step" and event.rank == 0:
                 cost = event.values.get("predicted_cost")
                 self.done_cost += cost if isinstance(cost, int | float) and cost < inf else 0.0
-            if event.kind == "end":
-                self._written_status = event.values["status"]
-            elif event.kind == "pause":
-                self._written_status = "paused"
-            elif event.kind in ("start", "resume") or self._written_status == "waiting":
-                self._written_status = "running"
+            status = {"start": "running", "resume": "running", "pause": "paused"}.get(event.kind)
+            status = event.values["status"] if event.kind == "end" else status
+            if status is None:
+                self._written_status = self._written_status.replace("waiting", "running")
+            elif event.time_s >= self._status_s:  # older ones are of ranks that a later start did without
+                self._written_status, self._status_s = status, event.time_s
             if event.kind == "start":
                 self._process_runs = True
 

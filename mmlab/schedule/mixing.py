@@ -55,6 +55,8 @@ class Drawing(Scheduler):
             raise OptionError(
                 f"{type(self).__name__} cannot wrap {type(self.inner).__name__}: the inner draw would be lost"
             )
+        # a saved position does not depend on the number of ranks; `_inner` sets both
+        object.__setattr__(self, "inner", replace(self.inner, seed=self.seed, world_size=1))
 
     @property
     def draws(self) -> bool:

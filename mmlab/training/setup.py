@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +144,10 @@ class TrainerSetup:
             culprit = "some sample of this step: under fsdp they cannot be looked at one by one"
         else:
             self.strategy.gather_weights()
-            if ids := nonfinite_samples(self, window.learnable):
+            found = self.strategy.gather_objects(
+                lambda: nonfinite_samples(self, window.learnable), "look for samples that are not finite"
+            )
+            if ids := dict.fromkeys(chain(*found)):
                 culprit = f"samples {', '.join(ids)}"
         message = f"step {self.step}: loss {dict(means)}, gradient norm {result.grad_norm}; not finite for {culprit}"
         if self.options.on_nonfinite == "raise" or not result.skipped:
@@ -186,6 +190,12 @@ class TrainerSetup:
     def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
         """Work out the schedule's length, unless it was given or comes from the run that is resumed."""
         num_shares = self.strategy.num_shares
+        planned_for = getattr(getattr(loader, "scheduler", None), "world_size", num_shares)
+        if planned_for % num_shares:
+            raise OptionError(
+                f"the batches are planned for {planned_for} rank, so each of {num_shares} would train all samples: "
+                f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
+            )
         others, same_end = self.saved_on != num_shares and self.step > 0, last_epoch == self.last_epoch
         if self.options.total_steps is None and (self.total_steps is None or not same_end or others):
             if others and self.total_steps is not None and same_end:

@@ -147,3 +147,14 @@ def test_an_augmentation_that_fails_keeps_its_error_and_names_the_record(
         list(make_loader(dataset, backend, augment=failing))
     (note,) = caught.value.__notes__
     assert note.split("'")[1] in dataset.records.ids
+
+
+def test_a_batch_that_one_of_several_ranks_cannot_read_ends_the_run(broken: MultimodalDataset) -> None:
+    scheduler = make_scheduler("random", batch_size=1, world_size=2)
+    loader = make_loader(
+        broken, "threads", scheduler=scheduler, on_bad_sample="skip", emit=lambda event: None
+    )
+    with pytest.raises(
+        RunError, match=r"no sample of a batch could be read \(.*\), and .* a step behind the others"
+    ):
+        list(loader)

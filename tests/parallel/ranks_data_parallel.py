@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
+from mmlab.data.dataset import MultimodalDataset
+from mmlab.data.readers import read_records
 from mmlab.errors import OptionError, RunError
+from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
 from mmlab.parallel.strategies import make_strategy
 from mmlab.pricing.breakdown import price
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.runs.meters import LiveBytes
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.strategy import Strategy
-from mmlab.types import Batch
+from mmlab.types import Aspect, Batch
 from tests.batches import make_batch, merge
 from tests.training.test_out_of_memory import TINY, gradient, make_trainer, relative, weights
 from tests.training.test_trainer import PairDistance  # a loss of each sample by itself
@@ -31,6 +36,7 @@ SIZES = [
     [(6, 0, 0), (3, 0, 0)],  # nothing to learn from for losses of pairs
     [(6, 16, 16), (3, 16, 16), (2, 16, 32), (4, 32, 32)],
 ]
+SAMPLE = Path(__file__).parents[2] / "data/sample"
 WINDOWS = [[0, 3, 2], [1], [4], [2, 5]]  # of four ranks; two ranks have the first two
 MARKED = {0, 3}  # micro-batches whose samples `Matched` looks at
 
@@ -196,6 +202,51 @@ def evaluation_is_shared(rank: int) -> None:
         assert key == "eval_s" or math.isclose(found[key], value, rel_tol=1e-6), key
 
 
+def samples_are_shared(rank: int) -> None:
+    """A loader takes this rank's share of a plan for the ranks; a plan for one process is refused."""
+    records = read_records(SAMPLE, progress=False)[:24]
+    dataset = MultimodalDataset(records, image_policy=Aspect(32 * 32))
+    model = build_model("tiny", vocab_size=len(dataset.tokenizer), **TINY)
+    trainer = FusionTrainer(model, device="cpu", strategy=make_strategy("ddp"))
+    with pytest.raises(
+        OptionError, match=r"each of 2 would train all samples: make_scheduler\(..., world_size=2\)"
+    ):
+        trainer.fit(PlannedLoader(dataset, make_scheduler("random", batch_size=4), num_workers=0))
+    loader = PlannedLoader(dataset, make_scheduler("random", batch_size=4, world_size=2), num_workers=0)
+    ids = [record_id for batch in loader for record_id in batch.record_ids]
+    found = trainer.strategy.gather_objects(lambda: ids, "compare")
+    assert sorted([*found[0], *found[1]]) == sorted(records.ids)
+    assert len(trainer.fit(loader)) == len(loader)
+
+
+def running_statistics_of_rank_0_are_evaluated(rank: int) -> None:
+    """As a checkpoint has them, so that its figures are those of the run."""
+    model = build_model("resnet18", vocab_size=50, text_depth=1)
+    trainer = FusionTrainer(model, device="cpu", strategy=make_strategy("ddp"))
+    trainer.train_step([micro_batch(rank)])
+    norms = [norm.running_mean for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm2d)]
+    whole = torch.cat(norms)
+    assert largest(float(whole.sum())) > -largest(-float(whole.sum())), "each rank has those of its images"
+    trainer.evaluate([micro_batch(0), micro_batch(1)])
+    whole = torch.cat(norms)
+    assert largest(float(whole.sum())) == -largest(-float(whole.sum()))
+
+
+def a_sample_that_is_not_finite_is_named_on_all_ranks(rank: int) -> None:
+    trainer = make_trainer()
+    batch = micro_batch(rank)
+    batch.record_ids = [f"{rank}-{name}" for name in batch.record_ids]
+
+    def spoil(_model, inputs, output) -> None:
+        for row, name in enumerate(inputs[0].record_ids):
+            if name == "1-sample 0":
+                output.image_embedding.data[row] = math.nan
+
+    trainer.model.register_forward_hook(spoil)
+    with pytest.raises(RunError, match="not finite for samples 1-sample 0;"):
+        trainer.train_step([batch])
+
+
 def goes_on_whichever_operation_fails(rank: int) -> None:
     """In a pass that the other ranks wait in: the window is done again, and no rank hangs."""
     goals = {"distance": PairDistance(), "matched": Matched()}
@@ -276,5 +327,8 @@ def main() -> None:
     all_negatives(rank, world_size)
     if world_size == 2:
         memory_is_what_was_priced()
+        samples_are_shared(rank)
+        running_statistics_of_rank_0_are_evaluated(rank)
+        a_sample_that_is_not_finite_is_named_on_all_ranks(rank)
         goes_on_whichever_operation_fails(rank)
         all_raise_when_one_gives_up(rank)

@@ -17,6 +17,8 @@ def train_and_note(config: Path, runs: Path, stage: int, strategy: str, stop_aft
 
     def noted(trainer, batches, **options):
         values = plain(trainer, batches, **options)
+        if not trainer.options.lr:  # a step that is measured
+            return values
         ids = [record_id for batch in batches for record_id in batch.record_ids]
         if strategy == "branch" and rank:  # both read all samples; they count once
             ids = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mmlab.runs.follow import RunState
 from tests.parallel.resumed_on_other_ranks import train_and_note
 from tests.ranks import run_ranks
 
@@ -38,6 +39,17 @@ every_minutes = 60.0
 """
 
 
+def steps_of(config: str, stages, folder: Path) -> list[list]:
+    """Train in stages; a line for every step and rank: stage, epoch, step, learning rate and the samples' ids."""
+    path, runs = folder / "run.toml", folder / "runs"
+    path.write_text(config)
+    runs.mkdir()
+    for stage, (num_ranks, strategy, stop_after) in enumerate(stages):
+        run_ranks(train_and_note, num_ranks, path, runs, stage, strategy, stop_after, joins=False)
+    files = sorted(runs.glob("seen-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
 @pytest.mark.parametrize(
     "stages",
     [
@@ -52,14 +64,7 @@ every_minutes = 60.0
     ],
 )
 def test_every_sample_comes_once_an_epoch_on_whatever_ranks(stages, scenes: Path, tmp_path: Path) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text(CONFIG.format(scenes=scenes))
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    for stage, (num_ranks, strategy, stop_after) in enumerate(stages):
-        run_ranks(train_and_note, num_ranks, config, runs, stage, strategy, stop_after, joins=False)
-    files = sorted(runs.glob("seen-*.jsonl"))
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    lines = steps_of(CONFIG.format(scenes=scenes), stages, tmp_path)
     assert {line[0] for line in lines if line[1] == 0} == {0, 1, 2}  # the first epoch is shared by all stages
     for epoch in (0, 1):
         seen = Counter(record for line in lines if line[1] == epoch for record in line[4])
@@ -73,3 +78,31 @@ def test_every_sample_comes_once_an_epoch_on_whatever_ranks(stages, scenes: Path
     late = [rate for step, rate in rates.items() if step > 1]
     assert late == sorted(late, reverse=True)
     assert late[-1] < 0.2 * max(late)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "stages"),
+    [
+        pytest.param(
+            'name = "budget"\n[sampling]\nratios = { image-text = 1.0 }',
+            [(2, "ddp", 1), (1, "ddp", None)],
+            id="ratios",
+        ),
+        pytest.param(
+            'name = "fastest"', [(2, "ddp", 1), (2, "ddp", None)], id="the limit of the start is kept"
+        ),
+    ],
+)
+def test_a_plan_goes_on_where_the_scheduler_is_wrapped_or_measured(
+    scheduler: str, stages, scenes: Path, tmp_path: Path
+) -> None:
+    config = CONFIG.format(scenes=scenes).replace('name = "random"\nbatch_size = 4', scheduler)
+    lines = steps_of(config.replace("accumulation_steps = 2", ""), stages, tmp_path)
+    for epoch in (0, 1):
+        seen = Counter(record for line in lines if line[1] == epoch for record in line[4])
+        assert set(seen.values()) == {1}
+        assert len(seen) == NUM_TRAINED
+    (run,) = (tmp_path / "runs").glob("*/config.toml")
+    state = RunState(run.parent)
+    state.poll()
+    assert state.status == "done", "a rank that the second start did without does not count"

@@ -155,6 +155,19 @@ def test_notes_of_a_run_are_kept_with_their_tracebacks(tmp_path: Path) -> None:
     assert overall_status(runs.states.values()) == "failed"
 
 
+def test_a_rank_that_a_later_start_did_without_does_not_set_the_status(tmp_path: Path) -> None:
+    for rank, last in ((1, None), (0, "done")):
+        with RunLog(tmp_path, rank=rank) as log:
+            log.write("start", 0)
+            log.write("end", 1, status="stopped")
+            if last:
+                log.write("start", 1)
+                log.write("end", 2, status=last)
+    state = RunState(tmp_path)
+    state.poll()
+    assert state.status == "done"
+
+
 def test_the_status_of_several_runs_is_running_until_all_have_ended(tmp_path: Path) -> None:
     assert overall_status([]) == "waiting"
     for name in ("a", "b"):
