@@ -14,6 +14,8 @@ import numpy as np
 
 from mmlab.schedule._compiled import compiled, inlined
 
+_REACH = 256  # places on either side among which a partner is sought
+
 
 @compiled
 def _price_shape(text, area, coefficients, exponents, price):
@@ -146,16 +148,16 @@ def _added(state, batch, sample, change, less_than, limit, objective, budget, li
 
 
 @compiled
-def _find_place(state, sample, reach, limit, objective, budget, max_size, tried, limit_price, price):
+def _find_place(state, sample, limit, objective, budget, max_size, tried, limit_price, price):
     """(batch to move to, -1) or (batch, sample to exchange with) of least added objective; (-1, -1) if there is none.
 
-    Looks at the samples within `reach` places, nearest first, and at the batches that hold them.
+    Looks at the samples within `_REACH` places, nearest first, and at the batches that hold them.
     """
     batch = state.batch_of[sample]
     left = _value(state, batch, state.num_samples[batch] - 1, objective, price) - state.value[batch]
     best = np.inf
     chosen_batch = chosen = -1
-    for step in range(2, 2 * reach + 2):  # one place back, one forward, two back, two forward, ...
+    for step in range(2, 2 * _REACH + 2):  # one place back, one forward, two back, two forward, ...
         if best <= 0:
             break
         other = sample + step // 2 if step % 2 else sample - step // 2
@@ -189,12 +191,10 @@ def _find_place(state, sample, reach, limit, objective, budget, max_size, tried,
 
 
 @compiled
-def separate_samples(
-    size, image, members, starts, batch_of, num_batches, limit, objective, budget, max_size, reach
-):
+def separate_samples(size, image, members, starts, batch_of, num_batches, limit, objective, budget, max_size):
     """Exchange and move samples between batches until no batch holds two of one image.
 
-    Goes through the samples once. A colliding sample changes places with one of another batch within `reach` places,
+    Goes through the samples once. A colliding sample changes places with one of another batch within `_REACH` places,
     or moves to that batch, whichever adds least to the objective; if neither is possible, it is removed from
     its batch. Two invariants hold after every step: each batch costs at most `budget`, because no change that
     would exceed it is made; and no sample that was visited collides, because no sample goes where another of
@@ -222,7 +222,7 @@ def separate_samples(
         if not _would_collide(state, batch, sample):
             continue
         there, other = _find_place(
-            state, sample, reach, limit, objective, budget, max_size, tried, limit_price, price
+            state, sample, limit, objective, budget, max_size, tried, limit_price, price
         )
         if other >= 0:
             _put(state, other, batch, 0, objective, price)

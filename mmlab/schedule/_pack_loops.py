@@ -8,6 +8,10 @@ import numpy as np
 
 from mmlab.schedule._compiled import compiled
 
+_PATIENCE = 4  # samples that may fail to fit before a pack's first filling ends
+_REACH = 128  # pool members examined for each exchange
+_SWEEPS = 16  # rounds of exchanges at most
+
 
 class _Pool(NamedTuple):
     """The samples that are looked at together, and which of them the present pack has taken."""
@@ -18,7 +22,7 @@ class _Pool(NamedTuple):
     by_arrival: np.ndarray  # (pool size,) the pooled samples, the oldest first
     by_size: np.ndarray  # (pool size,) the same, ordered by patches, then tokens
     taken: np.ndarray  # (n,) whether a sample is in a pack
-    pack_of_group: np.ndarray  # (groups,) the last pack that took a sample of the group
+    pack_of_group: np.ndarray  # (n,) by number of the image: the last pack that took a sample of the group
 
 
 @compiled
@@ -58,8 +62,8 @@ def _drop_taken(pool, samples, pooled):
 
 
 @compiled
-def _take_oldest(pool, pooled, pack, members, room, patience):
-    """Fill a pack with the oldest sample and the next ones that fit, until `patience` did not.
+def _take_oldest(pool, pooled, pack, members, room):
+    """Fill a pack with the oldest sample and the next ones that fit, until `_PATIENCE` did not.
 
     Returns:
         The number of members, and the room left in the two streams.
@@ -78,21 +82,21 @@ def _take_oldest(pool, pooled, pack, members, room, patience):
             count += 1
         else:
             misses += 1
-            if misses == patience:
+            if misses == _PATIENCE:
                 break
     return count, text_left, image_left
 
 
 @compiled
-def _best_fit(pool, pooled, pack, out, text_open, image_open, best, text_unit, image_unit, reach):
+def _best_fit(pool, pooled, pack, out, text_open, image_open, best, text_unit, image_unit):
     """The pooled sample that leaves the least of the open room, less than `best`; -1 where there is none.
 
     The order by size is walked down from the largest image that fits. Images only get smaller from there, so the walk
-    ends where the gap in the image stream alone is as large as the best gap so far, or after `reach` samples.
+    ends where the gap in the image stream alone is as large as the best gap so far, or after `_REACH` samples.
     """
     chosen = -1
     start = _num_not_larger(pool, pooled, text_open, image_open) - 1
-    for place in range(start, max(-1, start - reach), -1):
+    for place in range(start, max(-1, start - _REACH), -1):
         sample = pool.by_size[place]
         image_gap = (image_open - pool.image[sample]) * image_unit
         if image_gap >= best:
@@ -108,18 +112,18 @@ def _best_fit(pool, pooled, pack, out, text_open, image_open, best, text_unit, i
 
 
 @compiled
-def _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room, reach, sweeps):
+def _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room):
     """Exchange members of a pack for pooled samples, or add some, while that leaves less room.
 
     Returns the number of members.
 
     Members take turns. At turn 0 a sample is added, so the oldest, which is member 0, stays; at any other turn the
     member may go back to the pool for one that fits better. Every step leaves less room than before, and the loop ends
-    when a whole round of turns has changed nothing, when no room is left, or after `sweeps` rounds.
+    when a whole round of turns has changed nothing, when no room is left, or after `_SWEEPS` rounds.
     """
     text_unit, image_unit = 1.0 / max(1, room[0]), 1.0 / max(1, room[1])
     turn = idle = 0
-    tries = sweeps * count
+    tries = _SWEEPS * count
     if text_left < 0 or image_left < 0:  # one oversize sample
         return count
     while idle < count and tries > 0 and (text_left > 0 or image_left > 0):
@@ -128,7 +132,7 @@ def _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room,
         text_open = text_left + (pool.text[out] if turn > 0 else 0)
         image_open = image_left + (pool.image[out] if turn > 0 else 0)
         gap = text_left * text_unit + image_left * image_unit - 1e-9
-        chosen = _best_fit(pool, pooled, pack, out, text_open, image_open, gap, text_unit, image_unit, reach)
+        chosen = _best_fit(pool, pooled, pack, out, text_open, image_open, gap, text_unit, image_unit)
         idle += 1
         if chosen >= 0:
             idle = 0
@@ -146,7 +150,7 @@ def _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room,
 
 
 @compiled
-def fill_packs(text, image, group, num_groups, text_room, image_room, pool_size, patience, reach, sweeps):
+def fill_packs(text, image, group, text_room, image_room, pool_size):
     """Pack samples, in order of arrival, so that no pack holds more than `text_room` tokens and `image_room` patches.
 
     A pool holds the oldest samples. Each pack takes the oldest one and others that fit, and then its gaps are closed by
@@ -156,11 +160,8 @@ def fill_packs(text, image, group, num_groups, text_room, image_room, pool_size,
 
     Args:
         text, image: (n,) tokens and patches in order of arrival.
-        group: (n,) number of the image, below `num_groups`.
+        group: (n,) number of the image, below n.
         pool_size: samples looked at together.
-        patience: samples that may fail to fit before a pack's first filling ends.
-        reach: pool members examined for each exchange.
-        sweeps: rounds of exchanges at most.
 
     Returns:
         (n,) samples pack after pack, and (b,) where each pack ends.
@@ -169,7 +170,7 @@ def fill_packs(text, image, group, num_groups, text_room, image_room, pool_size,
     order, ends = np.empty(num, np.int64), np.empty(num, np.int64)
     members = np.empty(pool_size, np.int64)
     by_arrival, by_size = np.empty(pool_size, np.int64), np.empty(pool_size, np.int64)
-    taken, pack_of_group = np.zeros(num, np.bool_), np.full(num_groups, -1, np.int64)
+    taken, pack_of_group = np.zeros(num, np.bool_), np.full(num, -1, np.int64)
     pool = _Pool(text, image, group, by_arrival, by_size, taken, pack_of_group)
     room = text_room, image_room
     pooled = arrived = packed = pack = 0
@@ -178,8 +179,8 @@ def fill_packs(text, image, group, num_groups, text_room, image_room, pool_size,
             _add_to_pool(pool, pooled, arrived)
             pooled += 1
             arrived += 1
-        count, text_left, image_left = _take_oldest(pool, pooled, pack, members, room, patience)
-        count = _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room, reach, sweeps)
+        count, text_left, image_left = _take_oldest(pool, pooled, pack, members, room)
+        count = _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room)
         order[packed : packed + count] = members[:count]
         packed += count
         ends[pack] = packed

@@ -16,7 +16,6 @@ from mmlab.schedule.cost import FREE, MaxPolynomial
 from mmlab.schedule.metrics import sides
 from mmlab.types import SampleSizes
 
-REACH = 256  # places on either side among which a partner is sought
 _MOST_OF_ONE = 32  # samples of one image in a block that may be exchanged; any more are removed at once
 
 
@@ -73,7 +72,7 @@ def resolve_collisions(
     size = np.stack(sides(sizes, objective.patch, order), axis=1)
     separate_samples(
         size, images.number, images.members, images.starts, batch_of, len(batches.ends),
-        limit.columns, objective.columns, budget, max_size, REACH,
+        limit.columns, objective.columns, budget, max_size,
     )  # fmt: skip
     by_batch = stable_order(batch_of)
     num_out = int((batch_of < 0).sum())

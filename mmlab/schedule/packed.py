@@ -25,7 +25,7 @@ from mmlab.schedule.ranks import balance, shorten_last_step
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
 PACKED_NOTE = "packed: waste is unused room, not computed; seconds include packing only where it was measured"
-_POOL_SIZE, _PATIENCE, _REACH, _SWEEPS = 512, 4, 128, 16
+_POOL_SIZE = 512  # samples that are looked at together, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,7 @@ class Packed(Scheduler):
         image_number = np.arange(len(rows)) if self.allow_collisions else images_of(sizes, rows).number
         in_pack = sum(limits.streams) / max(1.0, float(text.mean() + image.mean()))
         pool_size = max(_POOL_SIZE, 4 * int(in_pack))
-        order, ends = fill_packs(
-            text, image, image_number, len(rows), *limits.streams, pool_size, _PATIENCE, _REACH, _SWEEPS
-        )
+        order, ends = fill_packs(text, image, image_number, *limits.streams, pool_size)
         packs = Block(rows[order], ends)
         return shorten_last_step(packs, work(text[order]) + work(image[order]), self.world_size)
 

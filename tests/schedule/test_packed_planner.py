@@ -83,7 +83,7 @@ def test_texts_alone_and_images_alone_pack_too():
 def test_no_sample_waits_for_more_packs_than_the_pool_has_samples():
     rng = np.random.default_rng(0)
     text, image = rng.integers(1, 60, 20_000), rng.integers(20, 600, 20_000)
-    order, ends = fill_packs(text, image, np.arange(20_000), 20_000, 960, 9600, 512, 4, 128, 16)
+    order, ends = fill_packs(text, image, np.arange(20_000), 960, 9600, 512)
     pack = np.empty(20_000, np.int64)
     pack[order] = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
     expected = np.arange(20_000) * len(ends) / 20_000
