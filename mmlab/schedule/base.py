@@ -40,15 +40,6 @@ class Scheduler:
     def __post_init__(self) -> None:
         check_numbers(self)
 
-    @classmethod
-    def options_among(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those values that are options of this scheduler.
-
-        >>> Scheduler.options_among({"seed": 1, "temperature": 0.5})
-        {'seed': 1}
-        """
-        return {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
-
     def plan(self, samples: Samples, *, epoch: int = 0) -> BatchPlan:
         """The batches of one epoch.
 

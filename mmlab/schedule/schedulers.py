@@ -57,8 +57,11 @@ def make_scheduler(name: str, **options: Any) -> Scheduler:
 def scheduler_among(name: str, options: Mapping[str, Any]) -> Scheduler:
     """A scheduler by its name, with those of the options that it has; the others are for other schedulers.
 
+    >>> scheduler_among("sorted", {"batch_size": 4, "temperature": 0.5})
+    BatchScheduler(seed=0, world_size=1, batch_size=4, allow_collisions=True)
+
     Raises:
         OptionError: an unknown name, or a value out of range.
     """
     kind = scheduler_type(name)
-    return kind(**kind.options_among(options))
+    return kind(**{option: value for option, value in options.items() if option in kind.__dataclass_fields__})
