@@ -20,7 +20,7 @@ from mmlab.data.readers import read_records
 from mmlab.data.synthetic import make_dataset
 from mmlab.data.synthetic.captions import write_captions
 from mmlab.data.synthetic.painting import paint
-from mmlab.data.synthetic.scenes import Scene, draw_size, make_scene, table
+from mmlab.data.synthetic.scenes import TABLES, Scene, draw_size, make_scene
 from mmlab.data.text import estimate_num_tokens
 from mmlab.errors import OptionError
 
@@ -158,13 +158,13 @@ def test_captions_are_true_of_their_own_picture_and_of_hardly_any_other() -> Non
 
 def is_true(text: str, scene: Scene) -> bool:
     """Whether a sentence names only groups that the scene has, and its own ground, backdrop and light."""
-    sizes = {word: size for size, entry in table("sizes").items() for word in entry["words"] if word}
-    patterns = {word: name for name, entry in table("patterns").items() for word in entry["words"] if word}
-    shapes = {word: shape for shape, words in table("shapes").items() for word in words}
+    sizes = {word: size for size, entry in TABLES["sizes"].items() for word in entry["words"] if word}
+    patterns = {word: name for name, entry in TABLES["patterns"].items() for word in entry["words"] if word}
+    shapes = {word: shape for shape, words in TABLES["shapes"].items() for word in words}
     counts = {"a": 1, "an": 1, "two": 2, "three": 3, "four": 4}
     named = re.findall(
         rf"\b(an?|two|three|four) (?:({'|'.join(sizes)}) )?(?:({'|'.join(patterns)}) )?"
-        rf"({'|'.join(table('colours'))}) (ball|cube|box|block|cone|cylinder|ring|star|heart|cross)(?:e?s)?\b",
+        rf"({'|'.join(TABLES['colours'])}) (ball|cube|box|block|cone|cylinder|ring|star|heart|cross)(?:e?s)?\b",
         text.lower(),
     )
     assert named, f"{text!r} names no object"
@@ -177,7 +177,7 @@ def is_true(text: str, scene: Scene) -> bool:
         ):
             return False
     for kind, value in (("grounds", scene.ground), ("backdrops", scene.backdrop), ("lights", scene.light)):
-        entries = table(kind).items()
+        entries = TABLES[kind].items()
         said = {name for name, entry in entries if any(f" {words}" in text for words in entry["words"])}
         if said and value not in said:
             return False

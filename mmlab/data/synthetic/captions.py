@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from mmlab.data.synthetic.scenes import Group, Scene, draw_one, table
+from mmlab.data.synthetic.scenes import TABLES, Group, Scene, draw_one
 from mmlab.data.text import estimate_num_tokens
 
 
@@ -24,20 +24,20 @@ def write_captions(scene: Scene, num_captions: int = 5) -> list[str]:
 
 def _sentence(scene: Scene, rng: random.Random) -> str:
     """A core of two parts, then whatever else still fits into a length drawn beforehand."""
-    target = int(draw_one(rng, table("caption_lengths")))
+    target = int(draw_one(rng, TABLES["caption_lengths"]))
     order = rng.sample(range(len(scene.groups)), len(scene.groups))
     groups = [scene.groups[number] for number in order]
-    parts = {"subject": _plain_name(groups[0]), "ground": _phrase("grounds", scene.ground, rng)}
+    parts = {"subject": _name(groups[0], groups[0].shape), "ground": _phrase("grounds", scene.ground, rng)}
     richer = {
         "subject": _full_name(groups[0], rng),
         "light": _phrase("lights", scene.light, rng),
         "backdrop": _phrase("backdrops", scene.backdrop, rng),
-        "posture": rng.choice(table("words")["postures"]),
-        "opening": rng.choice(table("words")["openings"]),
+        "posture": rng.choice(TABLES["words"]["postures"]),
+        "opening": rng.choice(TABLES["words"]["openings"]),
     }
     if len(groups) > 1 and rng.random() < 0.75:
         relation = _relation(scene, order[0], order[1], rng)
-        parts["other"] = f"{relation} {_plain_name(groups[1])}"
+        parts["other"] = f"{relation} {_name(groups[1], groups[1].shape)}"
         richer["other"] = f"{relation} {_full_name(groups[1], rng)}"
         if len(groups) > 2:
             richer["third"] = f"and {_full_name(groups[2], rng)}"
@@ -62,24 +62,20 @@ def _join(parts: dict[str, str]) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def _plain_name(group: Group) -> str:
-    return _name(group, "", "", group.shape)
-
-
 def _full_name(group: Group, rng: random.Random) -> str:
-    shape = rng.choice(table("shapes")[group.shape])
-    return _name(group, _phrase("sizes", group.size, rng), _phrase("patterns", group.pattern, rng), shape)
+    shape = rng.choice(TABLES["shapes"][group.shape])
+    return _name(group, shape, _phrase("sizes", group.size, rng), _phrase("patterns", group.pattern, rng))
 
 
 def _phrase(kind: str, name: str, rng: random.Random) -> str:
     """One of the words for an entry of a table."""
-    return rng.choice(table(kind)[name]["words"])
+    return rng.choice(TABLES[kind][name]["words"])
 
 
-def _name(group: Group, size: str, pattern: str, shape: str) -> str:
-    noun = shape if group.count == 1 else table("words")["plurals"].get(shape, shape + "s")
-    words = " ".join(word for word in (size, pattern, group.colour, noun) if word)
-    count = "an" if group.count == 1 and words[0] in "aeiou" else table("words")["counts"][group.count]
+def _name(group: Group, shape: str, *looks: str) -> str:
+    noun = shape if group.count == 1 else TABLES["words"]["plurals"].get(shape, shape + "s")
+    words = " ".join(word for word in (*looks, group.colour, noun) if word)
+    count = "an" if group.count == 1 and words[0] in "aeiou" else TABLES["words"]["counts"][group.count]
     return f"{count} {words}"
 
 
@@ -87,8 +83,8 @@ def _relation(scene: Scene, first: int, second: int, rng: random.Random) -> str:
     """How one group stands to another; in depth, only relations to the front group are known."""
     known = scene.arrangement == "row" or 0 in (first, second)
     if not known or rng.random() < 0.3:
-        return rng.choice(table("words")["together"])
-    return rng.choice(table("relations")[scene.arrangement][0 if first < second else 1])
+        return rng.choice(TABLES["words"]["together"])
+    return rng.choice(TABLES["relations"][scene.arrangement][0 if first < second else 1])
 
 
 def _extras(scene: Scene, rng: random.Random) -> list[str]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmlab.data.synthetic.materials import TILE, material, noise
-from mmlab.data.synthetic.scenes import Group, Place, Scene, table
+from mmlab.data.synthetic.scenes import TABLES, Group, Place, Scene
 from mmlab.data.synthetic.shapes import SOLIDS
 
 # (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
@@ -38,7 +38,7 @@ def paint(scene: Scene) -> NDArray[np.uint8]:
     brightness = grain * _crop(noise(0.0, salt=1), scene.height, scene.width, rng)
     hue = 0.6 * grain * _crop(noise(0.15, salt=2), scene.height, scene.width, rng)
     finished = np.empty((scene.height, scene.width, 3), dtype=np.uint8)
-    casts = table("lights")[scene.light]["cast"]
+    casts = TABLES["lights"][scene.light]["cast"]
     for channel, (cast, sign) in enumerate(zip(casts, (1, 0, -1), strict=True)):
         plane = picture[channel] * (255 * cast)
         plane *= level
@@ -73,7 +73,7 @@ def _paint_surroundings(scene: Scene, rng: random.Random) -> Picture:
 
 def _backdrop(scene: Scene, rows: int, rng: random.Random) -> Picture:
     """(3, rows, width): painted at an eighth of the size and enlarged, so that it is out of focus."""
-    look = table("backdrops")[scene.backdrop]
+    look = TABLES["backdrops"][scene.backdrop]
     small_h, small_w = rows // 8 + 2, scene.width // 8 + 2
     fall = np.linspace(0, 1, small_h, dtype=np.float32)[:, None]
     if scene.backdrop == "sea":
@@ -119,7 +119,7 @@ def _paint_object(picture: Picture, scene: Scene, group: Group, place: Place, rn
     gloss = 0.45 * np.maximum(nx * (0.55 * light_x) + ny * -0.30 + nz * 0.90, 0) ** 40
     second = _second_colour_share(group.pattern, u, v)
     view = picture[:, rows, cols]
-    palette = table("colours")
+    palette = TABLES["colours"]
     other = palette["black" if group.colour in ("white", "yellow", "pink") else "white"]
     for plane, main, patterned in zip(view, palette[group.colour], other, strict=True):
         surface = (main + (patterned - main) * second) * shade + gloss

@@ -18,12 +18,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-_TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("scenes.toml").read_text("utf-8"))
-
-
-def table(name: str) -> dict[str, Any]:
-    """A table of `scenes.toml`, by the names of its entries."""
-    return _TABLES[name]
+# its tables by name, each by the names of its entries
+TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("scenes.toml").read_text("utf-8"))
 
 
 def draw_one(rng: random.Random, entries: Mapping[str, Any]) -> str:
@@ -81,30 +77,30 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
     name = f"mmlab scene {seed} {index}"
     rng = random.Random(name)  # a str seed is hashed with SHA-512: stable across versions and machines
     width, height = draw_size(rng, max_side)
-    ground = rng.choice(tuple(table("grounds")))
+    ground = rng.choice(tuple(TABLES["grounds"]))
     horizon = rng.uniform(0.22, 0.42)
     groups: list[Group] = []
-    for _ in range(int(draw_one(rng, table("group_counts")))):
-        size = draw_one(rng, table("sizes"))
+    for _ in range(int(draw_one(rng, TABLES["group_counts"]))):
+        size = draw_one(rng, TABLES["sizes"])
         group = Group(
-            count=min(int(draw_one(rng, table("group_sizes"))), 2 if size == "large" else 4),
+            count=min(int(draw_one(rng, TABLES["group_sizes"])), 2 if size == "large" else 4),
             size=size,
-            colour=rng.choice([name for name in table("colours") if name not in {g.colour for g in groups}]),
-            pattern=draw_one(rng, table("patterns")),
-            shape=rng.choice(tuple(table("shapes"))),
+            colour=rng.choice([name for name in TABLES["colours"] if name not in {g.colour for g in groups}]),
+            pattern=draw_one(rng, TABLES["patterns"]),
+            shape=rng.choice(tuple(TABLES["shapes"])),
         )
         groups.append(group)
     deep = len(groups) > 1 and rng.random() < (0.35 if width > height else 0.7)
     lay_out = _lay_in_depth if deep else _lay_in_row
     places = lay_out(rng, groups, width, height, horizon * height)
-    place = table("grounds")[ground]["place"]
-    backdrops = [name for name, backdrop in table("backdrops").items() if backdrop["place"] == place]
+    place = TABLES["grounds"][ground]["place"]
+    backdrops = [name for name, backdrop in TABLES["backdrops"].items() if backdrop["place"] == place]
     return Scene(
         width=width,
         height=height,
         ground=ground,
         backdrop=rng.choice(backdrops),
-        light=draw_one(rng, table("lights")),
+        light=draw_one(rng, TABLES["lights"]),
         light_from_left=rng.random() < 0.5,
         horizon=horizon,
         arrangement="depth" if deep else "row",
@@ -116,7 +112,7 @@ def make_scene(seed: int, index: int, max_side: int = 640) -> Scene:
 
 def draw_size(rng: random.Random, max_side: int = 640) -> tuple[int, int]:
     """Width and height in pixels, from COCO's distribution, scaled by `max_side` / 640."""
-    known = table("image_sizes")
+    known = TABLES["image_sizes"]
     shares = [share for *_, share in known["common"]]
     width, height, _ = rng.choices([*known["common"], (0, 0, 0)], [*shares, known["tail_per_mille"]])[0]
     if not width:  # one of the tail
@@ -173,7 +169,7 @@ def _lay_in_depth(
 
 def _diameter(rng: random.Random, group: Group, width: int, height: int) -> float:
     """Pixels; low enough for the picture to hold the object."""
-    share = table("sizes")[group.size]["diameter"]
+    share = TABLES["sizes"][group.size]["diameter"]
     return min(share * (width * height) ** 0.5 * rng.uniform(0.92, 1.08), 0.55 * height)
 
 
