@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmlab.data.conversation_packs import IGNORED, REFUSED, Packer, check_packs
+from mmlab.data.conversation_packs import REFUSED, Packer, check_packs
 from mmlab.data.conversation_sizes import (
     answer_tokens,
     check_processor,
@@ -25,6 +25,7 @@ from mmlab.data.conversation_sizes import (
 )
 from mmlab.data.conversations import Message
 from mmlab.errors import DataError, OptionError
+from mmlab.types import IGNORED
 
 _LEAD = 2  # tokens before an answer that must match together with it
 

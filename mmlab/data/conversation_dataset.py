@@ -18,11 +18,10 @@ from torch.utils.data import Dataset
 
 from mmlab.data.collate import Sample
 from mmlab.data.conversation_batches import ConversationCollator
-from mmlab.data.conversation_packs import IGNORED
 from mmlab.data.conversation_sizes import answer_tokens, conversation_sizes
 from mmlab.data.conversations import Conversations, decode
 from mmlab.data.records import reading_image
-from mmlab.types import Batch, HostColumns, SampleSizes
+from mmlab.types import IGNORED, Batch, HostColumns, SampleSizes
 
 
 @dataclass(kw_only=True, repr=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmlab.errors import OptionError
-from mmlab.types import IGNORED as IGNORED
+from mmlab.types import IGNORED
 
 REFUSED = "%s cannot take packed batches: %s; leave out packed_for"
 _OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")

@@ -12,7 +12,7 @@ is that of the longest question of all plus its own answer: no batch is then lon
 from __future__ import annotations
 
 import hashlib
-import uuid
+import io
 import warnings
 from collections.abc import Sequence
 from inspect import signature
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from mmlab.data.conversations import Conversations, Message
 from mmlab.data.readers.sidecar import Size
 from mmlab.errors import OptionError
-from mmlab.machine import progress_bar
+from mmlab.machine import progress_bar, replace_file
 from mmlab.types import PATCH, SampleSizes
 
 _NUM_CHECKED = 8  # samples that are measured to check the processor's rule
@@ -77,9 +77,9 @@ def conversation_sizes(
         found = found._replace(num_tokens=found.num_tokens.max(initial=0) + np.array(answers, dtype=np.int32))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{uuid.uuid4().hex}.npz")  # another process may write the same
-        np.savez(draft, **found._asdict())
-        draft.replace(path)
+        content = io.BytesIO()
+        np.savez(content, **found._asdict())
+        replace_file(path, content.getvalue())  # another process may write the same
     return found
 
 

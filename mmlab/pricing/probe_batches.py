@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmlab.data.conversation_dataset import ConversationBatch, ConversationDataset
-from mmlab.data.conversation_packs import IGNORED
-from mmlab.types import PATCH, BatchShape
+from mmlab.types import IGNORED, PATCH, BatchShape
 
 _NUM_ROWS, _NUM_TEXTS = 8, 5  # candidates for probes: samples to repeat, and text lengths of each
 _SIZES = (2, 3, 4, 6, 8)  # samples in a probe: some towers go through images one by one
