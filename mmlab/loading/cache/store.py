@@ -9,16 +9,14 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import OptionError, check_numbers
+from mmlab.loading.cache.key import CacheKey
 from mmlab.loading.cache.slots import SUFFIX, Damaged, Layout, SlotFile, disk_bytes, is_slot_file, slot_files
-
-if TYPE_CHECKING:
-    from mmlab.loading.cache.key import CacheKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
