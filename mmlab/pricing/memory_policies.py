@@ -86,9 +86,7 @@ class Predictive(MemoryPolicy):
         OptionError: the planner has no cost model in bytes.
     """
 
-    STATE = (
-        "value", "margin_ratio", "measured", "caution", "_num_above", "_num_since_lower",
-    )  # fmt: skip
+    STATE = ("value", "margin_ratio", "measured", "caution", "_num_above", "_num_since_lower")
 
     def __init__(self, planner: Scheduler, limit_bytes: float) -> None:
         cost = getattr(planner, "cost", None)

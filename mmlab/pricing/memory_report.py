@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from mmlab.data.readers import read_records
@@ -20,6 +21,7 @@ from mmlab.data.text import load_tokenizer, measure_tokens
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import GIB, MemoryLimit, memory_limit
 from mmlab.pricing.fit import fit_memory
+from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.named_model import conversation_model, named_model
 from mmlab.pricing.step_prices import named_dataset
 from mmlab.pricing.trace import StepSetting
@@ -28,15 +30,11 @@ from mmlab.schedule.cost import batch_costs, max_batch_size
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import PATCH, parse_image_policy
+from mmlab.types import PATCH, SampleSizes, parse_image_policy
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
-
-    from mmlab.pricing.memory import MemoryModel
-    from mmlab.types import SampleSizes
 
 _SHOWN = 8  # rows of a table of shapes
 

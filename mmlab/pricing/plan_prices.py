@@ -120,17 +120,16 @@ def price_plans(
     for name in names:  # an unknown one is refused now: pricing takes a while
         scheduler_type(name)
     named = None if device_name is None else find_device(device_name)
-    if named is not None:
-        named.check_precision(precision)
-    kind = named.kind if named else resolve_device("auto")
-    if named:
-        total_bytes = (
-            named.memory_bytes if memory_gb is None else min(named.memory_bytes, round(memory_gb * GIB))
-        )
-        own = CONTEXT_BYTES[kind]
-        usable_bytes = MemoryLimit(device=named.name, total_bytes=total_bytes, context_bytes=own).usable_bytes
+    if named is None:
+        kind = resolve_device("auto")
+        limit = memory_limit(kind, memory_gb=memory_gb)
     else:
-        usable_bytes = memory_limit(kind, memory_gb=memory_gb).usable_bytes
+        named.check_precision(precision)
+        kind, total_bytes = named.kind, named.memory_bytes
+        if memory_gb is not None:
+            total_bytes = min(total_bytes, round(memory_gb * GIB))
+        limit = MemoryLimit(device=named.name, total_bytes=total_bytes, context_bytes=CONTEXT_BYTES[kind])
+    usable_bytes = limit.usable_bytes
     priced: dict[str, Any] = {"precision": precision, "progress": progress}
     packs: Any = None
     time: Any = None

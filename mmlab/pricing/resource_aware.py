@@ -10,7 +10,7 @@ Out-of-memory errors are caught by the trainer, not here; it reports them in its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +18,10 @@ from mmlab.errors import DataError, OptionError, check_name
 from mmlab.machine import GIB, available_memory_bytes
 from mmlab.pricing.memory_policies import Halving, MemoryPolicy, Predictive
 from mmlab.runs.events import RunEvent
-from mmlab.schedule.base import sizes_of
+from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.live import LivePlan
-
-if TYPE_CHECKING:
-    from mmlab.data.records import Records
-    from mmlab.schedule.base import Scheduler
-    from mmlab.schedule.plan import BatchPlan
-    from mmlab.types import Record, SampleSizes
+from mmlab.schedule.plan import BatchPlan
+from mmlab.types import Samples, SampleSizes
 
 POLICIES = ("predictive", "halving")
 
@@ -111,7 +107,7 @@ class ResourceAwareScheduler:
         """
         return self._article_rule().adjust(current)
 
-    def plan(self, samples: Records | SampleSizes | Sequence[Record], *, epoch: int = 0) -> LivePlan:
+    def plan(self, samples: Samples, *, epoch: int = 0) -> LivePlan:
         """This rank's share of an epoch. A second call for the same epoch includes all decisions made so far.
 
         Raises:
