@@ -169,10 +169,10 @@ def make_model(options: Mapping[str, Any], dataset: Any, *, seed: int) -> nn.Mod
     Args:
         options: of `build_model`; of `named_vlm` if the data set holds conversations.
     """
-    if isinstance(dataset, ConversationDataset):
-        return ConversationModel(named_vlm(**options))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
+        if isinstance(dataset, ConversationDataset):
+            return ConversationModel(named_vlm(**options))
         return build_model(**options, vocab_size=len(dataset.tokenizer))
 
 

@@ -6,6 +6,8 @@ chat template twice for every answer.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from mmlab.data.conversations import Message
 from mmlab.errors import DataError, OptionError
 from mmlab.types import IGNORED
 
+_ONE_AT_A_TIME = threading.Lock()  # a fast tokenizer's padding is state that its calls share
 _LEAD = 2  # tokens before an answer that must match together with it
 
 
@@ -65,7 +68,21 @@ class ConversationCollator:
         return self.pack(self.padded(rows))
 
     def padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """The batch before it is packed."""
+        """The batch before it is packed. Safe to call from several threads."""
+        with _ONE_AT_A_TIME:
+            return self._padded(rows)
+
+    def check(self, messages: list[Message]) -> None:
+        """Check that the answers of a conversation can be told from its questions.
+
+        Raises:
+            DataError: they cannot.
+        """
+        inputs = processor_inputs(self.processor, [messages])
+        if not (self.is_encoder_decoder or "suffix" in inputs):
+            self._answers(messages, inputs["text"][0])
+
+    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         processor, messages = self.processor, [row["messages"] for row in rows]
         images = [list(row["images"]) for row in rows]
         shown = images if any(images) else None
@@ -121,15 +138,17 @@ class ConversationCollator:
         """For each answer, the number of its message, and where it begins and ends in the templated text."""
         found = []
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = templated(self.processor, messages[:number], asks=True)
+            if number and message["role"] == "assistant" and message.get("weight") != 0:
+                before = templated(self.processor, messages[:number])
+                asked = templated(self.processor, messages[:number], asks=True)
                 until = templated(self.processor, messages[: number + 1])
                 if not (text.startswith(before) and text.startswith(until)):
                     raise DataError(
                         f"the chat template of {type(self.processor).__name__} changes earlier turns when later ones "
                         "follow, so answers cannot be found; give conversations of one answer"
                     )
-                found.append((number, len(before), len(until)))
+                # the prompt for an answer may end with a space less than the answer begins with
+                found.append((number, len(os.path.commonprefix([asked, text])), len(until)))  # noqa: RUF071
         return found
 
 

@@ -21,6 +21,7 @@ from mmlab.data.conversation_batches import ConversationCollator
 from mmlab.data.conversation_sizes import answer_tokens, conversation_sizes
 from mmlab.data.conversations import Conversations, decode
 from mmlab.data.records import reading_image
+from mmlab.errors import DataError
 from mmlab.types import IGNORED, Batch, HostColumns, SampleSizes
 
 
@@ -70,6 +71,7 @@ class ConversationDataset(Dataset[Sample]):
 
     Raises:
         OptionError: a processor that cannot be used.
+        DataError: answers cannot be told from questions; tried on one conversation of each sequence of roles.
     """
 
     cache: Any = None  # a processor's pixels are not cached
@@ -84,6 +86,15 @@ class ConversationDataset(Dataset[Sample]):
     ) -> None:
         self.records, self.tokenizer = conversations, processor.tokenizer
         self.collator = ConversationCollator(processor)
+        by_roles = {
+            tuple(turn["role"] for turn in own): row for row, own in enumerate(conversations.messages)
+        }
+        for roles, row in by_roles.items():
+            try:
+                self.collator.check(conversations.messages[row])
+            except DataError as error:
+                like = f"conversation {conversations.ids[row]}, with the roles {', '.join(roles)}"
+                raise DataError(f"{like}: {error}") from error
         found = conversation_sizes(conversations, processor, cache=cache, progress=progress)
         self.sizes: SampleSizes = found.sizes()
         if self.collator.is_encoder_decoder and len(conversations):

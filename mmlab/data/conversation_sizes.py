@@ -186,7 +186,7 @@ def image_tokens(processor: Any, sizes: Sequence[Size]) -> tuple[list[int], list
     try:
         data = processor._get_num_multimodal_tokens(image_sizes=[list(size) for size in sizes])
         return list(data["num_image_tokens"]), list(data["num_image_patches"])
-    except (AttributeError, KeyError, NotImplementedError, TypeError):
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
         return None
 
 
@@ -270,7 +270,7 @@ def _fingerprint(conversations: Conversations, processor: Any) -> str:
     """Digest of all that the sizes depend on."""
     digest = hashlib.sha256()
     tokenizer = processor.tokenizer
-    own = (type(tokenizer).__name__, len(tokenizer), tokenizer.name_or_path)
+    own = (type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), is_encoder_decoder(processor))
     about = (processor.to_json_string(), processor.chat_template, *own)
     for part in (*about, *zip(conversations.messages, conversations.image_sizes, strict=True)):
         digest.update(repr(part).encode())

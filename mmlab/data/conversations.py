@@ -195,7 +195,9 @@ def _parse(entry: Any) -> _Parsed:
     turns = _first(entry, _TURNS)
     is_llava = "messages" not in entry
     if turns is None and "prompt" in entry and "completion" in entry:
-        turns, is_llava = [*_turns(entry["prompt"], "user"), *_turns(entry["completion"], "assistant")], False
+        asked = _turns(entry["prompt"], "user")
+        asked = [{**turn, "weight": 0} if isinstance(turn, dict) else turn for turn in asked]  # not learnt
+        turns, is_llava = [*asked, *_turns(entry["completion"], "assistant")], False
     if turns is None:
         found = ", ".join(map(str, entry)) or "nothing"
         raise ValueError(f"no {' or '.join(_TURNS[:2])}, found {found}")
@@ -206,6 +208,10 @@ def _parse(entry: Any) -> _Parsed:
             raise ValueError(f"turns are not JSON: {error}") from error
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"expected a list of turns, found {turns!r:.40}")
+    if entry.get("tools"):
+        raise ValueError("tools are not read")
+    if isinstance(entry.get("system"), str) and entry["system"]:
+        turns = [{"role": "system", "content": entry["system"]}, *turns]
     images = _listed_images(_first(entry, _IMAGES))
     messages, own = [], []
     for number, turn in enumerate(turns, 1):
@@ -224,8 +230,10 @@ def _parse(entry: Any) -> _Parsed:
     if num_places != len(images):
         found = f"{num_places} {PLACEHOLDER} in the text and {len(images)} images"
         raise ValueError(f"{found}; every image needs its place, and every place its image")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no answer (a turn of gpt or assistant), so there is nothing to learn")
+    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
+        raise ValueError(
+            "no answer (a turn of gpt or assistant after another one), so there is nothing to learn"
+        )
     return messages, tuple(images)
 
 
@@ -236,9 +244,12 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     role, content = _first(turn, ("role", "from")), _first(turn, ("content", "value"))
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
+    if unread := [key for key in ("tool_calls", "reasoning_content") if turn.get(key)]:
+        raise ValueError(
+            f"{where}: {unread[0]} is not read; write it into the text as the model's template does"
+        )
     if not isinstance(content, str | list):
-        calls = " (tool calls are not read)" if "tool_calls" in turn else ""
-        raise ValueError(f"{where}: no content or value, found {content!r:.40}{calls}")
+        raise ValueError(f"{where}: no content or value, found {content!r:.40}")
     parts: list[dict[str, str]] = []
     images: list[_Image] = []
     for part in [content] if isinstance(content, str) else content:
@@ -259,7 +270,11 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
         raise ValueError(f"{where}: holds <video> or <audio>; only images are read")
     if ROLES[role] == "assistant" and not any(part.get("text", "").strip() for part in parts):
         raise ValueError(f"{where}: empty answer")
-    return {"role": ROLES[role], "content": parts}, images
+    is_answer = ROLES[role] == "assistant"
+    if is_answer and {"type": "image"} in parts:
+        raise ValueError(f"{where}: an image in an answer; answers are texts")
+    weight = {"weight": 0} if is_answer and turn.get("weight") == 0 else {}
+    return {"role": ROLES[role], "content": parts, **weight}, images
 
 
 def _split(text: str) -> list[dict[str, str]]:

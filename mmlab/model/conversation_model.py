@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmlab.errors import OptionError, loading_by_name
@@ -91,12 +93,16 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
+    # what is trained is kept in fp32, whatever the file has; frozen weights stay as they are
+    options: Any = {"trust_remote_code": False} | ({"dtype": torch.float32} if lora_rank is None else {})
+    if os.path.isdir(name):
+        name = os.path.abspath(name)  # adapters are saved with the name of what they belong to
     with loading_by_name(f"{name!r} is no vision-language model that transformers has"):
         if weights:
-            module = AutoModelForImageTextToText.from_pretrained(name, trust_remote_code=False)
+            module = AutoModelForImageTextToText.from_pretrained(name, **options)
         else:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-            module = AutoModelForImageTextToText.from_config(config)
+            module = AutoModelForImageTextToText.from_config(config, **options)
     if lora_rank is None:
         return module
     try:

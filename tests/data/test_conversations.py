@@ -125,6 +125,27 @@ def test_messages_with_parts_system_and_images_that_parts_name(folder: Path) -> 
     }
 
 
+def test_a_system_column_comes_first_and_what_is_not_to_be_learnt_is_marked(folder: Path) -> None:
+    shots = [{"role": "user", "content": "One and one?"}, {"role": "assistant", "content": "Two."}]
+    asked = [
+        {"role": "user", "content": "Two and two?"},
+        {"role": "assistant", "content": "Four.", "weight": 0},
+    ]
+    talks = read_conversations(
+        [
+            {"system": "Be short.", "conversations": ASKED, "image": str(folder / "a.png")},
+            {"prompt": [*shots, asked[0]], "completion": "Four."},
+            {"messages": [*asked, *shots]},
+        ]
+    )
+    assert talks.messages[0][0] == {"role": "system", "content": [{"type": "text", "text": "Be short."}]}
+    learnt = [
+        ["".join(part["text"] for part in turn["content"]) for turn in own if turn.get("weight") != 0]
+        for own in talks.messages[1:]
+    ]
+    assert learnt == [["One and one?", "Two and two?", "Four."], ["Two and two?", "One and one?", "Two."]]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -133,6 +154,11 @@ def test_messages_with_parts_system_and_images_that_parts_name(folder: Path) -> 
         ({"image": ["a.png", "b.jpg"], "conversations": ASKED}, "1 <image> in the text and 2 images"),
         ({"image": "a.png", "conversations": [ASKED[0], {"from": "gpt", "value": " \n"}]}, "turn 2: empty answer"),
         ({"image": "a.png", "conversations": ASKED[:1]}, "no answer"),
+        ({"conversations": [{"from": "gpt", "value": "Hello."}, {"from": "human", "value": "Hello."}]}, "no answer"),
+        ({"image": "a.png", "conversations": [ASKED[0], {"from": "gpt", "value": "See <image>"}]}, "turn 2: an image in an answer"),
+        ({"messages": MESSAGES, "image": "a.png", "tools": [{"name": "add"}]}, "tools are not read"),
+        ({"messages": [*MESSAGES[:2], {**MESSAGES[2], "tool_calls": [{}]}], "image": "a.png"}, "turn 3: tool_calls is not read"),
+        ({"messages": [*MESSAGES[:2], {**MESSAGES[2], "weight": 0}], "image": "a.png"}, "no answer"),
         ({"image": "a.png", "conversations": [ASKED[0], {"from": "robot", "value": "x"}]}, "turn 2: unknown role 'robot'; known: human"),
         ({"image": "a.png", "conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown role ['human']; known: human"),
         ({"messages": [{"role": "user", "content": [5]}]}, "turn 1: a part of type 'int' cannot be read"),

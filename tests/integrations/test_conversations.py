@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers.normalizers import Replace
 from torch.utils.data import DataLoader
 from transformers import (
     AutoProcessor,
@@ -20,13 +22,14 @@ from transformers import (
 )
 
 from mmlab import ConversationDataset, PlannedLoader
+from mmlab.comparison.preparation import make_model
 from mmlab.data import ConversationCollator, conversation_sizes
 from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.integrations import PlannedBatches, PlannedSampler
 from mmlab.model import ConversationModel
-from mmlab.model.conversation_model import named_processor
+from mmlab.model.conversation_model import named_processor, named_vlm
 from mmlab.model.huggingface import LossModel
 from mmlab.schedule import make_scheduler
 from tests.integrations.vlm_families import CHATML, FAMILIES, build, llama_4, tokenizer
@@ -107,7 +110,7 @@ def test_a_family_is_sized_collated_and_trained(name: str, folder: Path) -> None
             ]
             learnt = processor.tokenizer.decode(labels[labels >= 0])
             assert [answer for answer in answers if answer in learnt] == answers
-            for mark in ("<|im_end|>\n", "<eos>", "<|im_end|>"):
+            for mark in ("<|im_end|>\n", "<eos>", "<|im_end|>", " \n"):
                 learnt = learnt.replace(mark, "")
             assert learnt.strip() == "".join(answers)
             if name not in ENCODER_DECODERS:
@@ -139,6 +142,10 @@ def test_sizes_are_remembered_until_conversations_or_processor_change(folder: Pa
     assert (longer.num_tokens > first.num_tokens).all()
     conversation_sizes(talks[:3], processor, cache=tmp_path, progress=False)
     assert len(list(tmp_path.iterdir())) == 3
+    processor.tokenizer.backend_tokenizer.normalizer = Replace("left", "to the left side")
+    assert (
+        conversation_sizes(talks, processor, cache=tmp_path, progress=False).num_tokens > longer.num_tokens
+    ).any()
 
 
 class PlannedTrainer(PlannedBatches, Trainer):
@@ -262,6 +269,19 @@ def test_what_a_model_is_decides_how_its_processor_is_called(folder: Path, tmp_p
         assert named_processor(str(tmp_path / folder_of)).is_encoder_decoder == (model is florence)
 
 
+def test_what_is_trained_is_kept_in_fp32_whatever_the_file_has(folder: Path, tmp_path: Path) -> None:
+    _, model = build("Qwen2-VL")
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    assert {weight.dtype for weight in named_vlm(str(tmp_path)).parameters()} == {torch.float32}
+    dataset = ConversationDataset(
+        conversations(folder, one_answer=False), build("Qwen2-VL")[0], progress=False
+    )
+    first, second = (make_model({"name": str(tmp_path), "lora_rank": 2}, dataset, seed=3) for _ in range(2))
+    for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other), f"{name} depends on more than the seed"
+        assert one.dtype == (torch.float32 if one.requires_grad else torch.bfloat16)
+
+
 def test_pixels_have_the_precision_of_the_model(folder: Path) -> None:
     processor, model = llama_4()
     dataset = ConversationDataset(conversations(folder, one_answer=True), processor, progress=False)
@@ -280,6 +300,33 @@ def test_a_plain_loader_with_a_plan_gives_every_sample_once(folder: Path) -> Non
     )
     loader = DataLoader(talks, batch_sampler=sampler, collate_fn=ConversationCollator(processor))
     assert sum(len(batch["labels"]) for batch in loader) == len(talks)
+
+
+def test_answers_that_are_context_are_not_learnt(folder: Path) -> None:
+    processor, _ = build("Qwen2-VL")
+    shots = [{"role": "user", "content": "Count them."}, {"role": "assistant", "content": "There are two."}]
+    rows = [{"prompt": [*shots, shots[0]], "completion": "I think two."}]
+    batch = ConversationCollator(processor)(list(read_conversations(rows)))
+    assert processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0]) == "I think two.<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_before_training(folder: Path) -> None:
+    processor, _ = build("Qwen2-VL")
+    processor.chat_template = "{% if messages|length > 2 %}Again. {% endif %}" + processor.chat_template
+    talks = conversations(folder, one_answer=False)
+    with pytest.raises(
+        DataError, match=r"^conversation .*, with the roles user, assistant, user, assistant: the chat"
+    ):
+        ConversationDataset(talks, processor, progress=False)
+
+
+def test_several_threads_share_a_collator(folder: Path) -> None:
+    """A fast tokenizer keeps its padding as state, which calls without padding reset."""
+    processor, _ = build("Qwen2-VL")
+    collate, rows = ConversationCollator(processor), list(conversations(folder, one_answer=False))
+    with ThreadPoolExecutor(4) as pool:
+        for batch in pool.map(lambda first: collate(rows[first : first + 3]), [0, 3, 5, 6] * 30):
+            assert len(batch["input_ids"]) == 3
 
 
 def test_what_cannot_be_used_is_said_in_a_line(folder: Path) -> None:

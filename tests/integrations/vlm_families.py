@@ -82,7 +82,8 @@ def llava_onevision() -> tuple[Any, Any]:
     images = hf.LlavaOnevisionImageProcessor(size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=pins)
     processor = hf.LlavaOnevisionProcessor(
         images, words, hf.LlavaOnevisionVideoProcessor(), num_image_tokens=16, vision_feature_select_strategy="full",
-        chat_template=CHATML.replace("IMAGE", "<image>\n"),
+        # as the family's own: a space after the role, which the prompt for an answer lacks
+        chat_template=CHATML.replace("IMAGE", "<image>\n").replace("{{ m.role }}\n", "{{ m.role }} \n"),
     )  # fmt: skip
     config = hf.LlavaOnevisionConfig(
         vision_config=hf.SiglipVisionConfig(**VISION, vision_use_head=False),
