@@ -22,33 +22,29 @@ def cache_info(folder: CacheFolder) -> Printed:
 
     files = _files(folder)
     try:
-        layouts = [Layout.of(path) for path, _ in files]
+        slots = [SlotFile(path, Layout.of(path), writable=False) for path, _ in files]
     except Damaged as error:
         raise DataError(str(error)) from error
-    num_images = sum(
-        len(SlotFile(path, layout, writable=False).filled())
-        for (path, _), layout in zip(files, layouts, strict=True)
-    )
+    settings = slots[-1].layout.settings
     document: dict[str, Any] = {
         "folder": str(folder),
-        "settings": layouts[-1].settings,
+        "settings": settings,
         "num_files": len(files),  # one for every list of images
-        "num_images": num_images,
-        "num_slots": sum(len(layout.shapes) for layout in layouts),
+        "num_images": sum(len(file.filled()) for file in slots),
+        "num_slots": sum(len(file.layout.shapes) for file in slots),
         "cache_bytes": sum(disk_bytes(stat) for _, stat in files),
         "last_used": f"{datetime.fromtimestamp(files[-1][1].st_mtime):%Y-%m-%d %H:%M:%S}",  # local time
     }
-    settings = ", ".join(f"{name} {value}" for name, value in layouts[-1].settings.items())
+    made_with = ", ".join(f"{name} {value}" for name, value in settings.items())
     text = (
-        f"{folder}: {num_images:,} images of {document['num_slots']:,} in {len(files)} files, "
-        f"{document['cache_bytes'] / 2**20:,.1f} MiB; last used {document['last_used']}\nmade with {settings}"
+        f"{folder}: {document['num_images']:,} images of {document['num_slots']:,} in {len(files)} files, "
+        f"{document['cache_bytes'] / 2**20:,.1f} MiB; last used {document['last_used']}\nmade with {made_with}"
     )
     return Printed(document=document, text=text)
 
 
 def verify_cache(folder: CacheFolder) -> Printed:
     """Read all of a cache and list what is damaged; change nothing."""
-
     from mmlab.loading.cache.slots import Damaged, Layout, SlotFile
 
     num_images = num_bytes = 0

@@ -27,8 +27,8 @@ from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.folders import move_earlier_aside
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.runs.monitor import DeviceMonitor
-from mmlab.schedule.metrics import cells, lengths, waste
-from mmlab.training.step_meter import clock
+from mmlab.schedule.metrics import cells, lengths
+from mmlab.training.step_meter import clock, padding_values
 from mmlab.types import PATCH, CostModel
 
 
@@ -165,19 +165,15 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         shapes = self._plan.shape_columns[start : self._next]
         if not len(shapes):
             return {"num_batches": num_batches}
-        tokens, patches, text, image = self._counts[:, start : self._next].sum(1)
+        counts = self._counts[:, start : self._next].sum(1).tolist()  # without padding, and with it
         peak_bytes = int(self._bytes[start : self._next].max())
         return {
             "epoch": self.sampler.epoch,
             "num_samples": int(shapes[:, 0].sum()),
             "num_batches": num_batches,
             **dict(zip(("num_tokens", "height", "width"), shapes[:, 1:].max(0).tolist(), strict=True)),
-            "text_waste": waste(tokens, text),
-            "image_waste": waste(patches, image),
-            "combined_waste": waste(tokens + patches, text + image),
-            "padded_tokens": int(text),
-            "padded_patches": int(image),
-            "predicted_cost": float(text + image),
+            **padding_values(*counts),
+            "predicted_cost": float(sum(counts[2:])),
             **({} if self._memory is None else {"predicted_bytes": peak_bytes}),
         }
 

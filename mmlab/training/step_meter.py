@@ -102,12 +102,7 @@ def key_of(name: str, what: str) -> str:
 
 
 def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[str, float]:
-    """How much of a window is padding; texts count in tokens, images in patches of 16 x 16 pixels, as planners count.
-
-    Returns:
-        `text_waste`, `image_waste` and `combined_waste`, the shares of tokens, of patches and of both together that
-        are padding; `padded_tokens` and `padded_patches`, their numbers with padding.
-    """
+    """How much of a window is padding; texts count in tokens, images in patches of 16 x 16 pixels, as planners count."""
     tokens = padded_tokens = patches = padded_patches = 0
     for batch in batches:
         host, shape = batch.host, batch.shape
@@ -116,6 +111,16 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
         padded_patches += shape.batch_size * -(-shape.height // PATCH) * -(-shape.width // PATCH)
     if packed:
         padded_tokens, padded_patches = tokens, patches
+    return padding_values(tokens, patches, padded_tokens, padded_patches)
+
+
+def padding_values(tokens: int, patches: int, padded_tokens: int, padded_patches: int) -> dict[str, float]:
+    """A step event's values for padding, from the numbers of tokens and patches without and with it.
+
+    Returns:
+        `text_waste`, `image_waste` and `combined_waste`, the shares of tokens, of patches and of both together that
+        are padding; `padded_tokens` and `padded_patches`.
+    """
     return {
         "text_waste": waste(tokens, padded_tokens),
         "image_waste": waste(patches, padded_patches),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -154,22 +154,6 @@ def _draw(similarity: Tensor, allowed: Tensor) -> Tensor:
     return torch.multinomial(torch.where(allowed.any(1, keepdim=True), weights, 1.0), 1).squeeze(1)
 
 
-class GlobalBatch(NamedTuple):
-    """The samples of all ranks; rank r's rows begin at r x `num_rows`, and the last of them may be empty."""
-
-    num_rows: int  # of the longest micro-batch
-    is_pair: Tensor  # (W x num_rows,) bool, on the host
-    groups: Tensor  # (W x num_rows,)
-
-    def negatives_of(self, rank: int, size: int) -> Tensor:
-        """(size, W x num_rows) bool: columns that are negatives of a rank's rows, on the host."""
-        start = rank * self.num_rows
-        own = slice(start, start + size)
-        same = (self.groups[own, None] == self.groups) & (self.groups >= 0)
-        same |= torch.arange(start, start + size)[:, None] == torch.arange(len(self.groups))
-        return self.is_pair[own, None] & self.is_pair & ~same
-
-
 @dataclass(frozen=True, slots=True)
 class AllRanksContrastive:
     """`Contrastive` against the samples of all ranks; every method is a collective.
@@ -193,20 +177,19 @@ class AllRanksContrastive:
 
     def count(self, batch: Batch) -> int:
         """Samples of this rank that have a negative on any rank."""
-        found = exchange_counts(batch, self.device)
-        return int(found.negatives_of(distributed.get_rank(), len(batch)).any(1).sum())
+        return int(negatives_on_all_ranks(batch, self.device)[1].any(1).sum())
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
         """Sum over this rank's samples of the mean of both directions, in nats."""
-        found, rank, size = exchange_counts(batch, self.device), distributed.get_rank(), len(batch)
-        allowed = found.negatives_of(rank, size).to(output.image_embedding.device)
+        num_rows, allowed = negatives_on_all_ranks(batch, self.device)
+        allowed = allowed.to(output.image_embedding.device)
         both = at_least_fp32(torch.cat([output.image_embedding, output.text_embedding], 1))
-        gathered = torch.cat(all_gather(F.pad(both, (0, 0, 0, found.num_rows - size))))
+        gathered = torch.cat(all_gather(F.pad(both, (0, 0, 0, num_rows - len(batch)))))
         image, text = gathered.to(output.image_embedding.dtype).chunk(2, 1)
-        scale, positives = output.logit_scale, torch.arange(size, device=both.device) + rank * found.num_rows
+        positives = torch.arange(len(batch), device=both.device) + distributed.get_rank() * num_rows
         losses = 0.5 * sum(
             one_way_losses(
-                self.goal.logits(own, other, scale),
+                self.goal.logits(own, other, output.logit_scale),
                 allowed,
                 num_negatives=self.goal.num_negatives,
                 positives=positives,
@@ -216,8 +199,13 @@ class AllRanksContrastive:
         return (losses * sample_weights(batch)).sum()
 
 
-def exchange_counts(batch: Batch, device: torch.device) -> GlobalBatch:
-    """Tell all ranks which samples this one holds; a collective."""
+def negatives_on_all_ranks(batch: Batch, device: torch.device) -> tuple[int, Tensor]:
+    """Tell all ranks which samples this one holds; a collective.
+
+    Returns:
+        Rows R of the longest micro-batch, and (B, W x R) bool, on the host: which samples of the W ranks are
+        negatives of this rank's. Rank r's begin at r x R, and the last of them may be empty.
+    """
     host = batch.host
     size, world_size = len(batch), distributed.get_world_size()
     longest = torch.tensor(size, device=device)
@@ -229,7 +217,10 @@ def exchange_counts(batch: Batch, device: torch.device) -> GlobalBatch:
     into = torch.empty(world_size * num_rows, 2, dtype=torch.int64, device=device)
     distributed.all_gather_into_tensor(into, columns.to(device))
     is_pair, groups = into.cpu().unbind(1)
-    return GlobalBatch(num_rows, is_pair.bool(), groups)
+    places, start = torch.arange(len(groups)), distributed.get_rank() * num_rows
+    own = slice(start, start + size)
+    same = (groups[own, None] == groups) & (groups >= 0) | (places[own, None] == places)
+    return num_rows, is_pair.bool()[own, None] & is_pair.bool() & ~same
 
 
 def over_all_ranks(goal: Objective, device: torch.device) -> Objective:
