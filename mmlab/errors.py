@@ -66,6 +66,10 @@ class RunError(MmlabError, RuntimeError):
     """A run failed for a reason that is not the user's input."""
 
 
+# by name, as another process tells them
+USER_ERRORS: dict[str, type[MmlabError]] = {"DataError": DataError, "OptionError": OptionError}
+
+
 @contextmanager
 def loading_by_name(problem: str) -> Iterator[None]:
     """Turn whatever transformers raises while it loads something by a user's name into an `OptionError`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import math
 import os
 import platform
@@ -353,12 +354,10 @@ def lock(file: int, *, wait: bool) -> None:
         BlockingIOError: another process holds it, and `wait` is False.
     """
     try:
-        import fcntl
-
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except (ModuleNotFoundError, OSError):  # not Unix; a file system without such locks
+    except OSError:  # a file system without such locks
         pass
 
 
@@ -383,7 +382,7 @@ def regular(path: str, flags: int) -> int:
 
 def open_regular(path: str, flags: int) -> tuple[int, int]:
     """A descriptor of a regular file, and its size in bytes; raises the errors of `regular`."""
-    number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # so that a pipe opens at once, too
+    number = os.open(path, flags | os.O_NONBLOCK)  # so that a pipe opens at once, too
     found = os.fstat(number)
     if not stat.S_ISREG(found.st_mode):
         os.close(number)

@@ -168,18 +168,17 @@ class Batch:
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch."""
-        import torch
-
-        values = (getattr(self, item.name) for item in fields(self))
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        return list(self._tensors().values())
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The same batch with every tensor changed; the columns stay as they are."""
+        return replace(self, **{name: change(tensor) for name, tensor in self._tensors().items()})  # type: ignore[arg-type]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
         import torch
 
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        tensors = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from mmlab.cli.doctor import diagnose
 from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.errors import OptionError, check_numbers
+from mmlab.errors import OptionError
 from mmlab.machine import GIB
 
 Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
@@ -284,7 +284,6 @@ def cache_build(
         read_records(data, images=images, progress=os.environ.get("RANK", "0") == "0"),
         image_policy=parse_image_policy(image),
     )
-    check_numbers({"limit_gib": limit_gib})
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
     if not os.access(folder, os.W_OK):

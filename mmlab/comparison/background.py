@@ -31,14 +31,13 @@ import psutil
 
 from mmlab.comparison.options import COMPARED
 from mmlab.comparison.result import Comparison, load_comparison
-from mmlab.errors import DataError, OptionError, RunError
+from mmlab.errors import USER_ERRORS, DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import PHASE, Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, exclusive_folder, move_earlier_aside
 
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
-_USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
 
 _latest: dict[Path, BackgroundRun] = {}  # the last run started in each folder
 
@@ -112,7 +111,7 @@ class BackgroundRun:
         self._let_go()
         outcome = self._outcome()
         if outcome["status"] == "failed":
-            if kind := _USER_ERRORS.get(outcome.get("error", "")):
+            if kind := USER_ERRORS.get(outcome.get("error", "")):
                 raise kind(outcome["message"])
             raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
         if not (self.folder / "comparison.json").exists():
@@ -126,13 +125,13 @@ class BackgroundRun:
 
     def _signal(self, number: int) -> bool:
         """Send a signal to the run's process if it is on this machine; returns whether it was sent."""
-        process = find_process(self._identity)
-        try:
-            if process is not None:
+        with contextlib.suppress(
+            psutil.Error
+        ):  # it has ended, or is another user's: it reads the control file
+            if (process := find_process(self._identity)) is not None:
                 process.send_signal(number)
-        except psutil.Error:  # it has ended, or is another user's, who gets the request by the control file
-            return False
-        return process is not None
+                return True
+        return False
 
     def _let_go(self) -> None:
         """Close the pipe to the child, once it has ended."""

@@ -111,9 +111,8 @@ class RunConfig:
     def toml(self) -> str:
         """What differs from the defaults, as TOML."""
         lines = [f"name = {_toml(self.name)}"]
-        for section in dataclasses.fields(self):
-            values = _chosen(getattr(self, section.name))
-            if values and section.name != "name":
+        for section in dataclasses.fields(self)[1:]:
+            if values := _chosen(getattr(self, section.name)):
                 lines += ["", f"[{section.name}]"]
                 lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
         return "\n".join(lines) + "\n"
@@ -257,8 +256,7 @@ def _apply(change: str, sections: dict[str, Any]) -> None:
 def _chosen(section: Any) -> Section:
     """The keys of a section that differ from their defaults."""
     if not dataclasses.is_dataclass(section):
-        given = section if isinstance(section, dict) else {}
-        return {key: value for key, value in given.items() if value is not None}
+        return {key: value for key, value in (section or {}).items() if value is not None}
     return {
         option.name: getattr(section, option.name)
         for option in dataclasses.fields(section)

@@ -186,7 +186,6 @@ def bench_io(
         show("decoding")
         encoded = [records.read_image(row) for row in spread[:_NUM_IMAGES]]
         decode_per_core = work_rate(lambda: [decode_image(each, policy) for each in encoded], len(encoded))
-        image_bytes = sum(map(len, encoded)) / len(encoded)
         show("tokenising")
         texts = [text for text in records.texts[:_NUM_TEXTS] if text is not None] or [""]
         tokenise = partial(dataset.tokenizer, texts, truncation=False, verbose=False)
@@ -209,15 +208,14 @@ def bench_io(
         )
         train_per_s = _rate(lambda batch: trainer.train_step([batch]), batches, _STEPS_S, device)
         bar.update()
-    num_bytes = sum(tensor.nbytes for batch in batches for tensor in batch.tensors())
     return IoBench(
         source=records.source or str(data),
         model=model,
         device=device,
         batch_size=batch_size,
         num_cores=num_usable_cores(),
-        image_bytes=image_bytes,
-        padded_bytes=num_bytes / chosen.size,
+        image_bytes=sum(map(len, encoded)) / len(encoded),
+        padded_bytes=sum(tensor.nbytes for batch in batches for tensor in batch.tensors()) / chosen.size,
         reading=reading,
         decode_per_core=decode_per_core,
         tokenise_per_core=tokenise_per_core,

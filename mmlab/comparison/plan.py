@@ -108,8 +108,7 @@ def plan_run(
     memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
     whole, weights = with_sampling(scheduler, dataset, config.sampling, progress=progress)
     if whole is scheduler and isinstance(scheduler, Memory) and follow:
-        agree = group.largest
-        following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=agree)
+        following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=group.largest)
         return following, weights, memory
     return whole, weights, memory
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmlab.machine import this_process, versions
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent, RunLog
@@ -68,8 +66,7 @@ class Run:
         Args:
             options: of `FusionTrainer.fit`.
         """
-        device: torch.device = trainer.device
-        with DeviceMonitor(self.emit, device=device, rank=self.rank):
+        with DeviceMonitor(self.emit, device=trainer.device, rank=self.rank):
             trainer.fit(loader, control=self.control, **options)
 
     def __enter__(self) -> Run:

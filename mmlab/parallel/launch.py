@@ -34,12 +34,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from mmlab.errors import DataError, OptionError, RunError, check_numbers
+from mmlab.errors import USER_ERRORS, OptionError, RunError, check_numbers
 from mmlab.loading.workers import START_METHOD
 from mmlab.machine import num_usable_cores, share_cores
 from mmlab.parallel.faults import broke_off
 
-_USER_ERRORS = {"DataError": DataError, "OptionError": OptionError}
 # signals that the launcher takes over
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TOLD_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -138,7 +137,7 @@ def _raise(failure: ChildFailedError, logs: Path, run_id: str) -> NoReturn:
             found.append((is_echo, path.stat().st_mtime_ns, int(path.parent.name), about))
     if found:
         *_, rank, about = min(found, key=lambda each: each[:3])
-        kind = _USER_ERRORS.get(about["message"].partition(":")[0], RunError)
+        kind = USER_ERRORS.get(about["message"].partition(":")[0], RunError)
         raise kind(
             f"rank {rank} failed: {about['message']}\n\n{about['extraInfo']['py_callstack']}"
         ) from None

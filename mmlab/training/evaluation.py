@@ -52,7 +52,7 @@ def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bo
         for number, held_out, is_extra in _own_batches(loader, strategy):
             parts = _in_parts(partial(_measure, trainer, each, number), held_out, trainer)
             own += [] if is_extra else parts
-        return [part.on_host() for part in own] if strategy.world_size > 1 else own
+        return _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, own) if strategy.world_size > 1 else own
 
     found = [part for own in strategy.gather_objects(measure_own, "evaluate") for part in own]
 
@@ -96,10 +96,6 @@ class _Found(NamedTuple):
     pairs: Embeddings | None  # None if the model has no embeddings
     logit_scale: torch.Tensor
     losses: list[tuple[str, float, int]]  # name, sum and count
-
-    def on_host(self) -> _Found:
-        """The same in the host's memory, to be sent."""
-        return _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, self)
 
 
 def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, held_out: Batch) -> _Found:
