@@ -11,21 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import place_of_process
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.ranks import split_steps
 from mmlab.types import Samples, SampleSizes
-
-if TYPE_CHECKING:
-    from mmlab.data.dataset import MultimodalDataset
 
 
 def sample_sizes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
@@ -18,11 +18,9 @@ from mmlab.lab.panels import SLIDES, WIDE, Panel, picture
 from mmlab.lab.plan_figure import page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
+from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.memory_report import PlannedMemory, plan_memory
-
-if TYPE_CHECKING:
-    from mmlab.pricing.memory import MemoryModel
-    from mmlab.types import SampleSizes
+from mmlab.types import SampleSizes
 
 
 class MemoryPanel(Panel):

@@ -29,7 +29,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -41,11 +41,9 @@ from mmlab.parallel.wire import PeerFailed, Wire
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.precision import Parts, fresh_state
+from mmlab.training.setup import TrainerSetup
+from mmlab.training.split import Window
 from mmlab.types import Batch
-
-if TYPE_CHECKING:
-    from mmlab.training.setup import TrainerSetup
-    from mmlab.training.split import Window
 
 _OF_IMAGES = (*(f"{name}." for name in IMAGE_MODULES), "pixel_")
 _BLOCKS, _AFTER_BLOCKS = "image_encoder.blocks.", ("image_encoder.norm.", "image_head.")

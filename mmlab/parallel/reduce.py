@@ -14,18 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, distributed, nn
 
 from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms
+from mmlab.training.setup import TrainerSetup
+from mmlab.training.split import Window
 from mmlab.training.strategy import CollectiveFailed, Strategy
-
-if TYPE_CHECKING:
-    from mmlab.training.setup import TrainerSetup
-    from mmlab.training.split import Window
 
 STRATEGIES = ("ddp", "reduce", "fsdp", "branch")
 

@@ -13,15 +13,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mmlab.errors import OptionError
 from mmlab.machine import process_rss_bytes
 from mmlab.runs.events import RunEvent
-
-if TYPE_CHECKING:
-    import torch
+from mmlab.runs.meters import DeviceMeter
 
 
 class DeviceMonitor:
@@ -51,11 +50,8 @@ class DeviceMonitor:
     ) -> None:
         if not interval_s > 0:
             raise OptionError(f"interval_s: expected seconds above 0, found {interval_s}")
-        from mmlab.runs.meters import DeviceMeter
-
         self.error: Exception | None = None  # that ended the thread early
-        self._emit, self._interval_s, self._rank = emit, interval_s, rank
-        self._make_meter = partial(DeviceMeter, device)
+        self._emit, self._device, self._interval_s, self._rank = emit, device, interval_s, rank
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mmlab-device-monitor", daemon=True)
 
@@ -86,7 +82,7 @@ class DeviceMonitor:
 
     def _sample_until_stopped(self) -> None:
         told: set[str] = set()  # each note is reported once, however often it comes and goes
-        with self._make_meter() as meter:
+        with DeviceMeter(self._device) as meter:
             while True:
                 started = time.perf_counter()
                 values = asdict(meter.read())

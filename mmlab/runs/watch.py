@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from mmlab.errors import DataError
 from mmlab.machine import GIB
 from mmlab.runs.follow import ACTIVE, Runs, RunState
 from mmlab.runs.summaries import duration, progress_of, summarize
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
 _COLOURS = {"running": "green", "paused": "yellow", "done": "cyan"}
 _COLOURS |= dict.fromkeys(("failed", "killed", "unreadable"), "red")
@@ -75,8 +76,6 @@ def _describe_run(state: RunState) -> dict[str, Any]:
 
 def text_of(found: Mapping[str, Any], width: int = 160) -> str:
     """The table as plain text."""
-    from rich.console import Console
-
     page = io.StringIO()
     Console(file=page, width=width, color_system=None, force_jupyter=False).print(page_of(found, width))
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
@@ -90,9 +89,6 @@ def follow(folder: str | Path) -> dict[str, Any]:
     Returns:
         What was shown last, as from `summary`.
     """
-    from rich.console import Console
-    from rich.live import Live
-
     runs, console = Runs(folder), Console()
     found: dict[str, Any] = {}
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
@@ -107,9 +103,6 @@ def follow(folder: str | Path) -> dict[str, Any]:
 
 def table_of(found: Mapping[str, Any], width: int) -> Table:
     """The runs as a rich table, one line per rank. A narrow terminal drops the least important columns."""
-    from rich.table import Table
-    from rich.text import Text
-
     lines = [line for name, run in found["runs"].items() for line in _lines(name, run)]
     widths = {
         heading: max([len(heading), *(len(line[heading]) for line in lines)]) + 2
@@ -142,9 +135,6 @@ def _lines(name: str, run: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 def page_of(found: Mapping[str, Any], width: int) -> Group:
     """The table, and below it the runs' warnings and errors."""
-    from rich.console import Group
-    from rich.text import Text
-
     messages = [
         f"{name}: {message}"
         for name, run in found["runs"].items()

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mmlab.errors import DataError, RunError
@@ -155,8 +157,6 @@ def _write_shards(
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         aliases = file.metadata() or {}
@@ -165,9 +165,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write each tensor once; other names of the same memory (tied weights) are kept as metadata."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     first: dict[tuple[Any, ...], str] = {}
     once, aliases = {}, {}
     for name, tensor in tensors.items():
