@@ -41,8 +41,6 @@ _MAX_WORDS = 600  # characters of an error that the others read
 _BROKEN = ("gloo", "NCCL", "Connection", "peer", "Socket")  # in the text of an exchange's error
 _REMEDY = "start again with --resume auto, which goes on from the last checkpoint"
 
-Write = Callable[..., object]  # `RunLog.write`: kind, step, **values
-
 
 class _Sign(NamedTuple):
     """What a rank writes about itself."""
@@ -71,7 +69,7 @@ class RankWatch:
         OptionError: `timeout_s` is not above 0.
     """
 
-    def __init__(self, write: Write | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, write: Callable[..., object] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
         check_numbers({"timeout_s": timeout_s}, "[parallel] ")
         self.timeout_s = timeout_s
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()

@@ -41,7 +41,6 @@ from mmlab.parallel.faults import broke_off
 
 # signals that the launcher takes over
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_TOLD_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # variables that the launcher sets for each rank
 _OF_A_RANK = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC.*)$"
@@ -177,7 +176,7 @@ def _undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.pop(_TOLD_SIGNALS, None)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
         with suppress(ValueError):  # only the main thread may set handlers, and only there were they changed
             for number, handler in handlers.items():
                 signal.signal(number, handler)

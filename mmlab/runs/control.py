@@ -34,8 +34,6 @@ PHASE = "phase.txt"  # what a run is doing before its first step, in words
 POLL_S = 0.05  # how often a paused run checks whether it may continue
 _LEVELS = {"resume": 0, "pause": 1, "stop": 2}  # the highest among the ranks applies to all
 
-Emit = Callable[[str, dict[str, Any]], object]  # takes the kind of an event and its values
-
 
 def send(folder: str | Path, command: str) -> None:
     """Tell the run that writes into `folder` to `pause`, `resume` or `stop`. Returns at once.
@@ -101,7 +99,7 @@ class Control:
         stopping: Callable[[], object] = lambda: False,
         *,
         agree: Callable[[float], float] = float,
-        emit: Emit = lambda kind, values: None,
+        emit: Callable[[str, dict[str, Any]], object] = lambda kind, values: None,
     ) -> bool:
         """Wait while the run is paused; returns whether it is to stop. A pause emits two events.
 
@@ -109,7 +107,7 @@ class Control:
             stopping: another reason to stop, called after every step and repeatedly during a pause.
             agree: gives every rank the largest of the ranks' numbers (an all-reduce), so that all pause and
                 stop at the same step.
-            emit: takes `pause` and `resume`.
+            emit: takes the kind of an event, `pause` or `resume`, and its values.
         """
         started: float | None = None
         while (level := agree(_LEVELS["stop" if stopping() else self.wanted])) == _LEVELS["pause"]:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one per rank
-_FIELDS = ("kind", "step", "rank", "time_s")
-_FIELD_TYPES = ((str,), (int,), (int,), (float, int))  # of `_FIELDS`
+# of every event, with their types
+_FIELDS = {"kind": (str,), "step": (int,), "rank": (int,), "time_s": (float, int)}
 _TYPES = {"text": (str, float), "object": (dict,)}  # by unit, else numbers; a text may read "NaN"
 _KEY_TYPES = {name: _TYPES.get(key.unit, (float, int)) for name, key in EVENT_KEYS.items()}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -225,7 +225,7 @@ def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
     try:
         values = orjson.loads(line)
         fields = kind, step, rank, time_s = [values.pop(field) for field in _FIELDS]
-        for name, value, types in zip(_FIELDS, fields, _FIELD_TYPES, strict=True):
+        for (name, types), value in zip(_FIELDS.items(), fields, strict=True):
             if type(value) not in types:
                 raise TypeError(f"{name} should be {_words(types)}, found {value!r}")
         if kind == "end" and type(values["status"]) is not str:

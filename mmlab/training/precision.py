@@ -45,7 +45,6 @@ class StepResult(NamedTuple):
 
 
 Parts = Mapping[str, Sequence[nn.Parameter]]  # the weights of each part of the model
-Retry = Callable[[Callable[[], Any]], Any]  # calls a function, again if memory ran out
 
 
 class Precision:
@@ -132,7 +131,7 @@ class Precision:
         max_grad_norm: float | Mapping[str, float] = math.inf,
         *,
         norms_of: Callable[[Parts], dict[str, float]] | None = None,
-        retry: Retry = lambda work: work(),
+        retry: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     ) -> StepResult:
         """Unscale, clip, step and clear the gradients; no update if one is not finite, or if there is none.
 
