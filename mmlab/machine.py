@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _CPUINFO = Path("/proc/cpuinfo")
-_MEMORY_LIMITS = (  # of a container: control groups of version 2 and 1
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-_MEMORY_USED = ("memory.current", "memory.usage_in_bytes")  # beside each of them
+_MEMORY_LIMITS = {  # of a container: control groups of version 2 and 1, and beside each what is in use
+    Path("/sys/fs/cgroup/memory.max"): "memory.current",
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"): "memory.usage_in_bytes",
+}
 _CPU_QUOTAS = (  # of a container: quota and period, in one file or in two
     (Path("/sys/fs/cgroup/cpu.max"),),
     (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
@@ -68,7 +67,7 @@ def available_memory_bytes() -> int:
     Files that the system keeps in memory count as available. Takes 0.1 ms.
     """
     available_bytes = psutil.virtual_memory().available
-    for limit, used in zip(_MEMORY_LIMITS, _MEMORY_USED, strict=True):
+    for limit, used in _MEMORY_LIMITS.items():
         if limit.exists() and (text := limit.read_text().strip()) != "max":
             in_use = int(limit.with_name(used).read_text())
             kept = re.search(

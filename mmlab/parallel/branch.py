@@ -60,7 +60,6 @@ class _ImagePart(NamedTuple):
 class BranchStrategy(RanksStrategy):
     """The strategy `branch`; every rank makes it with the same options."""
 
-    can_split = False
     refused: ClassVar[Mapping[str, str]] = {
         "scales": "fp16 scales the loss, and the scales of two ranks would differ; use bf16 or fp32",
         "splits": "with a branch on each rank one alone cannot run a micro-batch again in parts; use "

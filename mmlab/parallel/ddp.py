@@ -17,8 +17,7 @@ ranks. Each rank keeps its own running statistics of batch normalisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -70,13 +69,8 @@ class DDPStrategy(ReduceStrategy):
         self.reduction_started = False
         return predicted_bytes is None or predicted_bytes <= NEAR_LIMIT * self._limit_bytes
 
-    @contextmanager
-    def sync(self, *, last: bool) -> Iterator[None]:
+    def sync(self, *, last: bool) -> None:
         self._reduces = last
-        try:
-            yield
-        finally:
-            self._reduces = False
 
     def forward(self, work: Callable[[], Tensor]) -> Tensor:
         loss = work()

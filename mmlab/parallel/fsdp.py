@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -40,7 +39,6 @@ class FSDPStrategy(ReduceStrategy):
     """The strategy `fsdp`."""
 
     requires_equal_steps = True
-    can_split = False
     saves_on_every_rank = True
     refused: ClassVar[Mapping[str, str]] = {
         "scales": "fsdp has no loss scale that all ranks share; use precision='bf16' or 'fp32'",
@@ -78,9 +76,8 @@ class FSDPStrategy(ReduceStrategy):
                 module.set_force_sum_reduction_for_comms(True)  # gloo only sums
         return model
 
-    def sync(self, *, last: bool) -> AbstractContextManager[Any]:
+    def sync(self, *, last: bool) -> None:
         self._root.set_requires_gradient_sync(last)
-        return nullcontext()
 
     def forward(self, work: Callable[[], Tensor]) -> Tensor:
         return self._root(work)

@@ -79,7 +79,6 @@ class ReduceStrategy(RanksStrategy):
 
     def __init__(self, options: ParallelOptions) -> None:
         super().__init__(options)
-        self.draw_rank = self.order_rank = self.rank
         self.num_shares = self.world_size
 
     def prepare(self, model: nn.Module, trainer: TrainerSetup) -> nn.Module:

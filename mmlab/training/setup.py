@@ -113,7 +113,7 @@ class TrainerSetup:
                 "negatives from all ranks: the ranks exchange embeddings in every micro-batch, so that one alone cannot "
                 "run it again in parts; use on_out_of_memory='auto', and plan smaller batches"
             )
-        can_split = self.strategy.can_split and not self.gathers
+        can_split = "splits" not in self.strategy.refused and not self.gathers
         self.splits = splits == "split" or (splits == "auto" and can_split)
         self.strategy.check(scales=self.precision.scales, splits=self.splits, compiles=bool(options.compile))
         self.model = self.strategy.prepare(model, self)
@@ -168,7 +168,7 @@ class TrainerSetup:
 
     def _stream(self, moment: int, draw: int = 0) -> str:
         """Name of a random stream: of a draw in a step (`moment` from 0) or an epoch's order (below 0)."""
-        rank = self.strategy.order_rank if moment < 0 else self.strategy.draw_rank
+        rank = self.strategy.rank if self.strategy.num_shares > 1 else 0
         return f"{self.options.seed} {moment} {draw} {rank}"
 
     def learning_rate(self, step: int) -> float:

@@ -139,8 +139,8 @@ class Window:
         self.trainer.seed(0)
         for number, batch in enumerate(self.batches, 1):
             self._number = number
-            with self.trainer.strategy.sync(last=reduce and number == len(self.batches)):
-                self._micro_step(batch, number, terms)
+            self.trainer.strategy.sync(last=reduce and number == len(self.batches))
+            self._micro_step(batch, number, terms)
 
     def _micro_step(self, batch: Batch | None, number: int, terms: LossTerms) -> None:
         trainer, num_parts = self.trainer, self.num_parts[number - 1]

@@ -5,13 +5,12 @@ devices are in `mmlab.parallel`. Methods marked *collective* are called by every
 
 What the trainer calls, in order: `check` and `prepare` once; then, in every step, `begin_step`, `gradient` with the
 window of micro-batches, `part_norms`, and `step_values` for the event. `gradient` runs the window through
-`mmlab.training.split.Window`, which calls `sync` around each micro-batch and `forward` for its forward pass.
+`mmlab.training.split.Window`, which calls `sync` before each micro-batch and `forward` for its forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -37,11 +36,9 @@ class Strategy:
 
     Attributes:
         rank, world_size: of this process and its run.
-        num_shares: number of ranks among which the samples are split; 1 if every rank takes all samples.
-        draw_rank: differs between ranks that must draw different random numbers in a step.
-        order_rank: differs between ranks that read different samples.
+        num_shares: number of ranks among which the samples are split; 1 if every rank takes all samples, and so draws
+            the same random numbers.
         requires_equal_steps: every rank must run equally many micro-batches, if need be on a dummy batch.
-        can_split: a rank can run a micro-batch again in parts, without the others.
         saves_on_every_rank: `state_dict` holds this rank's share only.
         scale: factor on the losses of a window whose gradient is averaged, not summed, over the ranks.
         refused: why this strategy cannot scale the loss, split on out-of-memory, or compile, by `check`'s
@@ -51,9 +48,7 @@ class Strategy:
     rank = 0
     world_size = 1
     num_shares = 1
-    draw_rank = order_rank = 0
     requires_equal_steps = False
-    can_split = True
     saves_on_every_rank = False
     scale = 1.0
     refused: ClassVar[Mapping[str, str]] = {}
@@ -88,9 +83,8 @@ class Strategy:
         """Leave the gradient of a `Window` in the weights; collective. Returns the objectives' means over all ranks."""
         return window.run(window.counts).means()
 
-    def sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around one micro-batch: `last` is True where its backward pass reduces the window's gradient."""
-        return nullcontext()
+    def sync(self, *, last: bool) -> None:
+        """A micro-batch begins: `last` is True where its backward pass reduces the window's gradient."""
 
     def forward(self, work: Callable[[], Tensor]) -> Tensor:
         """Call `work`, which runs the model and the objectives on a micro-batch and returns the loss."""
@@ -124,10 +118,6 @@ class Strategy:
         optimizer.load_state_dict(state["optimizer"])
         for group, weight_decay in zip(optimizer.param_groups, own, strict=True):
             group["weight_decay"] = weight_decay
-
-    def total(self, numbers: Sequence[float]) -> list[float]:
-        """Each number summed over the ranks, in double precision; collective."""
-        return list(numbers)
 
     def largest(self, number: float) -> float:
         """The largest of the ranks' numbers; collective."""
