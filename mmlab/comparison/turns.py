@@ -87,16 +87,6 @@ class ComparisonSetup:
             memory=None if plan.limits.streams is not None else self.sized.memory,
         )
 
-    def limited(self, plan: BatchPlan) -> tuple[NDArray[np.float64], float]:
-        """The limited quantity of each batch, and the limit: bytes at equal memory, else tokens and patches.
-
-        Always tokens and patches for a packed plan whose bytes cannot be predicted.
-        """
-        memory, _ = self.sized.prices(plan)
-        if self.sized.budget is None and memory is not None:
-            return plan.costs(memory), float(self.sized.limit_bytes or 0)
-        return costs_of(plan), float(self.sized.budget or plan.limits.budget or 0)
-
     def expected(self, plan: BatchPlan) -> NDArray[np.float64]:
         """What each batch adds to the progress of a run: predicted seconds, or tokens and patches."""
         _, time = self.sized.prices(plan)
@@ -172,9 +162,13 @@ class ComparisonRun:
         self._planned = list(zip(plan.shapes, self._setup.expected(plan).tolist(), strict=True))
         trainer = self._make_trainer()
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
-        costs, limit = self._setup.limited(plan)
-        memory, _ = self._setup.sized.prices(plan)
-        needed = costs if memory is None else plan.costs(memory)
+        sized = self._setup.sized
+        memory, _ = sized.prices(plan)
+        needed = costs_of(plan) if memory is None else plan.costs(memory)
+        # tokens and patches are limited, also of packs whose bytes cannot be predicted; at equal memory bytes are
+        costs, limit = costs_of(plan), sized.budget or plan.limits.budget
+        if sized.budget is None and memory is not None:
+            costs, limit = needed, sized.limit_bytes
         self._counted = self._steps_to_count(needed)
         self._trainer = trainer
         self._choose_counting()
@@ -182,7 +176,7 @@ class ComparisonRun:
         self._trainer = None
         if self._setup.control.stopped:
             raise KeyboardInterrupt
-        self._costs += (costs / limit).tolist()
+        self._costs += (costs / (limit or 0.0)).tolist()
         costliest = int(needed.argmax())
         rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
         self._costliest = max(self._costliest, (float(needed[costliest]), rows.tolist()))

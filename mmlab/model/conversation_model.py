@@ -27,7 +27,7 @@ class ConversationModel(LossModel):
     """
 
     module: Any
-    accepted, labels, shifts_labels, image_size = ("labels",), "batch", True, None
+    accepted, labels, image_size = ("labels",), "batch", None
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
