@@ -15,8 +15,7 @@ defaults, but `image` is `aspect:128`. `examples/train.toml` shows them at work.
                   to plan for (default: ask the device), and for `memory` follow, whether the plan is
                   corrected from the memory that steps use (default: true)
     [trainer]     num_epochs, and the options of `FusionTrainer`
-    [parallel]    the options of `ParallelOptions`, for runs on several ranks, and timeout_s, how long one
-                  rank may keep the others waiting
+    [parallel]    the options of `ParallelOptions`, for runs on several ranks
     [checkpoint]  the options of `Checkpoints`
 """
 
@@ -39,7 +38,6 @@ from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, check_name
 from mmlab.machine import regular
 from mmlab.model.presets import PRESETS, ModelConfig
-from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.schedule.schedulers import SCHEDULERS
 from mmlab.training.checkpoint.keeping import CheckpointOptions
@@ -83,13 +81,6 @@ class TrainerOptions(TrainOptions):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RanksOptions(ParallelOptions):
-    """How ranks share a step, and how long one rank may keep the others waiting."""
-
-    timeout_s: float = TIMEOUT_S
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A checked configuration. Sections whose keys depend on a name hold the keys that were given."""
 
@@ -100,7 +91,7 @@ class RunConfig:
     model: Section
     scheduler: Section
     trainer: TrainerOptions
-    parallel: RanksOptions
+    parallel: ParallelOptions
     checkpoint: CheckpointOptions
 
     @property
@@ -164,7 +155,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
         model=_given(read("model", _model_options(sections.get("model", {})))),
         scheduler=_given(read("scheduler", _scheduler_options(sections.get("scheduler", {})))),
         trainer=read("trainer", TrainerOptions),
-        parallel=read("parallel", RanksOptions),
+        parallel=read("parallel", ParallelOptions),
         checkpoint=read("checkpoint", CheckpointOptions),
     )
     if config.processor is not None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from mmlab.errors import MmlabError, RunError, check_numbers, first_line
+from mmlab.errors import MmlabError, RunError, first_line
 from mmlab.parallel.torch_internals import default_store
 from mmlab.training.strategy import SAVES, STARTS, STEP, WAITS
 
@@ -64,13 +64,9 @@ class RankWatch:
     Args:
         write: `RunLog.write`, or anything that takes a kind of event, a step and values, from any thread.
         timeout_s: how long, in seconds, a rank may keep the others waiting.
-
-    Raises:
-        OptionError: `timeout_s` is not above 0.
     """
 
     def __init__(self, write: Callable[..., object] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
-        check_numbers({"timeout_s": timeout_s}, "[parallel] ")
         self.timeout_s = timeout_s
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self._write = write or (lambda kind, step, **values: None)

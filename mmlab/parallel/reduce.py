@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor, distributed, nn
 
 from mmlab.errors import OptionError, check_name, check_numbers
+from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.setup import TrainerSetup
@@ -36,6 +37,7 @@ class ParallelOptions:
         ahead: number of micro-batches that the image rank may be ahead of the other (`branch`).
         image_layers: number of image encoder blocks that the image rank computes; the other rank computes the
             rest. None leaves all to the image rank (`branch`).
+        timeout_s: how long one rank may keep the others waiting, in a run of `mmlab.train`.
 
     Raises:
         OptionError: an unknown name, a number out of range, or a combination that has no meaning.
@@ -44,6 +46,7 @@ class ParallelOptions:
     strategy: str = "ddp"
     ahead: int = 1
     image_layers: int | None = None
+    timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         check_name("parallel strategy", self.strategy, STRATEGIES)
