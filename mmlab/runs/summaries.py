@@ -14,7 +14,6 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import RunState
@@ -100,7 +99,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
         "data_wait_ratio": ratio_of_time("data_wait_s"),
         "rank_wait_ratio": ratio_of_time("rank_wait_s"),
-        **waste_of({key: run.column_or_nan(key, rank=rank) for key in WASTE_KEYS}),
+        **waste_of(run, rank),
         "loss": float(losses[-1]) if len(losses) else None,
         "held_out_loss": run.latest("eval", rank).get("loss"),
         "peak_bytes": int(peaks.max()) if len(peaks) else None,
@@ -113,28 +112,27 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
 
 
 _PADDED = ("padded_tokens", "padded_patches")
-_WASTES = ("text_waste", "image_waste", "combined_waste")
-WASTE_KEYS = (*_PADDED, *_WASTES)  # of step events, that `waste_of` needs
 
 
-def waste_of(steps: Mapping[str, ArrayLike]) -> dict[str, float | None]:
-    """Padding shares of several steps together: each step is weighted by its padded texts, images, or both.
+def waste_of(run: RunState, rank: int = 0) -> dict[str, float | None]:
+    """Padding shares of all steps together: each step is weighted by its padded texts, images, or both.
 
-    >>> steps = {"padded_tokens": [10, 30], "padded_patches": [1, 1]}
-    >>> steps |= {"text_waste": [0.0, 0.4], "image_waste": [0.0, 0.5], "combined_waste": [0.0, 0.4]}
-    >>> {key: round(share, 3) for key, share in waste_of(steps).items()}
+    >>> from mmlab.runs.events import RunEvent
+    >>> first = {"padded_tokens": 10, "padded_patches": 1, "text_waste": 0.0, "image_waste": 0.0, "combined_waste": 0.0}
+    >>> second = {"padded_tokens": 30, "padded_patches": 1, "text_waste": 0.4, "image_waste": 0.5, "combined_waste": 0.4}
+    >>> run = RunState()
+    >>> run.apply([RunEvent("step", step, 0, 0.0, values) for step, values in enumerate((first, second))])
+    >>> {key: round(share, 3) for key, share in waste_of(run).items()}
     {'text_waste': 0.3, 'image_waste': 0.25, 'combined_waste': 0.295}
-
-    Args:
-        steps: the columns `WASTE_KEYS` of step events.
 
     Returns:
         Each share; None where a step lacks it.
     """
-    texts, images = (np.asarray(steps[key], float) for key in _PADDED)
-    weights = dict(zip(_WASTES, (texts, images, texts + images), strict=True))
+    texts, images = run.rows(_PADDED, "step", rank)
+    weights = {"text_waste": texts, "image_waste": images, "combined_waste": texts + images}
     return {
-        key: _ratio((np.asarray(steps[key]) * weight).sum(), weight.sum()) for key, weight in weights.items()
+        key: _ratio((run.column_or_nan(key, rank=rank) * weight).sum(), weight.sum())
+        for key, weight in weights.items()
     }
 
 
