@@ -29,7 +29,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -46,15 +46,10 @@ from mmlab.training.split import Window
 from mmlab.types import Batch
 
 _OF_IMAGES = (*(f"{name}." for name in IMAGE_MODULES), "pixel_")
+# What rank 0 sends to rank 1 for a micro-batch: embedding (B, D), None if rank 1 computes the upper layers; features
+# (B, P, C), None if no objective reads them; mask (B, P).
+_ImagePart = tuple[Tensor | None, Tensor | None, Tensor]
 _BLOCKS, _AFTER_BLOCKS = "image_encoder.blocks.", ("image_encoder.norm.", "image_head.")
-
-
-class _ImagePart(NamedTuple):
-    """What rank 0 sends to rank 1 for a micro-batch."""
-
-    embedding: Tensor | None  # (B, D); None if rank 1 computes the upper layers
-    features: Tensor | None  # (B, P, C); None if no objective reads them
-    mask: Tensor  # (B, P)
 
 
 class BranchStrategy(RanksStrategy):
@@ -216,9 +211,9 @@ class BranchStrategy(RanksStrategy):
     def _lower_layers(self, pixel_values: Tensor, pixel_mask: Tensor) -> _ImagePart:
         if self._image_layers is not None:
             features, mask = self.model.begin_image(pixel_values, pixel_mask, num_blocks=self._image_layers)
-            return _ImagePart(None, features, mask)
+            return None, features, mask
         embedding, features, mask = self.model.encode_image(pixel_values, pixel_mask)
-        return _ImagePart(embedding, features if self._sends_features else None, mask)
+        return embedding, features if self._sends_features else None, mask
 
     def _upper_layers(self, received: _ImagePart) -> Encoded:
         embedding, features, mask = received
@@ -239,7 +234,7 @@ class BranchStrategy(RanksStrategy):
         for number, batch in enumerate(batches):
             with self.precision.autocast():
                 text = self.model.encode_text(*self._here(batch.input_ids, batch.attention_mask))
-            image = _ImagePart(*self._features.receive())  # type: ignore[arg-type]
+            image: Any = self._features.receive()  # an `_ImagePart`
             leaves = cut_from_graph(text)  # the backward pass of the losses stops here
             with self.precision.autocast():
                 output = self.model.join(self._upper_layers(image), leaves)
