@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mmlab.training.loop import FusionTrainer
 from mmlab.types import Batch
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """A context manager around one training run: it writes the run's events.
 
     The last event, `end`, is written when the context is left, if `start` was called: with the status `done`,
@@ -68,9 +69,6 @@ class Run:
         """
         with DeviceMonitor(self.emit, device=trainer.device, rank=self.rank):
             trainer.fit(loader, control=self.control, **options)
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         details: dict[str, Any] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -316,7 +315,7 @@ class TrainerSetup:
         }
 
     def _emit_event(self, kind: str, values: StepValues) -> None:
-        self._emit(RunEvent(kind, self.step, self.strategy.rank, time.time(), values))
+        self._emit(RunEvent.now(kind, self.step, values, self.strategy.rank))
 
 
 _PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
