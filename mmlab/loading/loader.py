@@ -139,8 +139,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
 
     @staticmethod
     def _share(plan: BatchPlan) -> BatchPlan:
-        """This rank's batches of a plan for several ranks."""
-        return plan.shard(*place_of_process()) if plan.ranks_in_step > 1 else plan
+        """This rank's batches of a plan for several ranks; a plan that follows memory use has only those."""
+        return plan.shard(*place_of_process()) if getattr(plan, "ranks_in_step", 1) > 1 else plan
 
     @property
     def start_batch(self) -> int:
