@@ -87,7 +87,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         "waste": _per_cent(found["combined_waste"]),
         "process" if is_process else "peak" if limit is None else "peak / limit": peak
         and _mib(*filter(None, (peak, limit))),
-        "peak from": f"{found['peak_steps']} of {found['steps']} steps"
+        "peak counted in": f"{found['peak_steps']} of {found['steps']} steps"
         if 0 < found["peak_steps"] < found["steps"]
         else None,
         "GPU busy" if source == "NVML" else "CPU busy": _per_cent(busy.mean() if len(busy) else None),

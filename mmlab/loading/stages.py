@@ -134,7 +134,7 @@ class StageReport:
         if stage is None:
             said = f"No stage is the bottleneck: training waited for data {waited}"
             if self.wait_ratio <= NO_WAIT_RATIO:
-                return f"{said}."
+                return f"{said}, and a faster loader could save no more than that."
             return (
                 f"{said}, but the busiest stage, {busiest['stage']}, worked {busy} of it. It waited for batches to be "
                 "handed over, as the first of an epoch, or for other programs."

@@ -74,6 +74,23 @@ class Preview:
         names = dict.fromkeys(name for figures in self.figures.values() for name in figures)
         return pd.DataFrame.from_dict(self.figures, orient="index", columns=[*names] or [*_OVER_EPOCHS])
 
+    @property
+    def headline(self) -> str:
+        """What `random` would gain by another scheduler, in a sentence; empty where it is not there, or alone."""
+        key = (
+            "epoch_s"
+            if any(figures.get("epoch_s") for figures in self.figures.values())
+            else "combined_waste"
+        )
+        found = {name: figures[key] for name, figures in self.figures.items() if figures.get(key) is not None}
+        if len(found) < 2 or "random" not in found:
+            return ""
+        best = min(found, key=found.__getitem__)  # type: ignore[arg-type]
+        if best == "random":
+            return "In short: no scheduler is better than random here."
+        what, form = ("an epoch takes", "{:.3g} s") if key == "epoch_s" else ("padding is", "{:.0%}")
+        return f"In short: {what} {form.format(found['random'])} under random, {form.format(found[best])} under {best}."
+
     def _shown(self) -> tuple[pd.DataFrame, str]:
         """The columns in which schedulers differ, as people read them; the others, and what all of them mean."""
         table = self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
@@ -86,7 +103,7 @@ class Preview:
 
     def __str__(self) -> str:
         table, notes = self._shown()
-        return f"{self.setting}\n{table.to_string()}\n{notes}"
+        return "\n".join(filter(None, (self.setting, table.to_string(), notes, self.headline)))
 
     __repr__ = __str__
 
@@ -94,7 +111,7 @@ class Preview:
         table, notes = self._shown()
         table = table.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
         html = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
-        return f"<p>{self.setting}</p>{html}<p>{notes}</p>"
+        return f"<p>{self.setting}</p>{html}<p>{notes}</p><p>{self.headline}</p>"
 
 
 def preview(

@@ -670,7 +670,7 @@ class View {
 		this.lost.hidden = !store.lost && !store.busy;
 		if (!this.lost.hidden) {
 			const since = store.heard ? `No word from the kernel since ${clock(store.heard)}${store.last_s ? `; last data ${clock(1000 * store.last_s)}` : ""}. ` : "";
-			setText(this.losttext, since + (store.lost ? "It was restarted: run the cell again; runs on disk open where they are." : "It is busy. If no cell runs, it is gone: run the cell again."));
+			setText(this.losttext, since + (store.lost ? "It was restarted, and a run that it had started ended with it, unless detached. Lab.open(FOLDER) shows what was trained; this cell starts anew." : "It is busy. If no cell runs, it is gone: run the cell again."));
 		}
 		this.drawLegend(colours);
 		this.drawTiles(colours);
