@@ -125,9 +125,7 @@ class BackgroundRun:
 
     def _signal(self, number: int) -> bool:
         """Send a signal to the run's process if it is on this machine; returns whether it was sent."""
-        with contextlib.suppress(
-            psutil.Error
-        ):  # it has ended, or is another user's: it reads the control file
+        with contextlib.suppress(psutil.Error):  # ended, or another user's, who reads the control file
             if (process := find_process(self._identity)) is not None:
                 process.send_signal(number)
                 return True

@@ -89,7 +89,7 @@ def plan_run(
             )
         # free memory differs between ranks, but plans must not: the smallest limit counts
         budget = int(-group.largest(-limit_bytes))
-        if memory_gb is None and not (name == "memory" and follow):
+        if memory_gb is None:
             budget = once(lambda: _kept(prices.with_name(LIMIT), budget))
         scheduler = make_scheduler("memory", cost=cost, budget=budget, **options)
     if name == "fastest":

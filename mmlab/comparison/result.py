@@ -254,13 +254,8 @@ class Comparison:
         if base is best:
             return f"{given}, {best.scheduler} trains {best.samples_per_s:.0f} samples a second"
         gain = best.samples_per_s / base.samples_per_s
-        level = [
-            name
-            for pair in self.overlapping
-            if best.scheduler in pair
-            for name in pair
-            if name != best.scheduler
-        ]
+        overlapping = list(map(set, self.overlapping))
+        level = [arm.scheduler for arm in others if {best.scheduler, arm.scheduler} in overlapping]
         but = ", but their epochs overlap" if base.scheduler in level else ""
         beside = ", ".join(name for name in level if name != base.scheduler)
         name = f"{best.scheduler} (level with {beside})" if beside else best.scheduler
