@@ -109,15 +109,11 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
 
 
 def _vary(runs: Mapping[str, RunState], keys: Mapping[str, list[str]]) -> bool:
-    """Whether these values are not the same in all steps of all runs."""
-    return (
-        len(
-            np.unique(
-                [value for name, run in runs.items() for key in keys[name] for value in run.column(key)]
-            )
-        )
-        > 1
+    """Whether these values are not the same in all steps of all runs; a step that learnt nothing has none."""
+    values = np.concatenate(
+        [run.column(key) for name, run in runs.items() for key in keys[name]] or [np.empty(0)]
     )
+    return len(np.unique(values[np.isfinite(values)])) > 1
 
 
 def _runs(folder: str | Path) -> list[RunState]:
