@@ -164,9 +164,9 @@ class ComparisonRun:
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
         sized = self._setup.sized
         memory, _ = sized.prices(plan)
-        needed = costs_of(plan) if memory is None else plan.costs(memory)
         # tokens and patches are limited, also of packs whose bytes cannot be predicted; at equal memory bytes are
         costs, limit = costs_of(plan), sized.budget or plan.limits.budget
+        needed = costs if memory is None else plan.costs(memory)
         if sized.budget is None and memory is not None:
             costs, limit = needed, sized.limit_bytes
         self._counted = self._steps_to_count(needed)

@@ -139,8 +139,9 @@ class ConversationCollator:
         found = []
         for number, message in enumerate(messages):
             if number and message["role"] == "assistant" and message.get("weight") != 0:
-                before = templated(self.processor, messages[:number])
-                asked = templated(self.processor, messages[:number], asks=True)
+                before = asked = templated(self.processor, messages[:number], asks=True)
+                if not text.startswith(asked):
+                    before = templated(self.processor, messages[:number])
                 until = templated(self.processor, messages[: number + 1])
                 if not (text.startswith(before) and text.startswith(until)):
                     raise DataError(

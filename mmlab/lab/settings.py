@@ -90,7 +90,8 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
     for keys, axis in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
         for name, run in shown.items():
             seen, skipped = run.column("num_samples").cumsum(), run.column("skipped").astype(bool)
-            look: Any = {"lw": 5, "alpha": 0.35} if name == next(iter(shown)) else {}
+            look: Any = {"drawstyle": "steps-post" if keys is scales else "default"}
+            look |= {"lw": 5, "alpha": 0.35} if name == next(iter(shown)) else {}
             for style, key in zip(("-", "--", ":"), keys[name], strict=False):
                 label = name if keys is parts and style == "-" else None
                 axis.plot(seen, run.column(key), ls=style, color=colours[name], label=label, **look)

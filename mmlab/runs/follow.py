@@ -116,9 +116,11 @@ class RunState:
                 self.done_cost += cost if isinstance(cost, int | float) and cost < inf else 0.0
             status = {"start": "running", "resume": "running", "pause": "paused"}.get(event.kind)
             status = event.values["status"] if event.kind == "end" else status
-            if status is None:
-                self._written_status = self._written_status.replace("waiting", "running")
-            elif event.time_s >= self._status_s:  # older ones are of ranks that a later start did without
+            if status is None and self._written_status == "waiting":
+                self._written_status = "running"
+            elif (
+                status and event.time_s >= self._status_s
+            ):  # older ones are of ranks that a later start did without
                 self._written_status, self._status_s = status, event.time_s
             if event.kind == "start":
                 self._process_runs = True

@@ -77,11 +77,8 @@ class Preview:
     @property
     def headline(self) -> str:
         """What `random` would gain by another scheduler, in a sentence; empty where it is not there, or alone."""
-        key = (
-            "epoch_s"
-            if any(figures.get("epoch_s") for figures in self.figures.values())
-            else "combined_waste"
-        )
+        has_seconds = any(figures.get("epoch_s") for figures in self.figures.values())
+        key = "epoch_s" if has_seconds else "combined_waste"
         found = {name: figures[key] for name, figures in self.figures.items() if figures.get(key) is not None}
         if len(found) < 2 or "random" not in found:
             return ""

@@ -49,9 +49,8 @@ def split_steps(batches: Block, num_steps: int, world_size: int = 1) -> Block:
         num_parts[largest] = 2
         num_parts = num_parts.repeat(world_size)
         middles = (batches.ends - batches.counts // 2)[num_parts == 2]
-        firsts = (np.cumsum(num_parts) - num_parts).reshape(
-            -1, world_size
-        )  # (steps, ranks) the first part of each batch
+        # (steps, ranks) the first part of each batch
+        firsts = (np.cumsum(num_parts) - num_parts).reshape(-1, world_size)
         parts = np.concatenate((firsts, firsts[largest] + 1))
         halved = Block(batches.order, np.sort(np.concatenate((batches.ends, middles))))
         batches = halved.pick(parts[np.argsort(parts[:, 0])].ravel())
