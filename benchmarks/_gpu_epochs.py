@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from _common import goal
-from _gpu_bench import Bench, Result, make_trainer, noise
+from _gpu_bench import Bench, Result, make_trainer
 
 
 def articles(bench: Bench) -> Result:
@@ -51,24 +54,74 @@ def articles(bench: Bench) -> Result:
 
 
 def loading(bench: Bench) -> Result:
-    """Steps, and starting one operation, beside loaders at work: threads, processes, torch's DataLoader."""
-    from beside_loader import judge, measure, scenes
+    """The same epochs from batches that are kept in memory, from threads, from processes and from torch's DataLoader."""
+    from beside_loader import scenes
+    from torch.utils.data import DataLoader
 
-    from mmlab.loading.loader import default_num_workers
+    from mmlab.loading.loader import PlannedLoader, default_num_workers
+    from mmlab.loading.workers import START_METHOD
+    from mmlab.schedule.schedulers import make_scheduler
 
-    trainer = make_trainer(bench, "bf16", model_name=bench.compare_model)
-    batch = noise(bench, bench.article_batch_size)
-    trainer.train_step([batch])
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(
-            scenes(folder, bench.article_images, bench.image_side),
-            sorted({1, bench.num_workers or default_num_workers()}),
-            rounds=bench.article_rounds,
-            seconds=bench.busy_s,
-            device=bench.device,
-            step=lambda: trainer.train_step([batch])["step_s"],
+    num_workers = bench.num_workers or default_num_workers()
+    trainer = make_trainer(bench, "bf16", model_name=bench.compare_model, total_steps=10**6)
+    scheduler = make_scheduler("budget", budget=2 * bench.timed_budget)
+    with ExitStack() as stack:
+        dataset = scenes(
+            stack.enter_context(tempfile.TemporaryDirectory()), bench.compare_images, bench.image_side
         )
-    return {"loaders": rows}, judge(rows)
+        plan = scheduler.plan(dataset.sizes, epoch=0)
+
+        def planned(backend: str) -> Iterable[Any]:
+            return stack.enter_context(
+                PlannedLoader(dataset, scheduler, backend=backend, num_workers=num_workers)
+            )
+
+        loaders = {
+            "kept in memory": list(planned("threads")),
+            "threads": planned("threads"),
+            "processes": planned("torch"),
+            "DataLoader of torch": DataLoader(
+                dataset,
+                batch_sampler=[list(rows) for rows in plan],
+                collate_fn=dataset.collate,
+                num_workers=num_workers,
+                pin_memory=bench.device.startswith("cuda"),
+                persistent_workers=True,
+                multiprocessing_context=START_METHOD,
+            ),
+        }
+        rows = [
+            {"loader": name, "num_workers": num_workers, "num_steps": len(plan), "epochs": []}
+            for name in loaders
+        ]
+        for number in range(
+            -1, bench.article_rounds
+        ):  # the first round starts workers, and its shapes are new
+            for row in (rows, rows[::-1])[number % 2]:
+                found = _time_epoch(trainer, loaders[row["loader"]])
+                if number >= 0:
+                    row["epochs"].append(found)
+        del loaders  # ends the DataLoader's workers
+    medians = {row["loader"]: statistics.median(each["epoch_s"] for each in row["epochs"]) for row in rows}
+    kept_s = medians.pop("kept in memory")
+    goals = []
+    for name, seconds in medians.items():
+        longer = seconds / kept_s - 1
+        goals.append(
+            goal(f"an epoch takes longer from {name} than from memory", "<= 10 %", longer, longer <= 0.1)
+        )
+    return {"loaders": rows}, goals
+
+
+def _time_epoch(trainer: Any, loader: Iterable[Any]) -> dict[str, Any]:
+    """Seconds of an epoch, of the waits for its batches, and of its steps."""
+    started = asked = time.perf_counter()
+    waits, steps = [], []
+    for batch in loader:
+        waits.append(time.perf_counter() - asked)
+        steps.append(trainer.train_step([batch])["step_s"])
+        asked = time.perf_counter()
+    return {"epoch_s": time.perf_counter() - started, "wait_s": waits, "step_s": steps}
 
 
 def compare_schedulers(bench: Bench) -> Result:

@@ -26,6 +26,7 @@ from mmlab.loading.batches import BatchRequest, LoadedBatch, LoadedSample, Sampl
 from mmlab.loading.stages import StageMeter
 from mmlab.types import Batch
 
+_NUM_READY = 2  # batches to keep ready
 _QUICK_S = 2.5e-4  # to load a sample: 0.06 ms from the cache where it is in memory, over 1 ms to decode
 
 
@@ -162,8 +163,35 @@ class Backend(ABC):
         return StageMeter(stages | ({"copy": 1} if self.copier.has_work else {}), shared=shared)
 
 
+class Turns:
+    """Lets at most `limit` threads work at the same time; each works `with` it."""
+
+    def __init__(self) -> None:
+        self.limit, self._num_working, self._changed = 1, 0, threading.Condition()
+
+    def allow(self, limit: int) -> None:
+        """Change the limit; threads that work already go on."""
+        with self._changed:
+            self.limit = limit
+            self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_working < self.limit)
+            self._num_working += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._num_working -= 1
+            self._changed.notify()
+
+
 class ThreadBackend(Backend):
     """Loads with threads of this process, which live for an epoch; each takes its share of every batch.
+
+    While training waits, all of them work; else as few as keep two batches ready. Each needs the interpreter's lock for
+    a part of its work, and beside eight of them the thread that starts a GPU's operations gets it late: epochs took half
+    as long again (docs/internals/gpu.md).
 
     More threads than cores would overlap reading with decoding, but cost 8 % of the speed if files are in
     memory. Samples that are quick to load (from the cache) are left to the thread that collates: several
@@ -172,6 +200,10 @@ class ThreadBackend(Backend):
 
     in_turns = False
     _is_quick = False  # whether the last samples were quick to load
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._turns = Turns()
 
     def ram_bytes(self, setting: Setting) -> int:
         """Memory that a setting may take: batches, and two images with room to decode for each thread."""
@@ -194,8 +226,18 @@ class ThreadBackend(Backend):
         parts = [] if self._is_quick else [pool.submit(self._load, request, part, pixels) for part in slices]
         return self._pools[0].submit(self._collate, request, parts, pixels)
 
+    def _await(self, pending: deque[Pending]) -> LoadedBatch:
+        num_ready, limit = sum(item.loaded.done() for item in pending), self._turns.limit
+        if not num_ready:
+            self._turns.allow(self.setting.num_workers)
+        loaded = super()._await(pending)
+        limit += (num_ready < _NUM_READY) - (num_ready > _NUM_READY)
+        self._turns.allow(min(max(1, limit), self.setting.num_workers))
+        return loaded
+
     def _load(self, request: BatchRequest, places: range, pixels: NDArray[np.uint8]) -> list[LoadedSample]:
-        samples, busy_s = self.loader.load_part(request, places, pixels, self._upcoming)
+        with self._turns:
+            samples, busy_s = self.loader.load_part(request, places, pixels, self._upcoming)
         self._is_quick = sum(busy_s.values()) < _QUICK_S * len(places)
         for stage, seconds in busy_s.items():
             self.meter.add(stage, len(places), seconds)
@@ -208,6 +250,11 @@ class ThreadBackend(Backend):
 
     def _abandon(self, pending: deque[Pending]) -> None:
         self.close()
+
+    def close(self) -> None:
+        """End all threads after their present task; a wait for a batch then raises a RunError."""
+        self._turns.allow(self.setting.num_workers)
+        super().close()
 
 
 def finish(loaded: LoadedBatch, meter: StageMeter, copier: Copier) -> LoadedBatch:

@@ -172,14 +172,16 @@ def test_compiled_steps_are_timed_beside_those_as_written(gpu: ModuleType, toy: 
     assert goals[0]["measured"] > 0
 
 
-def test_steps_are_timed_beside_loaders_at_work(gpu: ModuleType, toy: Any) -> None:
+def test_epochs_from_loaders_are_timed_beside_the_same_epochs_from_memory(gpu: ModuleType, toy: Any) -> None:
     row, goals = gpu.loading(toy)
-    loaders = {(found["loader"], found["num_workers"]) for found in row["loaders"]}
-    assert {name for name, _ in loaders} == {"alone", "threads", "processes", "DataLoader of torch"}
+    names = [found["loader"] for found in row["loaders"]]
+    assert names == ["kept in memory", "threads", "processes", "DataLoader of torch"]
     for found in row["loaders"]:
-        assert len(found["start_s"]) == len(found["step_s"]) == toy.article_rounds
-        assert 0 < min(found["start_s"]) < min(found["step_s"])
-    assert len(goals) == 4, "threads and processes, an operation and a step"
+        assert len(found["epochs"]) == toy.article_rounds
+        for epoch in found["epochs"]:
+            assert len(epoch["step_s"]) == len(epoch["wait_s"]) == found["num_steps"]
+            assert sum(epoch["step_s"]) + sum(epoch["wait_s"]) <= epoch["epoch_s"]
+    assert len(goals) == 3, "one for each loader"
 
 
 def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(gpu: ModuleType, toy: Any) -> None:

@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from mmlab.errors import OptionError, RunError
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect
 from tests.loading.loaders import BACKENDS, Killed, NeedsLock, Noise, Slow, assert_same, make_loader
 
@@ -99,6 +102,47 @@ def test_batches_are_drawn_as_far_ahead_as_asked(dataset, backend: str, options:
     loader = make_loader(dataset, backend, scheduler=scheduler, **options)
     for number, _ in enumerate(loader, start=1):
         assert scheduler.count == min(30, number + ahead)
+
+
+class Crowd:
+    """Counts the threads that are in it at the same time."""
+
+    def __init__(self) -> None:
+        self.num_images = self._num_inside = self.most = 0
+        self._changed = threading.Condition()
+
+    def __call__(self, image: torch.Tensor, **key: object) -> torch.Tensor:
+        with self._changed:
+            self.num_images += 1
+            self._num_inside += 1
+            self.most = max(self.most, self._num_inside)
+            self._changed.notify_all()
+        time.sleep(0.01)
+        with self._changed:
+            self._num_inside -= 1
+        return image
+
+    def wait_for(self, num_images: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_images == num_images, timeout=30)
+
+
+def test_all_threads_load_while_training_waits_and_one_where_that_suffices(dataset) -> None:
+    crowd, ahead = Crowd(), 6
+    scheduler = make_scheduler("random", batch_size=3)
+    loader = make_loader(dataset, "threads", scheduler=scheduler, augment=crowd, prefetch=ahead)
+    for _ in loader:
+        pass
+    assert crowd.most == 3, "training took each batch at once, and so waited"
+    loader.set_epoch(1)
+    num_images = np.cumsum([np.count_nonzero(dataset.records.height[list(rows)]) for rows in loader.plan])
+    before, most = crowd.num_images, []
+    for number, _ in enumerate(loader):  # all that was asked for is ready when training comes back
+        crowd.most = 0
+        crowd.wait_for(before + num_images[min(len(loader) - 1, number + ahead)])
+        most.append(crowd.most)
+    assert len(most) > 3 + ahead
+    assert max(most[3:]) == 1
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
