@@ -187,7 +187,8 @@ def draw(rows: Sequence[Row]) -> Any:
     for cause, before, after in changes(arms):
         start, end = middle[before], middle[after]
         colour = saved if end <= start else added
-        bars.append((cause, start, end, colour, f"{end - start:+.1f} s ({100 * (end / start - 1):+.0f} %)"))
+        share = np.median(epoch_s(arms[after]) / epoch_s(arms[before])) - 1  # as in the table
+        bars.append((cause, start, end, colour, f"{end - start:+.1f} s ({100 * share:+.0f} %)"))
         if after in wholes:
             bars.append((wholes[after], 0.0, end, whole, f"{end:.1f} s"))
     figure = Figure(figsize=(9, 4.6), layout="constrained")
