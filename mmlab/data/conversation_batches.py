@@ -87,10 +87,8 @@ class ConversationCollator:
         images = [list(row["images"]) for row in rows]
         shown = images if any(images) else None
         inputs = processor_inputs(processor, messages)
-        padding: Any = {
-            "padding": "max_length" if self.question_length else True,
-            "max_length": self.question_length,
-        }
+        length = self.question_length
+        padding: Any = {"padding": "max_length" if length else True, "max_length": length}
         try:
             batch = processor(images=shown, return_tensors="pt", **padding, **inputs)
         except Exception as error:  # processors raise nearly anything
