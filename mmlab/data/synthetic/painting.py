@@ -14,11 +14,10 @@ from PIL import Image
 
 from mmlab.data.synthetic.materials import TILE, material, noise
 from mmlab.data.synthetic.scenes import TABLES, Group, Place, Scene
-from mmlab.data.synthetic.shapes import SOLIDS
+from mmlab.data.synthetic.shapes import SOLIDS, Plane
 
 # (3, height, width), 0 to 1; whole planes make the arithmetic twice as fast
 Picture = NDArray[np.float32]
-Plane = NDArray[np.floating]  # (h, w)
 
 _NOISE = 0.014  # deviation of the sensor noise, of full scale
 
