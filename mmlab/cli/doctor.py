@@ -170,17 +170,13 @@ def _gpu(index: int) -> Check:
     properties = torch.cuda.get_device_properties(index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     reading = read_device(name)
+    sources = {key: getattr(reading, key) for key in ("memory_source", "utilization_source")}
     detail = (
         f"{properties.name}, {free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free, compute capability "
         f"{properties.major}.{properties.minor}, driver {_driver_version() or 'unknown'}, CUDA {torch.version.cuda}, "
-        f"read by {reading.memory_source} and {reading.utilization_source}"
+        f"read by {' and '.join(sources.values())}"
     )
-    values = {
-        "free_bytes": free_bytes,
-        "total_bytes": total_bytes,
-        "memory_source": reading.memory_source,
-        "utilization_source": reading.utilization_source,
-    }
+    values = {"free_bytes": free_bytes, "total_bytes": total_bytes, **sources}
     remedy = "pip install nvidia-ml-py, and check that `nvidia-smi` works for this user"
     notes = f" ({'; '.join(reading.notes)})" if reading.notes else ""
     return _judged(name, detail + notes, remedy, bad=bool(reading.notes), **values)
