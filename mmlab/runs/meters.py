@@ -88,20 +88,20 @@ class DeviceMeter(AbstractContextManager["DeviceMeter"]):
     def read(self) -> DeviceReading:
         """Read memory and utilisation now, each from the first source that works."""
         notes: list[str] = []
-        memory: dict[str, Callable[[], tuple[int, int]]] = {
-            "process RSS": lambda: (process_rss_bytes(), total_memory_bytes())
-        }
-        use: dict[str, Callable[[], float]] = {"process CPU": self._process_use}
+        memory: dict[str, Callable[[], tuple[int, int]]] = {}
+        use: dict[str, Callable[[], float]] = {}
         allocator: dict[str, Any] = {}
-        if self.device.type == "cuda":
-            memory = {"torch allocator": self._torch_memory, **memory}
-            allocator = torch.cuda.memory_stats(self.device)  # empty before CUDA is used
         if self.device.type == "cuda" and torch.version.hip is None:
-            memory = {"NVML": lambda: self._nvml().memory(), **memory}
-            use = {"NVML": lambda: self._nvml().utilization(), **use}
+            memory["NVML"] = lambda: self._nvml().memory()
+            use["NVML"] = lambda: self._nvml().utilization()
         elif self.device.type != "cpu":
-            memory = {"torch accelerator": self._accelerator_memory, **memory}
-            use = {"torch": lambda: torch.cuda.utilization(self.device) / 100, **use}
+            memory["torch accelerator"] = self._accelerator_memory
+            use["torch"] = lambda: torch.cuda.utilization(self.device) / 100
+        if self.device.type == "cuda":
+            memory["torch allocator"] = self._torch_memory
+            allocator = torch.cuda.memory_stats(self.device)  # empty before CUDA is used
+        memory["process RSS"] = lambda: (process_rss_bytes(), total_memory_bytes())
+        use["process CPU"] = self._process_use
         (memory_bytes, total_bytes), memory_source = _first(memory, "memory", notes)
         utilization_ratio, utilization_source = _first(use, "utilization", notes)
         details: dict[str, Any] = {}
