@@ -118,9 +118,8 @@ class RunState:
             status = event.values["status"] if event.kind == "end" else status
             if status is None and self._written_status == "waiting":
                 self._written_status = "running"
-            elif (
-                status and event.time_s >= self._status_s
-            ):  # older ones are of ranks that a later start did without
+            # older ones are of ranks that a later start did without
+            elif status and event.time_s >= self._status_s:
                 self._written_status, self._status_s = status, event.time_s
             if event.kind == "start":
                 self._process_runs = True
