@@ -63,7 +63,7 @@ class Gpu:
             if key in self._unsupported:
                 continue
             try:
-                value = read(self._nvml, self._handle, process_id)
+                found[key] = read(self._nvml, self._handle, process_id)
             except Exception as error:  # any driver error: the value is left out and the reason kept
                 code = getattr(error, "value", None)
                 reason = f"no {key} from NVML: {first_line(error)}"
@@ -71,10 +71,8 @@ class Gpu:
                     self._unsupported[key] = reason
                 else:
                     failed.append(reason)
-                continue
-            if value is not None:
-                found[key] = value
-        return found, [*self._unsupported.values(), *failed]
+        known = {key: value for key, value in found.items() if value is not None}
+        return known, [*self._unsupported.values(), *failed]
 
 
 def _process_bytes(nvml: Any, gpu: Any, process_id: int) -> int | None:
