@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 2  # first steps, which are not representative
 _RECENT_STEPS = 200  # from which a speed is computed
+_OF_DEVICE = ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")
 
 
 class Progress(NamedTuple):
@@ -104,10 +105,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "held_out_loss": run.latest("eval", rank).get("loss"),
         "peak_bytes": int(peaks.max()) if len(peaks) else None,
         "peak_steps": len(peaks),
-        **{
-            key: device.get(key)
-            for key in ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")
-        },
+        **{key: device.get(key) for key in _OF_DEVICE},
     }
 
 
@@ -195,9 +193,7 @@ def _ever_level(fast: list[float], others: list[float]) -> bool:
 
 def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:
     """Samples a second of each finished epoch, without its first steps."""
-    epochs, samples, seconds = (
-        run.column_or_nan(key, rank=rank) for key in ("epoch", "num_samples", "step_s")
-    )
+    epochs, samples, seconds = run.rows(("epoch", "num_samples", "step_s"), "step", rank)
     speeds = []
     known = np.flatnonzero(np.isfinite(epochs))
     known = known[np.argsort(epochs[known], kind="stable")]
