@@ -43,11 +43,10 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
         events = [event for path in paths for event in current_events(read_events(path)[0])]
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
-    start = next((event for event in events if event.kind == "start"), None)
-    values = {} if start is None else start.values
+    start = next((event.values for event in events if event.kind == "start"), {})
     points = list(_points(events, several_ranks=len(paths) > 1))
     try:
-        TRACKERS[to](folder.resolve().name, str(target), values, points)
+        TRACKERS[to](folder.resolve().name, str(target), start, points)
     except ModuleNotFoundError as error:
         raise OptionError(f"{to} is not installed ({error}); pip install {to}") from error
     return len(points)
