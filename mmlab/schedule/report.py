@@ -112,7 +112,6 @@ def report_plan(
     text, image = text[batches.order], image[batches.order]
     padded_text, padded_image, batch_work = _padded(plan, text, image, patch)
     costs, time = plan.costs(), plan.limits.time
-    seconds = None if time is None else plan.costs(time)
     peak_cost = float(costs.max(initial=0.0))
     num_over = int((costs > budget * ROUNDING).sum()) if budget else 0
     shares = {}
@@ -134,7 +133,7 @@ def report_plan(
         peak_cost=peak_cost,
         peak_over_budget=peak_cost / budget if budget else None,
         num_over_budget=num_over,
-        straggler=metrics.straggler(batch_work if seconds is None else seconds, num_ranks),
+        straggler=metrics.straggler(batch_work if time is None else plan.costs(time), num_ranks),
         randomness=score,
         collision_ratio=metrics.collision_ratio(batches, sizes.group),
         coverage=float((times_drawn > 0).mean()) if len(sizes) else 1.0,
