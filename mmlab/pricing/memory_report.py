@@ -148,14 +148,12 @@ class MemoryReport:
     @property
     def largest_shapes(self) -> pd.DataFrame:
         """The distinct shapes whose batches need most, each with the largest batch of such samples."""
+        import pandas as pd
+
         shapes, counts = np.unique(self.planned.sizes.alone, axis=0, return_counts=True)
         many = np.column_stack([np.full(len(shapes), DEFAULT_MEAN_SAMPLES), shapes[:, 1:]])
         costliest = np.argsort(-batch_costs(self.memory, many), kind="stable")[:_SHOWN]
-        return self._shapes(shapes[costliest], counts[costliest])
-
-    def _shapes(self, shapes: NDArray[np.int64], counts: NDArray[np.int64]) -> pd.DataFrame:
-        import pandas as pd
-
+        shapes, counts = shapes[costliest], counts[costliest]
         table = pd.DataFrame(shapes[:, 1:], columns=["num_tokens", "height", "width"])
         if self.of_conversations:  # whose columns stand for patches
             table["num_patches"] = table.pop("height") * table.pop("width") // PATCH**2
