@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass, field
+from importlib import resources
 from itertools import combinations, permutations
 from math import comb
 from pathlib import Path
@@ -341,24 +342,5 @@ def page_of(table: pd.DataFrame, picture: bytes, **texts: Any) -> str:
     from jinja2 import Template
 
     encoded = base64.b64encode(picture).decode()
-    return Template(_PAGE, autoescape=True).render(table=table.to_html(border=0), picture=encoded, **texts)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>mmlab: {{ about[0] }}</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-body { color: #222; background: #fff }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-th, td { padding: .3rem .4rem; font-size: 13px; text-align: right; border-bottom: 1px solid #ddd } th:first-child { text-align: left }
-img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
-</style>
-<h1>{{ heading }}</h1>
-<p>{{ about | join(" · ") }}</p>
-{{ table | safe }}
-<ul>{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>
-<img alt="Throughput, memory, batch cost and loss of each scheduler" src="data:image/png;base64,{{ picture }}">
-{% for name, text in details.items() -%}
-<details{{ " open" if name == "Error" }}><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
-{% endfor %}</html>
-"""
+    page = resources.files(__package__).joinpath("page.html").read_text("utf-8")
+    return Template(page, autoescape=True).render(table=table.to_html(border=0), picture=encoded, **texts)
