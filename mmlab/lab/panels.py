@@ -16,7 +16,7 @@ import ipywidgets as widgets
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from mmlab.lab.live_panel import LivePanel
+from mmlab.lab.live_panel import STATIC, LivePanel
 from mmlab.lab.saved import HIDDEN, SavedView
 
 WIDE = {"description_width": "9rem"}  # equally wide labels in a column
@@ -110,17 +110,4 @@ class _KeptKeys(anywidget.AnyWidget):
     """Shows nothing; keeps the keys that are pressed in the panel around it from the notebook."""
 
     _css = HIDDEN
-    _esm = """
-    // A notebook would take b, d d, ... for itself. Ctrl and Cmd combinations are let through, as the live panel does.
-    function keep(event) { if (!event.ctrlKey && !event.metaKey) event.stopPropagation(); }
-    function render({ el }) {
-      let frame = requestAnimationFrame(function attach() { // the panel may not stand in the page yet
-        const panel = el.closest(".mmlab-panel");
-        if (!panel) { frame = requestAnimationFrame(attach); return; }
-        for (const kind of ["keydown", "keyup", "keypress"]) panel.addEventListener(kind, keep);
-        panel.dataset.keys = "kept";
-      });
-      return () => cancelAnimationFrame(frame);
-    }
-    export default { render };
-    """
+    _esm = STATIC / "kept_keys.js"
