@@ -154,12 +154,9 @@ def preview(
     known = {name for kind in SCHEDULERS.values() for name in kind.__dataclass_fields__}
     for name in changes:
         check_name("scheduler option", name, known)
+    size = int(np.clip(budget / max(1.0, mean), 1, 2**16).round())
     options = {"seed": seed, "world_size": ranks, "budget": budget, "cost": PaddedTokens(patch)}
-    options |= {
-        "patch": patch,
-        "batch_size": int(np.clip(budget / max(1.0, mean), 1, 2**16).round()),
-        **changes,
-    }
+    options |= {"patch": patch, "batch_size": size, **changes}
     planners = {name: scheduler_among(name, options) for name in schedulers}
     figures = {name: _measure(planner, sizes, budget, epochs, prices) for name, planner in planners.items()}
     setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed"
