@@ -125,7 +125,7 @@ class _Sizing:
         packs = None
         if "packed" in names and isinstance(model, ConversationModel):
             packs = self._price(packing(model, dataset))
-        planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs and packs[0])
+        planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs)
         return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=packs)
 
     @property

@@ -54,7 +54,7 @@ class EqualMemory:
         limit_bytes: float,
         *,
         time: CostModel | None,
-        packs: CostModel | None = None,
+        packs: tuple[CostModel, Any] | None = None,
         progress: bool = False,
     ) -> dict[str, Scheduler]:
         """The schedulers of these names.
@@ -62,8 +62,8 @@ class EqualMemory:
         Args:
             baseline: what `baseline` returned, with its limit.
             time: predicts the seconds of a batch; only `fastest` needs it.
-            packs: predicts the bytes of a packed batch. Without it, `packed` gets as many tokens as the baseline's
-                largest batch.
+            packs: the first predicts the bytes of a packed batch. Without it, `packed` gets as many tokens as the
+                baseline's largest batch.
 
         Raises:
             OptionError: a scheduler cannot keep within the limit.
@@ -75,7 +75,7 @@ class EqualMemory:
             elif name in ("memory", "fastest"):
                 made[name] = self._scheduler(name, cost=self.memory, budget=limit_bytes, time=time)
             elif name == "packed" and packs is not None:
-                made[name] = self._scheduler(name, cost=packs, budget=limit_bytes)
+                made[name] = self._scheduler(name, cost=packs[0], budget=limit_bytes)
             elif name == "packed":
                 tokens = max(float(plan.costs(self._tokens).max()) for plan in self.plans_of(baseline))
                 made[name] = self._make(name, int(tokens))

@@ -161,9 +161,7 @@ def price_plans(
             time = predict_time(network, sizes, named, dataset=dataset, **priced)
         else:
             time = fit_time(network, sizes, device=kind, **priced)
-    planners = equal.schedulers(
-        names, baseline, limit_bytes, time=time, packs=packs and packs[0], progress=progress
-    )
+    planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs, progress=progress)
     prices = PlanPrices(
         memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour, packs=packs
     )
