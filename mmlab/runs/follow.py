@@ -299,11 +299,10 @@ class Runs:
         for folder in set(self._states) - set(found):
             del self._states[folder]
         for folder, paths in found.items():
-            if folder in self._states:
-                for path in paths:
-                    self._states[folder]._files.setdefault(path, UNREAD)
-            else:
+            if folder not in self._states:
                 self._take(folder, paths)
+            for path in paths:
+                self._states[folder]._files.setdefault(path, UNREAD)
         if changed := before != list(self._states):
             self._name()
         return changed
