@@ -12,7 +12,7 @@ contrast or saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,10 @@ _COLOURS = ("brightness", "contrast", "saturation", "hue")
 # functions, which take seconds to import
 _OPERATIONS: dict[str, tuple[float, bool, Callable[[Any, torch.Tensor, float], torch.Tensor]]] = {
     "identity": (0.0, False, lambda F, image, amount: image),
-    "shear_x": (0.3, True, lambda F, image, amount: _shear(F, image, amount, 0.0)),
-    "shear_y": (0.3, True, lambda F, image, amount: _shear(F, image, 0.0, amount)),
-    "translate_x": (150 / 331, True, lambda F, image, amount: _shift(F, image, amount, 0.0)),
-    "translate_y": (150 / 331, True, lambda F, image, amount: _shift(F, image, 0.0, amount)),
+    "shear_x": (0.3, True, lambda F, image, amount: _move(F, image, (0, 0), (amount, 0))),
+    "shear_y": (0.3, True, lambda F, image, amount: _move(F, image, (0, 0), (0, amount))),
+    "translate_x": (150 / 331, True, lambda F, image, amount: _move(F, image, (amount, 0), (0, 0))),
+    "translate_y": (150 / 331, True, lambda F, image, amount: _move(F, image, (0, amount), (0, 0))),
     "rotate": (30.0, True, lambda F, image, amount: F.rotate(image, amount)),
     "brighter": (0.9, True, lambda F, image, amount: F.adjust_brightness(image, 1 + amount)),
     "more_colour": (0.9, True, lambda F, image, amount: F.adjust_saturation(image, 1 + amount)),
@@ -189,11 +189,8 @@ def change(image: torch.Tensor, name: str, amount: float) -> torch.Tensor:
     return _OPERATIONS[name][2](F, image, amount)
 
 
-def _shear(F: Any, image: torch.Tensor, *slopes: float) -> torch.Tensor:
+def _move(F: Any, image: torch.Tensor, shift: Sequence[float], slopes: Sequence[float]) -> torch.Tensor:
+    """Shift by shares of the width and the height, and shear about the top left corner."""
+    pixels = [int(shift[0] * image.shape[-1]), int(shift[1] * image.shape[-2])]
     degrees = np.degrees(np.arctan(slopes)).tolist()
-    return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=degrees, center=[0.0, 0.0])
-
-
-def _shift(F: Any, image: torch.Tensor, across: float, down: float) -> torch.Tensor:
-    pixels = [int(across * image.shape[-1]), int(down * image.shape[-2])]
-    return F.affine(image, angle=0.0, translate=pixels, scale=1.0, shear=[0.0, 0.0])
+    return F.affine(image, angle=0.0, translate=pixels, scale=1.0, shear=degrees, center=[0.0, 0.0])
