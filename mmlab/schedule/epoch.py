@@ -89,9 +89,7 @@ class EpochBlocks:
     @property
     def num_blocks(self) -> int:
         """Number of blocks in what is left of the epoch."""
-        if not self.taken:
-            return self._in_epoch - self.first
-        return 1 + self._in_epoch - self._left_over[1]
+        return self._in_epoch - self._block_in_epoch(0)
 
     def build(self, block: int) -> Block:
         """The batches of a block, in the order of training."""
