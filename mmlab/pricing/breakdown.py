@@ -12,7 +12,6 @@ from mmlab.machine import CONTEXT_BYTES
 from mmlab.pricing.trace import OptimizerFactory, StepTracer
 from mmlab.types import BatchShape
 
-_MIB = 2**20
 PARTS = ("parameters", "optimizer_state", "workspace", "gradients", "batch", "saved_activations", "transient")
 
 
@@ -46,7 +45,7 @@ class MemoryBreakdown:
             [
                 f"{size} samples of {num_tokens} tokens and {height} x {width} pixels ({conditions}); "
                 f"peak in {self.peak_operation}",
-                *(f"  {name:20} {num_bytes / _MIB:10,.1f} MiB" for name, num_bytes in rows),
+                *(f"  {name:20} {num_bytes / 2**20:10,.1f} MiB" for name, num_bytes in rows),
                 *(f"  assumed: {assumption}" for assumption in self.assumptions),
             ]
         )
