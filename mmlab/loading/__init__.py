@@ -6,8 +6,6 @@ processes of its own, and a cache of decoded samples on disk.
 The order comes from the plan alone; every backend gives the same batches, bit for bit.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -3,8 +3,6 @@
 Padding never changes an output; shapes are documented as (B, T) and (B, C, H, W).
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

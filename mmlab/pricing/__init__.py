@@ -5,8 +5,6 @@ are fitted to a few measured steps, or predicted for a named device from the sam
 `ResourceAwareScheduler` corrects the budget as training uses memory.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -4,8 +4,6 @@ A run appends `RunEvent`s to its file; panels and the terminal read it; one smal
 way (pause, resume, stop).
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

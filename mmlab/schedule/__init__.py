@@ -4,8 +4,6 @@
 `batch_sampler`. Costs microseconds per sample; touches no image; loads no torch.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(

@@ -5,8 +5,6 @@ Devices share a step through a strategy passed to the trainer (`mmlab.parallel`)
 package.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
