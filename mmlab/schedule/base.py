@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +16,8 @@ from mmlab.errors import check_numbers
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.report import SourceShare
 from mmlab.types import HasSizes, Samples, SampleSizes
-
-if TYPE_CHECKING:
-    from mmlab.schedule.report import SourceShare
 
 BLOCK_SIZE = 32768  # samples planned together where an epoch is planned in parts: tens of milliseconds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,8 @@ from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.epoch import EpochBlocks, FixedBatches
 from mmlab.schedule.metrics import lengths
+from mmlab.schedule.report import PlanReport, report_plan
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
-
-if TYPE_CHECKING:
-    from mmlab.schedule.report import PlanReport
 
 _START = Position(0, 0)
 
@@ -165,8 +163,6 @@ class BatchPlan:
             following: the next epoch's plan, for `randomness`; None makes it, if this is the plan of a whole
                 epoch.
         """
-        from mmlab.schedule.report import report_plan
-
         source, whole = self.source, self._world_size == 1 and self._start == _START
         if following is None and whole and isinstance(source, EpochBlocks):
             following = BatchPlan(source.next_epoch(self.sizes), self.sizes)
