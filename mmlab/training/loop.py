@@ -23,12 +23,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.runs.control import Control
+from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import refuse_bare
 from mmlab.training.randomness import RandomStream
@@ -37,9 +38,6 @@ from mmlab.training.split import Window
 from mmlab.training.step_meter import StepValues, predicted_cost
 from mmlab.training.strategy import STEP
 from mmlab.types import Batch
-
-if TYPE_CHECKING:
-    from mmlab.training.checkpoint.keeping import Checkpoints
 
 KEPT_STEPS = 10_000  # steps whose values `fit` returns
 
@@ -277,7 +275,6 @@ class FusionTrainer(TrainerSetup):
     def _evaluate_in_fit(self, loader: Iterable[Batch], num_batches: int | None = None) -> StepValues:
         """Evaluate on the first batches or all, and emit the event."""
         with RandomStream([self.device]):
-            batches = islice(loader, num_batches)
-            measured = self.evaluate(batches)
+            measured = self.evaluate(islice(loader, num_batches))
         self._emit_event("eval", measured)
         return measured

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from mmlab.model.parameters import freeze, parameter_groups, parts_of, trainable
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
+from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.evaluation import evaluate, nonfinite_samples
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.contrastive import AllRanksContrastive, over_all_ranks
@@ -35,9 +36,6 @@ from mmlab.training.step_meter import StepMeter, StepValues, clock, key_of
 from mmlab.training.strategy import SAVES, Strategy, alone
 from mmlab.training.weighting import Weighting, make_weighting
 from mmlab.types import Batch, CostModel
-
-if TYPE_CHECKING:
-    from mmlab.training.checkpoint.keeping import Checkpoints
 
 
 class TrainerSetup:

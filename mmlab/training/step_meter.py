@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from mmlab.schedule.metrics import waste
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.losses.names import OBJECTIVES, OWN
 from mmlab.training.precision import StepResult
+from mmlab.training.split import Window
 from mmlab.types import PATCH, Batch, CostModel
-
-if TYPE_CHECKING:
-    from mmlab.training.split import Window
 
 StepValues = dict[str, Any]  # keys of mmlab.runs.event_keys.EVENT_KEYS
 
