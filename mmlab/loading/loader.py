@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from operator import length_hint
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -27,6 +27,7 @@ from mmlab.data.conversation_dataset import ConversationBatch
 from mmlab.errors import DataError, RunError, check_name, check_numbers
 from mmlab.loading.backends import Backend, Copier, Setting, ThreadBackend
 from mmlab.loading.batches import Augmentation, BadSample, BatchRequest, LoadedBatch, SampleLoader
+from mmlab.loading.cache.store import SampleCache
 from mmlab.loading.stages import StageReport
 from mmlab.loading.tuning import Tuner, Tuning
 from mmlab.loading.workers import ProcessBackend
@@ -36,11 +37,7 @@ from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Batch
 
-if TYPE_CHECKING:
-    from mmlab.loading.cache.store import SampleCache
-
 BACKENDS = ("threads", "torch")
-ON_BAD_SAMPLE = ("raise", "skip")
 _REPORT_S = 1.0  # between two reports of the stages
 
 
@@ -99,7 +96,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         emit: Callable[[RunEvent], object] | None = None,
     ) -> None:
         check_name("backend", backend, BACKENDS)
-        check_name("policy on bad samples", on_bad_sample, ON_BAD_SAMPLE)
+        check_name("policy on bad samples", on_bad_sample, ("raise", "skip"))
         workers = num_workers if isinstance(num_workers, int) else default_num_workers()
         ahead = max(1, 2 * workers) if prefetch is None else prefetch
         check_numbers({"num_workers": num_workers, "prefetch": ahead, "max_ram_gb": max_ram_gb})
