@@ -16,7 +16,6 @@ from pathlib import Path
 from mmlab.errors import DataError, OptionError
 
 DEFAULT_NOTEBOOK = "05_live_dashboard.ipynb"
-_HOST = "127.0.0.1"
 
 
 def voila_command(notebook: Path, *, port: int = 0) -> tuple[list[str], dict[str, str]]:
@@ -32,7 +31,7 @@ def voila_command(notebook: Path, *, port: int = 0) -> tuple[list[str], dict[str
     if importlib.util.find_spec("voila") is None:
         raise OptionError("`mmlab app` needs voila, which is not installed: pip install 'mmlab[app]'")
     try:
-        with socket.create_server((_HOST, port)) as server:
+        with socket.create_server(("127.0.0.1", port)) as server:
             port = server.getsockname()[1]
     except OSError as error:
         raise OptionError(f"port {port}: {error.strerror}; leave it out to take a free one") from error

@@ -24,7 +24,6 @@ from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.types import IGNORED, Batch, HostColumns
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-LABELS = ("batch", "text", "masked")
 OFFERED = ("input_ids", "attention_mask", "pixel_values", "pixel_mask", "labels", "batch")
 _ALSO = ("return_loss", "interpolate_pos_encoding")
 _PATCH_RATIO = 0.4  # of an image's patches are hidden, as in BEiT (Bao et al. 2022, arXiv:2106.08254)
@@ -78,7 +77,7 @@ class LossModel(nn.Module):
                 "(docs/guide/models.md)"
             )
         self.labels = _usual_labels(module) if labels is None else labels
-        check_name("kind of labels", self.labels, LABELS)
+        check_name("kind of labels", self.labels, ("batch", "text", "masked"))
         self.shifts_labels = self.labels == "text" and not getattr(config, "is_encoder_decoder", False)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.mask_id = getattr(tokenizer, "mask_token_id", None)

@@ -28,7 +28,6 @@ EXPONENTS = (
     *((0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 2, 0), (0, 0, 2)),
     *((1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
 )
-LARGEST = (4096, 2048, 4096)  # B, T, P up to which rows are kept
 _KEPT_RATIO = 1 - 5e-4  # share of the maximum over all rows that the kept rows reach everywhere
 
 
@@ -38,7 +37,7 @@ def fit_rows(
     *,
     step_peak_bytes: int = 0,
     patch: int = PATCH,
-    largest: tuple[int, int, int] = LARGEST,
+    largest: tuple[int, int, int] = (4096, 2048, 4096),
 ) -> MaxPolynomial:
     """Fit the bytes that are live after every operation, and keep the operations at which the peak can be.
 

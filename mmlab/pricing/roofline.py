@@ -26,7 +26,6 @@ from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
 
-PREDICTED = "predicted, not measured"
 _NUM_PROBES, _NUM_HELD_OUT = 12, 4
 
 
@@ -80,6 +79,6 @@ def predict_time(
     return TimeModel(
         rows=rows,
         fingerprint=fingerprint(model),
-        conditions={**tracer.setting.conditions, "method": PREDICTED, "device": device.name},
+        conditions={**tracer.setting.conditions, "method": "predicted, not measured", "device": device.name},
         held_out=held_out_errors(batch_costs(rows, shapes[_NUM_PROBES:]), seconds[_NUM_PROBES:]),
     )

@@ -19,8 +19,6 @@ from typing import Any
 from mmlab.errors import DataError, OptionError, check_name
 from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
 
-_CURVES = ("step", "epoch", "eval", "device")
-
 
 def export_run(run: str | Path, to: str, target: str | Path) -> int:
     """Export one run to a tracker; returns the number of points.
@@ -75,7 +73,7 @@ def _points(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Poin
     step = 0
     for event in sorted(events, key=lambda event: event.time_s):
         step = event.step if event.step >= 0 else step  # device events carry no step: take the last one
-        if event.kind in _CURVES:
+        if event.kind in ("step", "epoch", "eval", "device"):
             rank = f"rank{event.rank}/" if several_ranks else ""
             for key, value in event.values.items():
                 if isinstance(value, int | float) and math.isfinite(value):

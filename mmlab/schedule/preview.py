@@ -51,7 +51,6 @@ _LEGEND = (  # each entry begins with a figure's name, or with the end of one
     "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
     "their image; coverage: samples seen; epoch_s: seconds of an epoch; peak_bytes: of the costliest batch"
 )
-_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +221,7 @@ def read_lengths(path: str | Path) -> SampleSizes:
     for name in wanted:
         text = table[name].str.strip()
         numbers = text.where(text.str.fullmatch("[0-9]{1,10}"), "-1").astype(np.int64)
-        wrong = np.flatnonzero((numbers < 0) | (numbers > _LARGEST))
+        wrong = np.flatnonzero((numbers < 0) | (numbers >= 2**31))
         if len(wrong):
             raise DataError(
                 f"{path}: line {wrong[0] + 2}, column {name}: expected a whole number >= 0, found {text[wrong[0]]!r}"

@@ -22,10 +22,6 @@ from mmlab.data.synthetic.scenes import make_scene
 from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import progress_bar
 
-__all__ = ["make_dataset"]
-
-JPEG_QUALITY = 90
-
 
 def make_dataset(
     out: str | Path,
@@ -59,7 +55,7 @@ def make_dataset(
         (folder / "images").mkdir()
         for index in progress_bar(range(num_images), "making images", show=progress):
             scene, name = make_scene(seed, index, max_side), f"{index:06d}.jpg"
-            Image.fromarray(paint(scene)).save(folder / "images" / name, format="JPEG", quality=JPEG_QUALITY)
+            Image.fromarray(paint(scene)).save(folder / "images" / name, format="JPEG", quality=90)
             held_out = round((index + 1) * val_fraction) > round(index * val_fraction)
             image = {"id": index, "file_name": name, "width": scene.width, "height": scene.height}
             images.append(image | {"split": "val" if held_out else "train"})
