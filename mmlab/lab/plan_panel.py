@@ -106,15 +106,14 @@ class PlanExplorer(Panel):
             "th, td": "word-break: keep-all; overflow-wrap: normal; padding: 2px 5px",
         }
         style = style.set_table_styles([{"selector": part, "props": look} for part, look in looks.items()])
-        head = f"Budget {found.budget:.0f} padded tokens a batch." + " Choose at least one scheduler." * (
-            not plans
-        )
+        head = f"Budget {found.budget:.0f} padded tokens a batch."
+        if not plans:
+            head += " Choose at least one scheduler."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
-        drawn = (plans, found.budget, self._photo)
         self.picture.layout.display = None if plans else "none"
-        self.picture.value = page_png(plan_figure, *drawn) if plans else b""
+        self.picture.value = page_png(plan_figure, plans, found.budget, self._photo) if plans else b""
 
 
 def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:
