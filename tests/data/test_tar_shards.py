@@ -163,6 +163,16 @@ def test_a_damaged_header_is_reported(tmp_path):
         read_records(path)
 
 
+def test_a_member_of_less_than_no_bytes_is_reported(tmp_path):
+    path = shard(tmp_path / "0.tar", pairs("a", "b"))
+    whole, member = list(members(path)), tarfile.TarInfo("c.txt")
+    member.size = whole[2].offset - whole[3].offset - 3 * tarfile.BLOCKSIZE  # the next would be one before it
+    content = path.read_bytes()[: whole[3].offset + tarfile.BLOCKSIZE]
+    path.write_bytes(content + member.tobuf(tarfile.GNU_FORMAT) + bytes(2 * tarfile.BLOCKSIZE))
+    with pytest.warns(UserWarning, match=r"1 of 3 rows .*0.tar: the archive is cut off or damaged"):
+        assert read_records(path, errors="report").ids == ["0.tar/a", "0.tar/b"]
+
+
 def test_a_key_that_repeats_is_reported(tmp_path):
     path = tmp_path / "0.tar"
     with tarfile.open(path, "w") as archive:

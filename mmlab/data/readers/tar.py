@@ -80,8 +80,8 @@ def members(path: Path) -> Iterator[Member]:
             archive.members = []  # type: ignore[attr-defined]  # else it keeps every header
             if info.issparse():
                 raise DataError(f"has a sparse file at byte {info.offset}; pack it again without --sparse")
-            if info.offset_data + (info.size if info.isreg() else 0) > num_bytes:
-                raise DataError(f"is cut off: the member at byte {info.offset} needs {info.size} bytes")
+            if info.size < 0 or info.offset_data + (info.size if info.isreg() else 0) > num_bytes:
+                raise DataError(f"is cut off or damaged: a file of {info.size} bytes at byte {info.offset}")
             member = Member(info.name, info.offset_data, info.size) if info.isreg() else None
             if info.islnk() or info.issym():
                 beside = dirname(info.name) if info.issym() else ""
