@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mmlab.data.readers import read_records
@@ -145,8 +147,16 @@ def test_json_of_too_many_levels_is_a_bad_row(folder):
     with pytest.raises(DataError) as error:
         read_records(path)
     assert [str(row).split(":")[0] for row in error.value.bad_rows] == ["line 2"]
-    with pytest.raises(DataError, match=r"data.json: not a format that mmlab reads"):
-        read_records(folder.text("data.json", "[" * 100_000 + "]" * 100_000))
+    for start in ("[", '[{"image": "a.jpg", "text": '):
+        with pytest.raises(DataError, match=r"data.json: not a format that mmlab reads"):
+            read_records(folder.text("data.json", start + "[" * 100_000 + "]" * 100_000))
+
+
+def test_a_date_in_parquet_that_python_has_not_is_refused(folder):
+    table = pa.table({"image": ["a.jpg"], "text": ["x"], "group": pa.array([10**7], pa.date32())})
+    pq.write_table(table, path := folder.path / "data.parquet")
+    with pytest.raises(DataError, match=r"data.parquet: .* date value out of range"):
+        read_records(path)
 
 
 def test_unicode_line_separators_do_not_break_json_lines(folder):

@@ -145,7 +145,7 @@ def _first_objects(text: str) -> list[dict[str, Any]]:
     while (start := text.find("{", position)) >= 0:
         try:
             entry, position = decoder.raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         entries.append(entry)
     return entries
@@ -293,7 +293,12 @@ def parquet_file(path: Path) -> Iterator[Any]:
             yield file
     except DataError:
         raise
-    except (OSError, ValueError) as error:  # arrow's own errors are among these
+    except (
+        OSError,
+        ValueError,
+        ArithmeticError,
+        NotImplementedError,
+    ) as error:  # arrow's own are among these
         raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
 
 
