@@ -86,6 +86,7 @@ def test_a_data_set_moves_with_its_sidecar(pair, opened):
         '{"version": 1, "sizes": {"a.jpg": 5}}',
         '{"version": 1, "sizes": {"a.jpg": [1, 2, 0, 40]}}',
         '{"version": 1, "sizes": {"a.jpg": [1, 2, 30, 1000000000000]}}',
+        "[" * 100_000,
     ],
 )
 def test_a_damaged_sidecar_is_rebuilt_with_a_warning(pair, content):
@@ -95,6 +96,12 @@ def test_a_damaged_sidecar_is_rebuilt_with_a_warning(pair, content):
         assert read_records(pair).width.tolist() == [40, 20]
     assert read_records(pair).width.tolist() == [40, 20]
     assert len(json.loads(sidecar.read_text())["sizes"]) == 2
+
+
+def test_a_pipe_in_place_of_the_sidecar_is_not_waited_for(pair):
+    os.mkfifo(pair.with_name(".mmlab-sizes.json"))
+    with pytest.warns(UserWarning, match="damaged and will be rebuilt .* not a regular file"):
+        assert read_records(pair).width.tolist() == [40, 20]
 
 
 def test_a_sidecar_of_another_version_is_replaced_in_silence(pair):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmlab.data.decode import displayed_size
-from mmlab.machine import progress_bar, replace_file
+from mmlab.machine import progress_bar, regular, replace_file
 
 Size = tuple[int, int]  # height, width in pixels, as displayed
 OpenImage = Callable[[str], AbstractContextManager[BinaryIO]]  # a file object at the start of an image
@@ -126,7 +126,8 @@ def stamp_of(path: str) -> Stamp:
 def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
     expected = [int, int, *types]  # the stamp first
     try:
-        content = json.loads(sidecar.read_bytes())
+        with open(sidecar, "rb", opener=regular) as file:
+            content = json.load(file)
         entries = content[name] if content["version"] == _VERSION else {}
         if not all([type(number) for number in entry] == expected for entry in entries.values()):
             raise ValueError(f"an entry is not {len(expected)} numbers of the kind that belongs there")
@@ -134,7 +135,7 @@ def _load(sidecar: Path, name: str, types: tuple[type, ...]) -> dict[str, list]:
             raise ValueError("a number of pixels is not between 1 and 2^31 - 1")
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(f"{sidecar} is damaged and will be rebuilt from the images: {error}", stacklevel=2)
         return {}
     return entries
