@@ -293,12 +293,7 @@ def parquet_file(path: Path) -> Iterator[Any]:
             yield file
     except DataError:
         raise
-    except (
-        OSError,
-        ValueError,
-        ArithmeticError,
-        NotImplementedError,
-    ) as error:  # arrow's own are among these
+    except (OSError, ValueError, ArithmeticError, NotImplementedError) as error:  # arrow's too
         raise DataError(f"{path}: this Parquet file is damaged: {error}") from error
 
 
