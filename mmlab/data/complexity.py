@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.data.decode import to_rgb
+from mmlab.data.decode import opened, to_rgb
 from mmlab.data.readers.sidecar import Numbers, measure_once, stamp_of
 from mmlab.data.records import FileStore, Records
 from mmlab.errors import DataError
@@ -74,9 +74,9 @@ def _measure(records: Records, path: str) -> Numbers | str:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(records.store.read(path))) as image:
+        with opened(io.BytesIO(records.store.read(path))) as image:
             image.draft("L", (_SIDE, _SIDE))
             small = to_rgb(image).convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError) as error:
         return f"cannot be decoded: {error}"
     return (gradient_entropy(np.asarray(small)),)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.data.decode import as_displayed, orientation_of, to_rgb
+from mmlab.data.decode import as_displayed, opened, orientation_of, to_rgb
 from mmlab.data.readers.hub import as_stored, is_dataset
 from mmlab.data.readers.manifest import decode_text, is_parquet, numbered, parquet_file, read_json
 from mmlab.data.readers.rows import FileResolver, image_folder, open_file, report_bad_rows, why_not_unicode
@@ -356,9 +356,9 @@ def decode(image: bytes) -> Any:
     """An encoded image as `PIL.Image`, in RGB and upright; transparency is laid over white, as in images of pairs."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(image)) as opened:
-        orientation = orientation_of(opened)  # before decoding, which would find EXIF after the pixels too
-        pixels = np.asarray(to_rgb(opened))
+    with opened(io.BytesIO(image)) as found:
+        orientation = orientation_of(found)  # before decoding, which would find EXIF after the pixels too
+        pixels = np.asarray(to_rgb(found))
     return Image.fromarray(as_displayed(pixels, orientation))
 
 

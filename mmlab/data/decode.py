@@ -22,7 +22,7 @@ from __future__ import annotations
 import io
 from contextlib import nullcontext, suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
@@ -63,7 +63,7 @@ def decode_image(
             than Pillow allows (`PIL.Image.MAX_IMAGE_PIXELS`), or replaced by one whose target is not the planned one.
     """
     plain: Any = _plain_jpeg(encoded)
-    with nullcontext() if plain is not None else _opened(encoded) as image:
+    with nullcontext() if plain is not None else opened(io.BytesIO(encoded)) as image:
         orientation = 1 if image is None else orientation_of(image)
         height, width = plain.shape[:2] if image is None else displayed_size(image)
         target = _target(policy, height, width)  # type: ignore[arg-type]  # hashable, by its protocol
@@ -97,8 +97,6 @@ def displayed_size(image: Image.Image) -> tuple[int, int]:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any Pillow mode to RGB; transparency is laid over white; 16-bit greys keep their range."""
-    if image.mode == "F":
-        raise DataError("floating-point pixels, whose range is not known; save it with 8 or 16 bits")
     if image.mode.startswith("I;16") or image.mode == "I":
         grey = np.asarray(image, dtype=np.float64) / 257.0
         image = Image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
@@ -108,14 +106,22 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _opened(encoded: bytes) -> Image.Image:
-    """Open an image and read its header; a DataError says why that failed."""
+def opened(file: BinaryIO) -> Image.Image:
+    """Open an image and read its header; a DataError says why that failed.
+
+    PostScript is refused: Pillow would let Ghostscript run it.
+    """
     try:
-        return Image.open(io.BytesIO(encoded))
+        image = Image.open(file)
     except Image.UnidentifiedImageError as error:
         raise DataError("not an image that Pillow can read") from error
     except Exception as error:  # readers of headers raise nearly anything on damaged files
         raise DataError(f"image header cannot be read: {error}") from error
+    if image.format == "EPS":
+        raise DataError("PostScript, a program that is not run; save it as PNG")
+    if image.mode == "F":
+        raise DataError("floating-point pixels, whose range is not known; save it with 8 or 16 bits")
+    return image
 
 
 def orientation_of(image: Image.Image) -> int:

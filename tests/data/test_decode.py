@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
+from mmlab.data.conversations import decode
 from mmlab.data.decode import decode_image
 from mmlab.errors import DataError
 from mmlab.types import Aspect, Region, Square
@@ -154,6 +157,17 @@ def test_floating_point_pixels_are_refused() -> None:
     Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(file, format="TIFF")
     with pytest.raises(DataError, match="floating-point pixels"):
         decode_image(file.getvalue(), WHOLE)
+
+
+def test_postscript_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (ghostscript := tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # what Pillow found earlier
+    for read in (lambda encoded: decode_image(encoded, WHOLE), decode):
+        with pytest.raises(DataError, match="PostScript"):
+            read(encode(photo(8, 8), "EPS"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_ycck_is_told_from_cmyk_by_adobes_marker() -> None:

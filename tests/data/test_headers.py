@@ -9,7 +9,9 @@ import warnings
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mmlab.data.readers import read_records, sidecar
 from mmlab.data.readers.sidecar import image_sizes
@@ -166,6 +168,15 @@ def test_enormous_images_are_refused_by_their_header():
     with warnings.catch_warnings(action="ignore"):
         sizes = image_sizes({"x": None}, lambda _: io.BytesIO(header), progress=False)
     assert "could be decompression bomb" in str(sizes["x"])
+
+
+def test_what_has_no_usable_pixels_is_refused_by_its_header():
+    floats = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(floats, "TIFF")
+    files = {"a.eps": encoded(kind="EPS"), "b.tif": floats.getvalue()}
+    found = image_sizes(dict.fromkeys(files), lambda key: io.BytesIO(files[key]), progress=False)
+    assert str(found["a.eps"]).startswith("PostScript")
+    assert str(found["b.tif"]).startswith("floating-point")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff", encoded()[:20], b"<svg/>", b"image,text\n"])

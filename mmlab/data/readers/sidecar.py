@@ -20,7 +20,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from mmlab.data.decode import displayed_size
+from mmlab.data.decode import displayed_size, opened
+from mmlab.errors import DataError
 from mmlab.machine import progress_bar, regular, replace_file
 
 Size = tuple[int, int]  # height, width in pixels, as displayed
@@ -46,13 +47,11 @@ def image_sizes(
 
 
 def _size(key: str, open_image: OpenImage) -> Size | str:
-    from PIL import Image
-
     try:
-        with open_image(key) as file, Image.open(file) as image:
+        with open_image(key) as file, opened(file) as image:
             return displayed_size(image)
-    except Image.UnidentifiedImageError:
-        return "not an image that Pillow can read"
+    except DataError as error:
+        return str(error)
     except Exception as error:  # decoders raise nearly anything on damaged files; the row is reported with it
         return f"image header cannot be read: {error}"
 
