@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from mmlab.runs.figures import colours_of
+from mmlab.runs.figures import as_label, colours_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +26,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     config, table, steps = comparison.config, comparison.table, comparison.steps
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     data = Path(*Path(config["data"]).parts[-2:])  # short enough for a heading
-    figure.suptitle(fill(f"{comparison.headline} ({data})", 110), fontsize=13)
+    figure.suptitle(as_label(fill(f"{comparison.headline} ({data})", 110)), fontsize=13)
     colours = colours_of(table.index)
     key, scale, limit, unit = "predicted_cost", 1.0, config["budget"], config["budget_unit"]
     if limit is None:  # memory is what is limited

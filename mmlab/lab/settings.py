@@ -19,7 +19,7 @@ from torch import nn
 
 from mmlab.comparison.run import Run
 from mmlab.runs.events import EVENT_FILES
-from mmlab.runs.figures import colours_of
+from mmlab.runs.figures import as_label, colours_of
 from mmlab.runs.folders import move_earlier_aside
 from mmlab.runs.follow import Runs, RunState
 from mmlab.training.loop import FusionTrainer
@@ -93,7 +93,7 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
             look: Any = {"drawstyle": "steps-post" if keys is scales else "default"}
             look |= {"lw": 5, "alpha": 0.35} if name == next(iter(shown)) else {}
             for style, key in zip(("-", "--", ":"), keys[name], strict=False):
-                label = name if keys is parts and style == "-" else None
+                label = as_label(name) if keys is parts and style == "-" else None
                 axis.plot(seen, run.column(key), ls=style, color=colours[name], label=label, **look)
                 if keys is scales:
                     axis.plot(seen[skipped], run.column(key)[skipped], "x", color=colours[name])

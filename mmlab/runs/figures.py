@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +58,11 @@ def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:
         choice = [pair[dark] for pair in (*pairs[first:], *pairs[:first])]
         found[run] = next((colour for colour in choice if colour not in found.values()), choice[0])
     return {name: found[run] for name, run in runs.items()}
+
+
+def as_label(name: str) -> str:
+    """A user's name for matplotlib: there, dollar signs would enclose a formula, and a leading _ hide it in legends."""
+    return re.sub("^_", " _", name.replace("$", r"\$"))
 
 
 def to_png(figure: Figure, *, dpi: int = 110) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mmlab.runs.figures import colours_of
+from mmlab.runs.figures import as_label, colours_of
 from mmlab.runs.follow import RunState
 
 if TYPE_CHECKING:
@@ -222,7 +222,8 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
     priced = any("predicted_bytes" in run.keys("step") for run in runs.values())
     for name, colour in colours_of(runs).items():
         dashes = ("-", "--", ":", "-.")[[line.get_color() for line in tokens.lines].count(colour) % 4]
-        style = {"color": colour, "ls": dashes, "lw": 1, "alpha": 0.25 if name in pale else 1, "label": name}
+        style = {"color": colour, "ls": dashes, "lw": 1, "alpha": 0.25 if name in pale else 1}
+        style["label"] = as_label(name)
         run = runs[name]
         batch, texts, images = (run.column_or_nan(key) for key in ("num_samples", *_PADDED))
         if not priced and "memory_bytes" in run.keys("device"):

@@ -337,7 +337,7 @@ def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(
         )
         for arm, speeds in ((budget, fast), (random, (95.0, 105.0)))
     ]
-    found = replace(comparison, arms=arms)
+    found = replace(comparison, arms=arms, config=comparison.config | {"data": r"a$\frac{b$"})
     assert found.headline == f"At the batch sizes given, {headline}"
     figure = found.figure()
     assert figure.get_suptitle().replace("\n", " ").startswith(found.headline)

@@ -12,7 +12,7 @@ import pytest
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import this_process
 from mmlab.runs.events import RunEvent, RunLog
-from mmlab.runs.figures import colours_of
+from mmlab.runs.figures import colours_of, to_png
 from mmlab.runs.follow import Runs, RunState, overall_status, run_files, summary_line
 from mmlab.runs.summaries import draw_runs, progress_of, summarize
 from mmlab.schedule.schedulers import SCHEDULERS
@@ -264,6 +264,14 @@ def test_a_picture_of_runs_has_one_unit_on_each_axis_whatever_their_plans_cost()
     drawn = {str(line.get_label()): (line.get_ydata()[0], line.get_alpha()) for line in tokens.lines}
     assert drawn == {"random": (24, 0.25), "fastest": (24, 1)}
     assert [line.get_ydata()[0] for line in memory.lines] == [1], "what a process holds would squash it"
+
+
+def test_a_name_is_drawn_as_it_is_written() -> None:
+    run = RunState()
+    run.apply([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "num_samples": 1})])
+    figure = draw_runs({r"a$\frac{b$": run, "_c": run})
+    assert to_png(figure).startswith(b"\x89PNG"), "dollar signs enclose no formula"
+    assert [text.get_text().strip() for text in figure.legends[0].get_texts()] == [r"a\$\frac{b\$", "_c"]
 
 
 def test_polling_at_any_moment_gives_what_reading_at_the_end_gives(tmp_path: Path) -> None:
