@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass, field
+from html import escape
 from importlib import resources
 from itertools import combinations, permutations
 from math import comb
@@ -281,7 +282,7 @@ class Comparison:
         return self.summary().to_string()
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<li>{note}</li>" for note in self.notes())
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes())
         table = self.summary().to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
         return f"{table}<ul>{notes}</ul>"
 
@@ -319,7 +320,7 @@ def load_comparison(folder: str | Path) -> Comparison:
         raise DataError(
             f"no comparison in {folder}: expected {path}, which `mmlab compare --out {folder}` writes"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is not a comparison that this version of mmlab wrote: {error}") from error
 
 

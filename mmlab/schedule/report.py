@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class PlanReport:
             f"<tr><td>{name.replace('_', ' ')}</td><td style='text-align:right'>{value}</td></tr>"
             for name, value in self._shown().items()
         )
-        notes = "".join(f"<p>{note}</p>" for note in self.notes)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         return f"<table>{rows}</table>{notes}"
 
     def _shown(self) -> dict[str, str]:

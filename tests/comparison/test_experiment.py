@@ -312,6 +312,8 @@ def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> Non
     assert "://" not in page.split("<details>")[0]  # not in the picture, whose letters are any
     assert "random" in (comparison.folder / "table.csv").read_text()
     assert "combined waste" in comparison._repr_html_()
+    strange = replace(comparison, arms=[replace(arm, peak_source="<b>") for arm in comparison.arms])
+    assert "Peak memory is &lt;b&gt;." in strange._repr_html_()
     assert repr(comparison) == comparison.summary().to_string()
 
 
@@ -490,9 +492,10 @@ def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:
 def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no comparison in"):
         load_comparison(tmp_path)
-    (tmp_path / "comparison.json").write_text('{"arms": [{}]}')
-    with pytest.raises(DataError, match="not a comparison"):
-        load_comparison(tmp_path)
+    for content in ('{"arms": [{}]}', "null", "[" * 100_000):
+        (tmp_path / "comparison.json").write_text(content)
+        with pytest.raises(DataError, match="not a comparison"):
+            load_comparison(tmp_path)
 
 
 def test_packed_plans_train_without_padding_within_their_budget(records):

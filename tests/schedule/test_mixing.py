@@ -126,6 +126,11 @@ def test_a_schedule_moves_in_straight_lines():
     assert shares == pytest.approx([0, 0, 0, 0.125, 0.25, 0.375, 0.5, 0.5], abs=0.003)
 
 
+def test_a_source_of_any_name_is_shown_as_text():
+    plan = Mixed(sources=["<b>"] * 500, ratios={"<b>": 1}).plan(SIZES)
+    assert "<p>&lt;b&gt;: 100.00% of the epoch" in plan.report()._repr_html_()
+
+
 def test_sources_of_your_own():
     names = ["web" if row % 5 else "curated" for row in range(500)]
     plan = Mixed(sources=names, ratios={"web": 1, "curated": 1}, length="oversample").plan(SIZES)
