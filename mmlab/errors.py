@@ -14,6 +14,7 @@ command line turns those two into exit code 2 and every other failure into exit 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -90,6 +91,15 @@ def first_line(error: object) -> str:
     'ValueError: no driver'
     """
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def printable(text: object) -> str:
+    r"""A text for a terminal: control characters from data, which could move its cursor, are spelled out.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> OptionError:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mmlab.cli.parser import call, make_parser
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, printable
 from mmlab.machine import share_cores
 
 _WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG")
@@ -36,13 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
         with quiet, warnings.catch_warnings():
-            warnings.showwarning = lambda text, *_, **__: print(f"mmlab: warning: {text}", file=sys.stderr)
+            warnings.showwarning = lambda text, *_, **__: print(
+                printable(f"mmlab: warning: {text}"), file=sys.stderr
+            )
             found = call(options)
         if os.environ.get("RANK", "0") == "0":  # under torchrun only one process prints
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
-            print(json.dumps(document, indent=2, allow_nan=False) if options.json else found)
+            print(json.dumps(document, indent=2, allow_nan=False) if options.json else printable(found))
     except (DataError, OptionError) as error:
-        print(f"mmlab: error: {error}", file=sys.stderr)
+        print(printable(f"mmlab: error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mmlab: interrupted", file=sys.stderr)

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mmlab.errors import DataError
+from mmlab.errors import DataError, printable
 from mmlab.machine import GIB
 from mmlab.runs.follow import ACTIVE, Runs, RunState
 from mmlab.runs.summaries import duration, progress_of, summarize
@@ -118,7 +118,7 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
         table.add_column(heading, justify="left" if heading in ("run", "status") else "right", no_wrap=True)
     for line in lines:
         style = {"status": _COLOURS.get(line["status"], "")}
-        table.add_row(*(Text(line[heading], style=style.get(heading, "")) for heading in widths))
+        table.add_row(*(Text(printable(line[heading]), style=style.get(heading, "")) for heading in widths))
     return table
 
 
@@ -142,7 +142,8 @@ def page_of(found: Mapping[str, Any], width: int) -> Group:
         if message
     ]
     return Group(
-        table_of(found, width), *(Text(message, style="yellow") for message in messages + found["errors"])
+        table_of(found, width),
+        *(Text(printable(message), style="yellow") for message in messages + found["errors"]),
     )
 
 

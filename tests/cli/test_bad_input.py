@@ -112,6 +112,14 @@ def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
     assert json.loads(capsys.readouterr().out)["images"] == images[1]
 
 
+def test_what_a_data_file_says_cannot_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data := tmp_path / "data.jsonl").write_text(json.dumps({"image": "a\x1b[2J.jpg", "text": "x"}))
+    assert main(["data", "inspect", str(data)]) == 2
+    assert r"line 1: a\x1b[2J.jpg: file not found" in capsys.readouterr().err
+
+
 def test_an_export_gives_the_run_that_was_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The argument `run` once took the place of the function to run."""
     with RunLog(tmp_path / "run") as log:

@@ -138,6 +138,15 @@ def test_numbers_that_no_process_and_no_batch_has_end_no_view(tmp_path: Path) ->
     assert [run["status"] for run in summary(tmp_path)["runs"].values()] == ["killed", "running"]
 
 
+def test_what_a_run_says_cannot_move_the_cursor(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run") as log:
+        log.write("warning", -1, message="a\x1b[2Jb", source="events")
+        log.write("end", 0, status="c\x1b[2Jd")
+    text = text_of(summary(tmp_path))
+    assert r"run: a\x1b[2Jb" in text
+    assert r"c\x1b[2Jd" in text
+
+
 def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path), "--once"]) == 2
     assert f"no run in {tmp_path} or below it" in capsys.readouterr().err
