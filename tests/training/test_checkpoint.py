@@ -197,6 +197,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, dama
         ({"files": {"state.json": {}}}, "manifest.json"),
         ({"values": [1]}, "manifest.json"),
         ({"values": {"loss": "x"}}, "manifest.json"),
+        ("[" * 100_000, "manifest.json"),
         (None, "state.json"),
     ],
 )
@@ -206,6 +207,8 @@ def test_valid_json_that_is_no_manifest_and_folders_for_files_are_damage(tmp_pat
     if change is None:
         path.unlink()
         path.mkdir()
+    elif isinstance(change, str):
+        path.write_text(change)
     else:
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.warns(RuntimeWarning, match=rf"000002-step-2 is .*{name}.*; using the checkpoint before it"):

@@ -210,7 +210,7 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if missing := {_STATE, *(() if is_sharded else (_WEIGHTS, _MOMENTS))} - files.keys():
             raise KeyError(*missing)
         return files, {key: float(value) for key, value in values.items()}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a complete checkpoint: {MANIFEST} is missing or damaged") from error
 
 
