@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from inspect import Parameter, signature
@@ -10,8 +11,8 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from mmlab import __version__
-from mmlab.cli.commands import COMMANDS
-from mmlab.errors import check_numbers
+from mmlab.cli.commands import COMMANDS, bench_io, compare, plan
+from mmlab.errors import OptionError, check_numbers
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,9 +32,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def call(options: argparse.Namespace) -> Any:
-    """Call the parsed command and return its result."""
+    """Call the parsed command and return its result.
+
+    Raises:
+        OptionError: several ranks of this machine would measure at once, and slow each other down.
+    """
     values = dict(vars(options))
     run = values.pop("command")
+    if run in (compare, plan, bench_io) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise OptionError("this command measures in one process: start it once, without torchrun")
     if "json" not in signature(run).parameters:
         del values["json"]
     check_numbers(values)

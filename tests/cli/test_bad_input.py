@@ -54,6 +54,15 @@ def test_numbers_out_of_bounds_are_named(
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["compare", "plan", "bench io"])
+def test_ranks_of_one_machine_do_not_measure_at_once(
+    command: str, scenes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    said = refused([*command.split(), "--data", str(scenes)], capsys)
+    assert said.endswith("start it once, without torchrun")
+
+
 def test_no_scheduler_is_no_known_scheduler(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["plan", "--data", str(scenes), "--schedulers", ","], capsys)
     assert "unknown scheduler ','. Known: " in said
