@@ -104,10 +104,10 @@ class Pump:
     def close(self) -> None:
         """End the thread; nothing is sent once this returns."""
         with self._wake:
-            self._closed = True
+            self._closed, thread = True, self._thread
             self._wake.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)
 
     def _act(self, content: Mapping[str, Any]) -> None:
         kind, action = content.get("kind"), str(content.get("name"))
@@ -140,12 +140,13 @@ class Pump:
                 self._urgent = True
 
     def _run(self) -> None:
-        wait_s: float | None = 0.0
+        wait_s = 0.0
         while True:
             with self._wake:
                 if not self._urgent and not self._closed and wait_s != 0:
                     self._wake.wait(wait_s)
-                if self._closed:
+                if self._closed or not self._shown:  # a page that shows it again starts another
+                    self._thread = None
                     return
             try:
                 wait_s = self._turn()
@@ -155,14 +156,12 @@ class Pump:
                 with self._wake:
                     self._urgent = False
 
-    def _turn(self) -> float | None:
-        """Read and perhaps send; returns how long to wait, None until woken."""
+    def _turn(self) -> float:
+        """Read and perhaps send; returns how long to wait."""
         now_s = time.monotonic()
         with self._wake:
             urgent, self._urgent = self._urgent, False
             rewind, self._rewind = self._rewind, []
-            if not self._shown:
-                return None
         for have in rewind:
             self._said = {}
             self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}

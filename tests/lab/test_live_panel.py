@@ -207,6 +207,7 @@ def test_a_hidden_panel_is_sent_nothing_until_it_is_shown_again(
     write(tmp_path, 1, 4)
     with pytest.raises(queue.Empty):
         page.messages.get(timeout=1.5)  # longer than between two beats
+    assert panels[0]._pump._thread is None, "each cell that is run again would leave a thread behind"
     page.say("ready", have={})
     page.until(lambda: len(page.losses()) == 4)
 
@@ -350,5 +351,6 @@ def test_closing_ends_the_thread(tmp_path: Path) -> None:
     page = Page(panel)
     page.say("ready", have={})
     page.take()
+    thread = panel._pump._thread
     panel.close()
-    assert not [thread for thread in threading.enumerate() if thread is panel._pump._thread]
+    assert thread not in threading.enumerate()
