@@ -36,18 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
         with quiet, warnings.catch_warnings():
-            warnings.showwarning = lambda text, *_, **__: print(
-                printable(f"mmlab: warning: {text}"), file=sys.stderr
-            )
+            warnings.showwarning = lambda text, *_, **__: _say(f"warning: {text}")
             found = call(options)
         if os.environ.get("RANK", "0") == "0":  # under torchrun only one process prints
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
             print(json.dumps(document, indent=2, allow_nan=False) if options.json else printable(found))
     except (DataError, OptionError) as error:
-        print(printable(f"mmlab: error: {error}"), file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print("mmlab: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,8 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         kind = errno.errorcode.get(getattr(error, "errno", 0))
         if isinstance(error, OSError) and kind in _WRONG_PATH and error.filename is not None:
-            print(f"mmlab: error: {error.filename}: {error.strerror}", file=sys.stderr)
+            _say(f"error: {error.filename}: {error.strerror}")
             return 2
-        print(f"mmlab: failed: {type(error).__name__}: {error} (MMLAB_DEBUG=1 shows where)", file=sys.stderr)
+        _say(f"failed: {type(error).__name__}: {error} (MMLAB_DEBUG=1 shows where)")
         return 1
     return 0 if getattr(found, "ok", True) else 1
+
+
+def _say(text: str) -> None:
+    print(printable(f"mmlab: {text}"), file=sys.stderr)

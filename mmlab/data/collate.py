@@ -82,9 +82,13 @@ def put(image: Pixels, place: Pixels) -> Pixels:
 
 def _place(image: Pixels | None, place: Pixels, mask: NDArray[np.bool_]) -> None:
     """Put an image into its place (3, H, W) of a batch, and mask what is padding."""
-    height, width = (0, 0) if image is None else put(image, place).shape[1:]
-    for padding in (np.s_[..., height:, :], np.s_[..., :height, width:]):
-        place[padding], mask[padding] = 0, False
+    if image is None:
+        place[:], mask[:] = 0, False
+        return
+    height, width = put(image, place).shape[1:]
+    if image.shape != place.shape:  # else there is no padding, and looking for it would take longer
+        for padding in (np.s_[..., height:, :], np.s_[..., :height, width:]):
+            place[padding], mask[padding] = 0, False
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -127,6 +127,8 @@ def test_what_a_data_file_says_cannot_move_the_cursor(
     (data := tmp_path / "data.jsonl").write_text(json.dumps({"image": "a\x1b[2J.jpg", "text": "x"}))
     assert main(["data", "inspect", str(data)]) == 2
     assert r"line 1: a\x1b[2J.jpg: file not found" in capsys.readouterr().err
+    assert main(["data", "make", str(tmp_path / ("a\x1b[2J" + 300 * "b"))]) == 2
+    assert r"a\x1b[2Jb" in capsys.readouterr().err
 
 
 def test_an_export_gives_the_run_that_was_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
