@@ -23,7 +23,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    config, table, steps = comparison.config, comparison.table, comparison.steps
+    config, table, steps = comparison.config, comparison.table.rename(index=as_label), comparison.steps
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     data = Path(*Path(config["data"]).parts[-2:])  # short enough for a heading
     figure.suptitle(as_label(fill(f"{comparison.headline} ({data})", 110)), fontsize=13)
@@ -32,7 +32,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     if limit is None:  # memory is what is limited
         key, scale, limit, unit = "predicted_bytes", 2.0**20, config["memory_limit_bytes"], "predicted MiB"
     (waste, throughput, time), (memory, costs, loss) = figure.subplots(2, 3)
-    draw_waste(waste, table[list(WASTES)])
+    draw_waste(waste, comparison.table[list(WASTES)])
     planned = 100 * table["planned_combined_waste"]
     on_its_bar = [index + 0.8 / 3 for index in range(len(table))]
     dots: Any = {"color": "black", "mfc": "white", "ms": 5}
@@ -45,12 +45,12 @@ def draw_comparison(comparison: Comparison) -> Figure:
     if table["predicted_samples_per_s"].notna().all():
         throughput.plot(range(len(table)), table["predicted_samples_per_s"], "D", label="predicted", **dots)
     for index, arm in enumerate(comparison.arms):
-        name, epochs = arm.scheduler, pd.DataFrame(arm.epochs)
+        name, epochs = as_label(arm.scheduler), pd.DataFrame(arm.epochs)
         colour, speeds, losses = colours[name], epochs["samples_per_s"], epochs["held_out_loss"]
         throughput.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
         loss.plot(range(1, len(losses) + 1), losses, marker="o", ms=4, color=colour, label=name)
         if key in steps:
-            found = (steps.loc[steps["run"] == name, key] / scale).dropna().tolist()
+            found = (steps.loc[steps["run"] == arm.scheduler, key] / scale).dropna().tolist()
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
             costs.plot(spread, found, ".", color=colour, ms=4, alpha=0.7)
     if limit is not None:
@@ -81,7 +81,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
 
 def draw_waste(axes: Axes, shares: pd.DataFrame) -> None:
     """Bars of the padding that each scheduler causes: of texts, of images, of both."""
-    (100 * shares).rename(columns=lambda name: name.split("_")[0]).plot.bar(
+    (100 * shares).rename(index=as_label, columns=lambda name: name.split("_")[0]).plot.bar(
         ax=axes, width=0.8, rot=0, color=list(WASTES.values())
     )
     axes.set(title="Padding waste, %", ylabel="% of padded elements", xlabel="")

@@ -24,11 +24,11 @@ from mmlab.types import SampleSizes
 
 
 class MemoryPanel(Panel):
-    """Widgets for memory, precision and checkpointing, beside the batches these allow and the bytes needed.
+    """Widgets for memory and a way of training, beside the batches that these allow and the bytes needed.
 
     Args:
         sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
-        models: fitted memory models by (precision, checkpointing).
+        models: fitted memory models by names for them, such as "bf16, checkpointing".
         memory_gb: GiB for a step's tensors: least, most, and initial value.
 
     Raises:
@@ -38,24 +38,22 @@ class MemoryPanel(Panel):
     def __init__(
         self,
         sizes: SampleSizes,
-        models: Mapping[tuple[str, bool], MemoryModel],
+        models: Mapping[str, MemoryModel],
         *,
         memory_gb: tuple[float, float, float] = (2, 80, 16),
     ) -> None:
         if not models:
-            raise OptionError("no memory models to explore; give at least one, by (precision, checkpointing)")
+            raise OptionError("no memory models to explore; give at least one, by a name for it")
         self._sizes, self._models = sizes.take(some_images(sizes, MAX_EXPLORED)), dict(models)
         part = f"<br>planned for {len(self._sizes):,} of {len(sizes):,} samples: more have fuller batches"
         self._part = part if len(self._sizes) < len(sizes) else ""
         low, high = np.log10(memory_gb[:2]).tolist()
         shown: dict[str, Any] = {"description": "memory, GiB", "readout_format": ".3g", **SLIDES}
         self.memory = widgets.FloatLogSlider(value=memory_gb[2], min=low, max=high, step=0.02, **shown)
-        names = sorted({name for name, _ in models})
-        self.precision = widgets.Dropdown(options=names, description="precision", style=WIDE)
-        self.checkpointing = widgets.Checkbox(value=False, description="checkpointing", style=WIDE)
+        self.model = widgets.Dropdown(options=list(models), description="training", style=WIDE)
         self.summary = widgets.HTML()
         self.picture = picture()
-        controls = (self.memory, self.precision, self.checkpointing)
+        controls = (self.memory, self.model)
         super().__init__(
             [widgets.HBox([widgets.VBox(controls), self.summary], layout={"flex_flow": "row wrap"})],
             [self.picture],
@@ -65,15 +63,8 @@ class MemoryPanel(Panel):
         self._update()
 
     def planned(self) -> PlannedMemory:
-        """The epoch at the sliders' values.
-
-        Raises:
-            OptionError: no model was fitted for this precision and checkpointing.
-        """
-        asked = (self.precision.value, self.checkpointing.value)
-        if asked not in self._models:
-            raise OptionError(f"no memory model for {asked}; fitted: {', '.join(map(str, self._models))}")
-        return plan_memory(self._models[asked], self._sizes, round(self.memory.value * GIB))
+        """The epoch with the chosen memory and way of training."""
+        return plan_memory(self._models[self.model.value], self._sizes, round(self.memory.value * GIB))
 
     def _update(self) -> None:
         planned = self.planned()

@@ -7,6 +7,7 @@ import tarfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from html import escape
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -107,7 +108,7 @@ class Preview:
         table, notes = self._shown()
         table = table.rename(columns=lambda name: name.replace("_", " "))  # headers may wrap there
         html = table.to_html(border=0).replace("<table", '<table style="font-size: 11px"', 1)
-        return f"<p>{self.setting}</p>{html}<p>{notes}</p><p>{self.headline}</p>"
+        return f"<p>{self.setting}</p>{html}<p>{escape(notes)}</p><p>{escape(self.headline)}</p>"
 
 
 def preview(

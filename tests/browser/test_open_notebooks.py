@@ -161,7 +161,7 @@ def move_a_slider_of_the_memory_panel(notebook: Notebook, output: Locator) -> No
     output.locator(".noUi-handle").focus()
     notebook.page.keyboard.press("ArrowLeft")
     expect(picture).not_to_have_attribute("src", before)
-    keys_stay(notebook, output.locator("select"), output.locator("input[type=checkbox]"))
+    keys_stay(notebook, output.locator("select"), output.locator(".noUi-handle"))
 
 
 _ROWS_OFF = """table => Math.max(...[...table.tBodies[0].rows].map(row => { const [name, figure] = [...row.cells].map(cell => {

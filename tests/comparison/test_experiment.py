@@ -317,6 +317,14 @@ def test_what_is_saved_reads_back_and_is_complete(comparison: Comparison) -> Non
     assert repr(comparison) == comparison.summary().to_string()
 
 
+def test_names_of_a_users_own_schedulers_are_no_formulas(comparison: Comparison) -> None:
+    names = [r"a$\frac{b$", "_c"]
+    arms = [replace(arm, scheduler=name) for arm, name in zip(comparison.arms, names, strict=True)]
+    waste, *_, loss = replace(comparison, arms=arms).figure().axes
+    assert [text.get_text() for text in waste.get_xticklabels()] == [r"a\$\frac{b\$", " _c"]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == [r"a\$\frac{b\$", " _c"]
+
+
 @pytest.mark.parametrize(
     ("fast", "headline", "noted"),
     [

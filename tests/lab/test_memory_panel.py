@@ -20,13 +20,13 @@ def memory(scale: float) -> MemoryModel:
     return MemoryModel(rows=rows, fingerprint="none", conditions={})
 
 
-MODELS = {("fp32", False): memory(2), ("bf16", False): memory(1), ("bf16", True): memory(0.3)}
+MODELS = {"bf16": memory(1), "bf16, checkpointing": memory(0.3)}
 
 
 def test_every_control_changes_the_answer() -> None:
     panel = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 80, 8))
-    assert panel.precision.value == "bf16"
-    moves = {panel.memory: 4.0, panel.checkpointing: True}
+    assert panel.planned().memory is MODELS["bf16"]
+    moves = {panel.memory: 4.0, panel.model: "bf16, checkpointing"}
     for control, value in moves.items():
         summary, picture = panel.summary.value, panel.picture.value
         control.value = value
@@ -35,7 +35,7 @@ def test_every_control_changes_the_answer() -> None:
         assert panel.picture.value != picture
     planned = panel.planned()
     assert planned.batch_bytes.max() <= 4 * GIB
-    assert planned.memory is MODELS["bf16", True]
+    assert planned.memory is MODELS["bf16, checkpointing"]
 
 
 def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
@@ -43,15 +43,6 @@ def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
     assert "Does not fit" in panel.summary.value
     panel.memory.value = 16.0
     assert "samples a batch" in panel.summary.value
-
-
-def test_a_way_that_was_not_fitted_is_named_in_the_panel() -> None:
-    panel = MemoryPanel(SIZES, MODELS)
-    panel.checkpointing.value = True
-    panel.precision.value = "fp32"
-    assert "no memory model for (&#x27;fp32&#x27;, True)" in panel.message.value
-    panel.checkpointing.value = False
-    assert panel.message.value == ""
 
 
 def test_without_models_there_is_no_panel() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from mmlab.errors import DataError, OptionError
 from mmlab.schedule.preview import preview, read_lengths
+from mmlab.schedule.schedulers import make_scheduler
 from tests.schedule.planning import make_sizes
 
 NAMES = ["random", "sorted", "bucket", "length_grouped", "aspect_bucket", "budget", "packed"]
@@ -32,6 +33,13 @@ def test_every_scheduler_has_exactly_the_promised_figures():
     assert "budget:" in repr(found) == str(found)
     assert "<table" in found._repr_html_()
     assert list(found.table.index) == NAMES
+
+
+def test_names_of_a_users_own_schedulers_are_no_html():
+    plain = make_scheduler("random", batch_size=8)
+    found = preview(make_sizes(300), {"random": plain, "<b>": make_scheduler("sorted", batch_size=8)})
+    assert "under &lt;b&gt;." in found._repr_html_()
+    assert "<b>" not in found._repr_html_()
 
 
 def test_one_epoch_has_no_randomness():
