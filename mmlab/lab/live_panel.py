@@ -22,7 +22,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from mmlab.lab.messages import TRACKS, saved_view
 from mmlab.lab.pump import Pump
 from mmlab.lab.saved import SavedView
-from mmlab.runs.follow import RunState, Source, run_files, summary_line
+from mmlab.runs.follow import RunState, Source, names_of, run_files, summary_line
 
 STATIC = Path(__file__).parent / "static"
 
@@ -79,7 +79,8 @@ class LivePanel(anywidget.AnyWidget):
 
     def summary(self) -> str:
         """One line on the state of the runs, for places where no page can show the panel."""
-        runs = [f"{folder.resolve().name} {summary_line(folder)}" for folder in run_files(self._source)]
+        names = names_of(run_files(self._source))
+        runs = [f"{name} {summary_line(folder)}" for folder, name in names.items()]
         if not runs:
             return f"LivePanel: waiting for the first event of {self.title}"
         state = "" if self.controller is None else f"{self.controller.state}; "

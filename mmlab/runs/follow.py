@@ -304,7 +304,8 @@ class Runs:
             for path in paths:
                 self._states[folder]._files.setdefault(path, UNREAD)
         if changed := before != list(self._states):
-            self._name()
+            for folder, name in names_of(self._states).items():
+                self._states[folder].name = name
         return changed
 
     def _take(self, folder: Path, paths: Iterable[str]) -> None:
@@ -312,17 +313,19 @@ class Runs:
         state = self._states[folder] = RunState(folder, id=f"r{self._num_runs}")
         state._files = dict.fromkeys(paths, UNREAD)
 
-    def _name(self) -> None:
-        """Name every run after its folder; prefix its comparison's if ambiguous, or if it was moved aside."""
-        above = {
-            folder: (folder.parent.parent if folder.parent.name == "runs" else folder.parent).resolve().name
-            for folder in self._states
-        }
-        names = [folder.resolve().name for folder in self._states if not is_aside(above[folder])]
-        for folder, state in self._states.items():
-            name = folder.resolve().name
-            is_one_of = is_aside(above[folder]) or names.count(name) > 1
-            state.name = f"{above[folder]}/{name}" if is_one_of else name
+
+def names_of(folders: Iterable[Path]) -> dict[Path, str]:
+    """Each run's folder and its name, that of the folder; with its comparison's if ambiguous, or if it was moved aside."""
+    names = {folder: folder.resolve().name for folder in folders}
+    above = {
+        folder: (folder.parent.parent if folder.parent.name == "runs" else folder.parent).resolve().name
+        for folder in names
+    }
+    kept = [name for folder, name in names.items() if not is_aside(above[folder])]
+    for folder, name in names.items():
+        if is_aside(above[folder]) or kept.count(name) > 1:
+            names[folder] = f"{above[folder]}/{name}"
+    return names
 
 
 def shown_error(where: str, error: Exception) -> dict[str, str]:

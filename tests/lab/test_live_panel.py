@@ -277,6 +277,18 @@ def test_a_run_whose_file_is_damaged_is_unreadable_as_in_watch(
     assert page.facts["progress"] == [None, None]
 
 
+def test_the_text_beside_the_panel_names_runs_as_the_page_does(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    folders = [tmp_path, tmp_path / "previous-1"]
+    for folder in folders:
+        with RunLog(folder / "runs" / "fastest") as log:
+            log.emit(RunEvent("start", 0, 0, 1.8e9, {}))
+    panels.append(LivePanel(folders))
+    assert "previous-1/fastest running at step 0" in panels[0].summary()
+    assert " fastest running at step 0" in panels[0].summary()
+
+
 def test_ranks_and_kinds_of_events_are_series_whose_seconds_count_from_the_first_event(
     tmp_path: Path, panels: list[LivePanel]
 ) -> None:
