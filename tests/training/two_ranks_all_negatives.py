@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ JOINED = [joined(micro_batch(0), micro_batch(1)), joined(micro_batch(2), micro_b
 
 def same_gradient(rank: int) -> None:
     """Both ranks' gradient against one process's, whose trainer knows no other rank."""
+    warnings.simplefilter("error", FutureWarning)
     for options, dtype, tolerance in (
         ({}, torch.float64, 1e-12),
         ({}, torch.float32, 1e-6),

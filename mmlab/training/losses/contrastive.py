@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.nn.functional import all_gather  # its backward pass sums the ranks' gradients
 from torch.nn import functional as F
 
 from mmlab.errors import check_numbers
@@ -184,7 +183,7 @@ class AllRanksContrastive:
         num_rows, allowed = negatives_on_all_ranks(batch, self.device)
         allowed = allowed.to(output.image_embedding.device)
         both = at_least_fp32(torch.cat([output.image_embedding, output.text_embedding], 1))
-        gathered = torch.cat(all_gather(F.pad(both, (0, 0, 0, num_rows - len(batch)))))
+        gathered = _GatheredRows.apply(F.pad(both, (0, 0, 0, num_rows - len(batch))))
         image, text = gathered.to(output.image_embedding.dtype).chunk(2, 1)
         positives = torch.arange(len(batch), device=both.device) + distributed.get_rank() * num_rows
         losses = 0.5 * sum(
@@ -207,20 +206,34 @@ def negatives_on_all_ranks(batch: Batch, device: torch.device) -> tuple[int, Ten
         negatives of this rank's. Rank r's begin at r x R, and the last of them may be empty.
     """
     host = batch.host
-    size, world_size = len(batch), distributed.get_world_size()
+    size = len(batch)
     longest = torch.tensor(size, device=device)
     distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
     num_rows = int(longest)
     columns = torch.zeros(num_rows, 2, dtype=torch.int64)
     columns[:size, 0] = torch.from_numpy(host.is_pair)
     columns[:size, 1] = -1 if host.groups is None else torch.from_numpy(host.groups)
-    into = torch.empty(world_size * num_rows, 2, dtype=torch.int64, device=device)
-    distributed.all_gather_into_tensor(into, columns.to(device))
-    is_pair, groups = into.cpu().unbind(1)
+    is_pair, groups = _GatheredRows.apply(columns.to(device)).cpu().unbind(1)
     places, start = torch.arange(len(groups)), distributed.get_rank() * num_rows
     own = slice(start, start + size)
     same = (groups[own, None] == groups) & (groups >= 0) | (places[own, None] == places)
     return num_rows, is_pair.bool()[own, None] & is_pair.bool() & ~same
+
+
+class _GatheredRows(torch.autograd.Function):
+    """The rows of all ranks, rank after rank; all have as many. A row's gradient is the sum of its gradients on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        gathered = rows.new_empty(distributed.get_world_size() * len(rows), rows.shape[1])
+        distributed.all_gather_into_tensor(gathered, rows)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        summed = grad.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(summed)
+        return summed.chunk(distributed.get_world_size())[distributed.get_rank()]
 
 
 def over_all_ranks(goal: Objective, device: torch.device) -> Objective:
