@@ -160,7 +160,7 @@ class ResourceAwareScheduler:
         """
         for name, value in self._identity().items():
             if state[name] != value:
-                raise DataError(f"cannot resume: the state has {name} {state[name]}, here it is {value}")
+                raise DataError(f"cannot resume: the state has another {name}; keep data, options and ranks")
         self._epoch, self.num_steps = state["epoch"], state["num_steps"]
         self._policy.load_state_dict({name.removeprefix("policy_"): number for name, number in state.items()})
         self._live = self._make_live([(first, value) for first, value in state["history"]])
