@@ -134,7 +134,7 @@ class EpochBlocks:
             if state[name] != value:
                 raise DataError(
                     f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; "
-                    "resume with the same data, seed and scheduler options (world_size may differ)"
+                    "give the same data, seed and scheduler options (world_size may differ, not from or to 1 where ddp's bytes count)"
                 )
         taken = tuple((world_size, count) for world_size, count in state["taken"] if count)
         batch = 0

@@ -144,7 +144,9 @@ def test_another_plan_is_refused(dataset) -> None:
     list(islice(loader, 2))
     other = make_loader(dataset, scheduler=make_scheduler("budget", budget=300, cost=PaddedTokens(), seed=3))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(DataError, match="cannot resume: the state was saved with options"):
+    with pytest.raises(
+        DataError, match=r"cannot resume: the state was saved with options .*not from or to 1"
+    ):
         list(other)
 
 
