@@ -134,7 +134,8 @@ class EpochBlocks:
             if state[name] != value:
                 raise DataError(
                     f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; "
-                    "give the same data, seed and scheduler options (world_size may differ, not from or to 1 where ddp's bytes count)"
+                    "resume with the same data, seed and scheduler options; world_size may differ, except that under "
+                    "ddp with memory or fastest one cannot become several, nor several one"
                 )
         taken = tuple((world_size, count) for world_size, count in state["taken"] if count)
         batch = 0
