@@ -61,7 +61,6 @@ class RunState:
         self.name = "" if self.folder is None else self.folder.resolve().name
         self.first_s = self.last_s = nan  # time of the first and the last event, seconds since 1970
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
-        self.done_cost = 0.0  # planned cost of the first rank's steps so far
         self.is_broken = False  # one of its files cannot be read; it is not polled any more
         self._written_status, self._status_s = "waiting", -inf
         # path -> inode, first bytes (a new file may reuse an old one's inode), and the offset read so far
@@ -111,9 +110,6 @@ class RunState:
             self._append(event)
             if event.kind in NOTED or (event.kind == "end" and event.values.get("traceback")):
                 self.notes.append(event)
-            if event.kind == "step" and event.rank == 0:
-                cost = event.values.get("predicted_cost")
-                self.done_cost += cost if isinstance(cost, int | float) and cost < inf else 0.0
             status = {"start": "running", "resume": "running", "pause": "paused"}.get(event.kind)
             status = event.values["status"] if event.kind == "end" else status
             if status is None and self._written_status == "waiting":
@@ -181,6 +177,12 @@ class RunState:
         for key in keys:
             found += columns[key][start:stop] if key in columns else blank
         return np.array(found).reshape(len(keys), -1)
+
+    def done(self, key: str, rank: int = 0) -> NDArray[np.float64]:
+        """A key's numbers of the steps done, in order; without those that a killed run lost and a resumed one repeats."""
+        steps, numbers = self.rows(("step", key), "step", rank)[:, ::-1]
+        found, last = np.unique(steps, return_index=True)
+        return numbers[last[found <= steps[:1]]]
 
     def pauses(self, rank: int = 0) -> list[tuple[float, float]]:
         """Begin and end of each pause, seconds since 1970; a pause that lasts ends at infinity."""

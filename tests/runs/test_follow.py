@@ -353,3 +353,22 @@ def test_without_costs_steps_count_and_without_a_plan_nothing_is_promised() -> N
     assert progress_of([state]).left_s == pytest.approx(4.0)
     assert isnan(progress_of([]).done_ratio)
     assert isnan(progress_of([RunState()]).done_ratio)
+
+
+def test_steps_that_a_killed_run_lost_and_a_resumed_one_repeats_count_once() -> None:
+    def step(number: int) -> RunEvent:
+        values = {"num_samples": 4, "predicted_cost": 10.0, "step_s": 1.0}
+        return RunEvent("step", number, 0, float(number), values)
+
+    def figures() -> tuple[int, int, float]:
+        found = summarize(run)
+        return found["steps"], found["samples"], progress_of([run]).done_ratio
+
+    plan = {"planned_cost": 100.0, "num_steps": 10}
+    run = RunState()
+    run.apply([RunEvent("start", 0, 0, 0.0, plan), *map(step, range(1, 8))])
+    assert figures() == (7, 28, 0.7)
+    run.apply([RunEvent("start", 3, 0, 8.0, plan), step(4)])  # from the checkpoint after the third step
+    assert figures() == (4, 16, 0.4)
+    run.apply(map(step, range(5, 10)))
+    assert figures() == (9, 36, 0.9)
