@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmlab.errors import OptionError
+from mmlab.machine import replace_file
 from mmlab.runs.folders import is_aside
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ def as_label(name: str) -> str:
     return re.sub("^_", " _", name.replace("$", r"\$"))
 
 
-def to_png(figure: Figure, *, dpi: int = 110) -> bytes:
-    """The figure as a PNG file."""
+def to_png(figure: Figure, *, dpi: int = 110, kind: str = "png") -> bytes:
+    """The figure as a PNG file, or as a file of another kind."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format=kind, dpi=dpi)
     return buffer.getvalue()
 
 
@@ -86,11 +87,11 @@ def check_suffix(path: str | Path) -> None:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure; the file's suffix chooses the format.
+    """Write a figure; the file's suffix chooses the format. If that fails, an earlier file is as it was.
 
     Raises:
         OptionError: a suffix that matplotlib cannot write.
     """
     check_suffix(path)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    replace_file(Path(path), to_png(figure, kind=Path(path).suffix[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from math import isnan
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import this_process
 from mmlab.runs.events import RunEvent, RunLog
-from mmlab.runs.figures import colours_of, to_png
+from mmlab.runs.figures import colours_of, save_figure, to_png
 from mmlab.runs.follow import Runs, RunState, overall_status, run_files, summary_line
 from mmlab.runs.summaries import draw_runs, progress_of, summarize
 from mmlab.schedule.schedulers import SCHEDULERS
@@ -372,3 +373,16 @@ def test_steps_that_a_killed_run_lost_and_a_resumed_one_repeats_count_once() -> 
     assert figures() == (4, 16, 0.4)
     run.apply(map(step, range(5, 10)))
     assert figures() == (9, 36, 0.9)
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path, limits = tmp_path / "figure.svg", resource.getrlimit(resource.RLIMIT_FSIZE)
+    save_figure(draw_runs({}), path)
+    earlier = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # like a full disk
+    try:
+        with pytest.raises(OSError, match="too large"):
+            save_figure(draw_runs({}), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("figure.svg", earlier)]
