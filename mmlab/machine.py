@@ -366,6 +366,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
     try:
         new.write_bytes(content if isinstance(content, bytes) else content.encode())
         new.replace(path)
+    except OSError as error:  # it names the new file, or none
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         new.unlink(missing_ok=True)
 
