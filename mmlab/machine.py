@@ -369,7 +369,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except OSError as error:  # it names the new file, or none
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink()
 
 
 def regular(path: str, flags: int) -> int:

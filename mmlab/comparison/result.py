@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.comparison.charts import draw_comparison
 from mmlab.errors import DataError
 from mmlab.machine import replace_file
-from mmlab.runs.figures import to_png
+from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import COMPARISON_FILES
 from mmlab.schedule.packed import PACKED_NOTE
 
@@ -271,7 +271,7 @@ class Comparison:
         """One self-contained page: configuration, table, figure (drawn unless given as PNG bytes), notes."""
         return page_of(
             self.summary(),
-            picture or to_png(self.figure()),
+            picture or to_bytes(self.figure()),
             heading="What each batch scheduler costs",
             about=(self.config["data"], self.config["device"], self.config["date"]),
             notes=self.notes(),
@@ -299,7 +299,7 @@ class Comparison:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "comparison.json", json.dumps(self.as_dict(), indent=2) + "\n")
         replace_file(folder / "table.csv", self.table.to_csv())
-        picture = to_png(self.figure())
+        picture = to_bytes(self.figure())
         replace_file(folder / "figure.png", picture)
         replace_file(folder / "report.html", self.html(picture))
         return folder

@@ -26,7 +26,7 @@ from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, 
 from mmlab.comparison.result import Comparison, load_comparison, page_of
 from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.runs.control import send
-from mmlab.runs.figures import to_png
+from mmlab.runs.figures import to_bytes
 from mmlab.runs.follow import ENDED, Runs, RunState, overall_status
 from mmlab.runs.summaries import Progress, draw_runs, progress_of, summarize
 from mmlab.types import parse_image_policy
@@ -290,7 +290,7 @@ class Lab:
             error = {} if self.error is None else {"Error": self.error}
             page = page_of(
                 self.table(),
-                to_png(self.figure()),
+                to_bytes(self.figure()),
                 heading="Batch schedulers side by side, so far",
                 about=(str(self.data), self.state),
                 details={**error, "Configuration": self.code()},

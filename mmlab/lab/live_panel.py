@@ -79,12 +79,10 @@ class LivePanel(anywidget.AnyWidget):
 
     def summary(self) -> str:
         """One line on the state of the runs, for places where no page can show the panel."""
-        names = names_of(run_files(self._source))
-        runs = [f"{name} {summary_line(folder)}" for folder, name in names.items()]
-        if not runs:
-            return f"LivePanel: waiting for the first event of {self.title}"
+        named = names_of(run_files(self._source)).items()
+        runs = [f"{name} {summary_line(folder)}" for folder, name in named]
         state = "" if self.controller is None else f"{self.controller.state}; "
-        return f"LivePanel: {state}{', '.join(runs)}"
+        return f"LivePanel: {state}{', '.join(runs) or 'waiting for the first event of ' + self.title}"
 
     def close(self) -> None:
         """End the thread and remove the panel from the page."""

@@ -51,13 +51,10 @@ class MemoryPanel(Panel):
         shown: dict[str, Any] = {"description": "memory, GiB", "readout_format": ".3g", **SLIDES}
         self.memory = widgets.FloatLogSlider(value=memory_gb[2], min=low, max=high, step=0.02, **shown)
         self.model = widgets.Dropdown(options=list(models), description="training", style=WIDE)
-        self.summary = widgets.HTML()
-        self.picture = picture()
+        self.summary, self.picture = widgets.HTML(), picture()
         controls = (self.memory, self.model)
-        super().__init__(
-            [widgets.HBox([widgets.VBox(controls), self.summary], layout={"flex_flow": "row wrap"})],
-            [self.picture],
-        )
+        beside = widgets.HBox([widgets.VBox(controls), self.summary], layout={"flex_flow": "row wrap"})
+        super().__init__([beside], [self.picture])
         for control in controls:
             control.observe(self.showing(self._update), "value")
         self._update()

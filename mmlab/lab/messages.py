@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mmlab.machine import GIB
 from mmlab.runs.events import RunEvent
-from mmlab.runs.figures import to_png
+from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import is_aside
 from mmlab.runs.follow import ACTIVE, RunState
 from mmlab.runs.summaries import draw_runs, duration, progress_of, summarize, verdict_of
@@ -128,7 +128,7 @@ def saved_view(runs: list[RunState]) -> str:
     table = pd.DataFrame([{"": run.name, **dict(tile["figures"])} for run, tile in named])
     shown = table.style.hide().format(escape="html", na_rep="")
     drawn = draw_runs({run.name: run for run in runs}, [run.name for run in earlier_of(runs)])
-    picture = base64.b64encode(to_png(drawn, dpi=72)).decode()
+    picture = base64.b64encode(to_bytes(drawn, dpi=72)).decode()
     return (
         f"<p>{html.escape(found['verdict'])}</p>"
         f"{shown.to_html()}"

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from mmlab.runs.figures import GREY, colours_of, to_png
+from mmlab.runs.figures import GREY, colours_of, to_bytes
 from mmlab.schedule.cost import PaddedTokens
 from mmlab.types import PATCH
 
@@ -36,7 +36,7 @@ EMPTY, PADDING, IMAGE, TEXT = range(len(_KINDS))
 def page_png(draw: Callable[..., Figure], *arguments: Any) -> bytes:
     """A figure as a PNG file that is readable on a light page and on a dark one."""
     with rc_context(_ON_ANY_PAGE):
-        return to_png(draw(*arguments))
+        return to_bytes(draw(*arguments))
 
 
 def plan_figure(

@@ -66,8 +66,8 @@ def as_label(name: str) -> str:
     return re.sub("^_", " _", name.replace("$", r"\$"))
 
 
-def to_png(figure: Figure, *, dpi: int = 110, kind: str = "png") -> bytes:
-    """The figure as a PNG file, or as a file of another kind."""
+def to_bytes(figure: Figure, *, dpi: int = 110, kind: str = "png") -> bytes:
+    """The content of a file of the figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=dpi)
     return buffer.getvalue()
@@ -94,4 +94,4 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """
     check_suffix(path)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    replace_file(Path(path), to_png(figure, kind=Path(path).suffix[1:]))
+    replace_file(Path(path), to_bytes(figure, kind=Path(path).suffix[1:]))

@@ -179,10 +179,10 @@ class RunState:
         return np.array(found).reshape(len(keys), -1)
 
     def done(self, key: str, rank: int = 0) -> NDArray[np.float64]:
-        """A key's numbers of the steps done, in order; without those that a killed run lost and a resumed one repeats."""
-        steps, numbers = self.rows(("step", key), "step", rank)[:, ::-1]
-        found, last = np.unique(steps, return_index=True)
-        return numbers[last[found <= steps[:1]]]
+        """A key's finite numbers, of steps in order; without those that a killed run lost and a resumed one repeats."""
+        steps, numbers = self.rows(("step", key), "step", rank)
+        least_after = np.minimum.accumulate(np.append(steps[1:], inf)[::-1])[::-1]
+        return numbers[(steps < least_after) & np.isfinite(numbers)]
 
     def pauses(self, rank: int = 0) -> list[tuple[float, float]]:
         """Begin and end of each pause, seconds since 1970; a pause that lasts ends at infinity."""

@@ -81,7 +81,6 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     """The figures of one rank of a run; None where a figure is not known. Samples/s: the median of finished epochs."""
     step, device = run.latest("step", rank), run.latest("device", rank)
     seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
-    done = run.done("num_samples", rank)
     timed = slice(WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0, None)
     timed_s, speeds = seconds[timed].sum(), _epoch_speeds(run, rank)
     peaks, losses = (run.column_or_nan(key, rank=rank) for key in ("peak_bytes", "loss"))
@@ -93,10 +92,10 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
 
     return {
         "status": run.status,
-        "steps": len(done),
+        "steps": len(run.done("step", rank)),
         "planned_steps": run.latest("start", rank).get("num_steps"),
         "epoch": step.get("epoch"),
-        "samples": int(done[np.isfinite(done)].sum()),
+        "samples": int(run.done("num_samples", rank).sum()),
         "samples_per_s": _known(np.median(speeds)) if speeds else _ratio(samples[timed].sum(), timed_s),
         "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
         "data_wait_ratio": ratio_of_time("data_wait_s"),
@@ -277,8 +276,7 @@ def _planned_and_done(run: RunState) -> tuple[float, float]:
     """Cost of the whole run and of the steps done; in steps if no cost is known, NaN if neither is."""
     start = run.latest("start")
     if start.get("planned_cost"):
-        costs = run.done("predicted_cost")
-        return start["planned_cost"], float(costs[np.isfinite(costs)].sum())
+        return start["planned_cost"], float(run.done("predicted_cost").sum())
     step = run.event("step")
     return start.get("num_steps") or nan, 0.0 if step is None else step.step
 

@@ -134,8 +134,7 @@ class EpochBlocks:
             if state[name] != value:
                 raise DataError(
                     f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; "
-                    "resume with the same data, seed and scheduler options; world_size may differ, except that under "
-                    "ddp with memory or fastest one cannot become several, nor several one"
+                    "keep data, seed and scheduler options; world_size may differ, but under ddp with memory or fastest not from or to 1"
                 )
         taken = tuple((world_size, count) for world_size, count in state["taken"] if count)
         batch = 0

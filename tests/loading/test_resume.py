@@ -145,7 +145,7 @@ def test_another_plan_is_refused(dataset) -> None:
     other = make_loader(dataset, scheduler=make_scheduler("budget", budget=300, cost=PaddedTokens(), seed=3))
     other.load_state_dict(loader.state_dict())
     with pytest.raises(
-        DataError, match=r"cannot resume: the state was saved with options .*one cannot become several"
+        DataError, match=r"cannot resume: the state was saved with options .*not from or to 1"
     ):
         list(other)
 

@@ -13,7 +13,7 @@ import pytest
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import this_process
 from mmlab.runs.events import RunEvent, RunLog
-from mmlab.runs.figures import colours_of, save_figure, to_png
+from mmlab.runs.figures import colours_of, save_figure, to_bytes
 from mmlab.runs.follow import Runs, RunState, overall_status, run_files, summary_line
 from mmlab.runs.summaries import draw_runs, progress_of, summarize
 from mmlab.schedule.schedulers import SCHEDULERS
@@ -271,7 +271,7 @@ def test_a_name_is_drawn_as_it_is_written() -> None:
     run = RunState()
     run.apply([RunEvent("step", 1, 0, 1.0, {"loss": 1.0, "num_samples": 1})])
     figure = draw_runs({r"a$\frac{b$": run, "_c": run})
-    assert to_png(figure).startswith(b"\x89PNG"), "dollar signs enclose no formula"
+    assert to_bytes(figure).startswith(b"\x89PNG"), "dollar signs enclose no formula"
     assert [text.get_text().strip() for text in figure.legends[0].get_texts()] == [r"a\$\frac{b\$", "_c"]
 
 
