@@ -179,7 +179,10 @@ class RunState:
         return np.array(found).reshape(len(keys), -1)
 
     def done(self, key: str, rank: int = 0) -> NDArray[np.float64]:
-        """A key's finite numbers, of steps in order; without those that a killed run lost and a resumed one repeats."""
+        """A key's finite numbers, of steps in order; without those that a killed run lost and a resumed one repeats.
+
+        `mmlab.runs.trackers.current_events` leaves out the same steps of a list of events.
+        """
         steps, numbers = self.rows(("step", key), "step", rank)
         least_after = np.minimum.accumulate(np.append(steps[1:], inf)[::-1])[::-1]
         return numbers[(steps < least_after) & np.isfinite(numbers)]
