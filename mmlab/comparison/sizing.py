@@ -35,7 +35,7 @@ from mmlab.schedule.schedulers import scheduler_among
 from mmlab.types import CostModel
 
 # a short fit of the time model: enough to plan and to rank schedulers, takes seconds for a small model
-SHORT_FIT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "repeats": 4, "seconds": 15.0}
+SHORT_FIT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "seconds": 15.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ class _Sizing:
         for name in names:
             if name == "memory":
                 limit_bytes = memory_limit(options.device, memory_gb=options.memory_gb).usable_bytes
-                memory, _ = self._fit_memory(model_of(options, dataset))
-                planners[name] = self._scheduler(name, cost=memory, budget=limit_bytes)
+                cost = self._fit_memory(model_of(options, dataset))[0]
+                planners[name] = self._scheduler(name, cost=cost, budget=limit_bytes)
             else:
                 own = {"time": time} if name == "fastest" else {}
                 planners[name] = self._scheduler(name, batch_size=options.batch_size, budget=budget, **own)

@@ -22,13 +22,10 @@ from mmlab.schedule.cost import MaxPolynomial, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.types import PATCH
 
-# Powers of B, T and P: the constant, heads and losses of a sample, layers, attention, cross-attention, similarities of
-# every pair in the batch.
-TIME_EXPONENTS = (
-    *((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)),
-    *((1, 2, 0), (1, 0, 2), (1, 1, 1), (2, 0, 0)),
-)
-_NUM_ALWAYS, _WORTH_A_TERM = 4, 0.8  # terms in every fit; share of the error that one more may leave at most
+# Powers of B, T and P: the constant, heads and losses of a sample, layers, attention, cross-attention. The similarities
+# of every pair in a batch take no time that could be measured, and a term for them would fit noise.
+TIME_EXPONENTS = ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 2, 0), (1, 0, 2), (1, 1, 1))
+_NUM_ALWAYS, _WORTH_A_TERM = 4, 0.65  # terms in every fit; share of the error that one more may leave at most
 _LEAST_CONSTANT = 0.1  # of the shortest step
 
 
@@ -99,7 +96,7 @@ def fit_seconds(
     """The polynomial for measured steps: like `fit_polynomial`, with no more terms than needed.
 
     A constant and the terms in B, BT and BP are always included. The terms that grow faster are added one at
-    a time, each only if the error on shapes left out of the fit falls by a fifth. Otherwise noise would give
+    a time, each only if the error on shapes left out of the fit falls by a third. Otherwise noise would give
     all of them some weight; they would make large batches look expensive, and `fastest` would plan batches
     that are too small. For the same reason the constant is at least a tenth of the shortest step: noise may
     leave nothing of it, and a plan would then have batches of single samples.

@@ -147,8 +147,7 @@ def loading_seconds(
             loaded.append(batch)
             started_s = time.thread_time()
     sample_s = float(np.median(times[1:] or times))
-    data_s = sample_s / min(workers, cores) if workers else 0.0
-    shared_s = 0.0 if workers else sample_s
+    data_s, shared_s = (sample_s / min(workers, cores), 0.0) if workers else (0.0, sample_s)
     if workers and trainer.device.type == "cpu" and torch.get_num_threads() >= cores:
         with PlannedLoader(dataset, scheduler, num_workers=workers, **options) as loader:
             shared_s = float(np.clip(_slowdown_s(trainer, loaded, loader), sample_s / 2, 2 * sample_s))
@@ -157,8 +156,11 @@ def loading_seconds(
 
 def _slowdown_s(trainer: FusionTrainer, batches: list[Batch], loader: PlannedLoader) -> float:
     """By how many seconds a sample that is loaded makes steps longer, if a batch is loaded for each step."""
-    # in the first round the shapes are new
-    alone_s = np.mean([[timed_step(trainer, batch) for batch in batches] for _ in range(3)][1:], axis=0)
+
+    def round_alone() -> list[float]:
+        return [timed_step(trainer, batch) for batch in batches]
+
+    alone_s = [round_alone() for _ in range(3)][1:]  # in the first round the shapes are new
     ends_s, counts = [time.perf_counter()], []
     for batch, loaded in zip(cycle(batches), loader, strict=False):
         timed_step(trainer, batch)
@@ -166,8 +168,11 @@ def _slowdown_s(trainer: FusionTrainer, batches: list[Batch], loader: PlannedLoa
         counts.append(len(loaded))
         if ends_s[-1] - ends_s[0] > _LOADING_S:
             break
-    added_s, first = np.diff(ends_s) - np.resize(alone_s, len(counts)), min(1, len(counts) - 1)
-    return added_s[first:].sum() / sum(counts[first:])  # the first step waits for the loader
+    loader.close()
+    alone_s += [round_alone(), round_alone()]  # other programs may take more or less of the machine by now
+    added_s = np.diff(ends_s) - np.resize(np.mean(alone_s, axis=0), len(counts))
+    first = min(1, len(counts) - 1)  # the first step waits for the loader
+    return added_s[first:].sum() / sum(counts[first:])
 
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
