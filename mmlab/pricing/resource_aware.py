@@ -167,11 +167,8 @@ class ResourceAwareScheduler:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a state is saved and when it is loaded."""
-        return {
-            "policy": self._policy_name,
-            "num_samples": len(self._bound()),
-            "planner": repr(self._planner_of(1)),
-        }
+        planner = repr(self._planner_of(1))
+        return {"policy": self._policy_name, "num_samples": len(self._bound()), "planner": planner}
 
     def _bound(self) -> SampleSizes:
         if self._sizes is None:
@@ -213,15 +210,9 @@ class ResourceAwareScheduler:
         return True
 
     def _tell(self, action: str, reason: str, old: float, num_replanned: int) -> None:
-        values = {
-            "action": action,
-            "reason": reason,
-            "limit_bytes": round(self.limit_bytes),
-            "old_value": old,
-            "new_value": self.value,
-            "num_replanned": num_replanned,
-            **self._policy.figures(),
-        }
+        what = {"action": action, "reason": reason, "limit_bytes": round(self.limit_bytes)}
+        change = {"old_value": old, "new_value": self.value, "num_replanned": num_replanned}
+        values = what | change | self._policy.figures()
         self._emit(RunEvent.now("decision", self.num_steps, values, self.rank))
 
 
