@@ -15,10 +15,9 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
-from _child import Child, answer_each_line
 from _common import add_common_options, goal, print_goals, write_if_asked
 
 WAYS = {  # what the environment says
@@ -59,27 +58,42 @@ def train(name: str) -> None:
     batches = noise_batches(trainer, np.array(shapes))
     for batch in batches:
         timed_step(trainer, batch)
-    answer_each_line(lambda: sum(timed_step(trainer, batch) for batch in batches))
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(sum(timed_step(trainer, batch) for batch in batches), flush=True)
 
 
 def measure(name: str, num_turns: int, beside: str) -> dict[str, list[float]]:
     """Seconds of each turn, by way of waiting."""
     rng = np.random.default_rng(0)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
-    as_is = dict.fromkeys(WAYS["asleep at once"])
+    clean = {key: value for key, value in os.environ.items() if key not in WAYS["asleep at once"]}
     with ExitStack() as running:
-        children: dict[str, list[Child]] = {way: [] for way in WAYS}
+        processes: dict[str, list[tuple[IO[str], IO[str]]]] = {way: [] for way in WAYS}
         for way, variables in list(WAYS.items()) * (2 if beside == TWO_RUNS else 1):
-            child = Child([__file__, "--train", name], {**as_is, **variables})
-            children[way].append(running.enter_context(child))
-        assert all(child.answer() == "ready" for alike in children.values() for child in alike)
+            process = running.enter_context(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--train", name],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=clean | variables,
+                    text=True,
+                )
+            )
+            running.callback(process.kill)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            processes[way].append((process.stdin, process.stdout))
+        for pairs in processes.values():
+            assert [answer.readline() for _, answer in pairs] == ["ready\n"] * len(pairs)
         if beside == BUSY_PROGRAM:
             running.callback(running.enter_context(subprocess.Popen([sys.executable, "-c", BUSY])).kill)
         for _ in range(num_turns):
             for way in rng.permutation(list(WAYS)).tolist():
-                for child in children[way]:
-                    child.ask()
-                found[way].append(max(float(child.answer()) for child in children[way]))
+                for ask, _ in processes[way]:
+                    ask.write("\n")
+                    ask.flush()
+                found[way].append(max(float(answer.readline()) for _, answer in processes[way]))
     return found
 
 

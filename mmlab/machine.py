@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import math
@@ -183,19 +182,6 @@ def share_cores() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}  # GNU's obeys the second
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep what is freed for the next allocation, unless the user has set it up in the environment.
-
-    glibc returns large blocks, and what is free at the end of its heap, to the system. On a CPU the next step of a
-    large batch then faults thousands of zeroed pages in, which takes up to a tenth of it (`benchmarks/freed_memory.py`).
-    """
-    if sys.platform == "linux" and not any(name.startswith(("MALLOC_", "GLIBC_TUN")) for name in os.environ):
-        with suppress(AttributeError):  # another libc
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-            mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
 
 
 CONTEXT_BYTES = {  # by type of device; stated, not measured on the device at hand

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import OptionError, RunError
-from mmlab.machine import keep_freed_memory, resolve_device, signals_held
+from mmlab.machine import resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
 from mmlab.model.huggingface import accept_batches
@@ -93,8 +93,6 @@ class TrainerSetup:
     def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
         options = self.options
         self.device = torch.device(resolve_device(options.device or "auto"))
-        if self.device.type == "cpu":
-            keep_freed_memory()
         self.precision = Precision(options.precision, self.device)
         model = accept_batches(model)
         freeze(model, options.freeze)
