@@ -56,6 +56,7 @@ COUNT_EVERY = 64  # steps, on a CPU: counting live tensors can double a short st
 NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
 _RUN_KEYS = ("samples_per_s", "data_wait_ratio", "text_waste", "image_waste", "combined_waste")
 _MEDIAN_KEYS = (*_RUN_KEYS, "step_s", "planned_combined_waste", "predicted_samples_per_s")
+_COUNTED = ("batches_over_budget", "shape_mismatches", "num_unlearnt_samples")  # added up over the epochs
 _RETRIEVAL_KEYS = ("image_to_text_r1", "text_to_image_r1", "chance_r1")
 
 
@@ -130,8 +131,7 @@ class ComparisonRun:
         self._run = Run(None if setup.folder is None else setup.folder / "runs" / name, control=setup.control)
         self._epoch = RunState()  # this epoch's step events
         self._planned: list[tuple[BatchShape, float]] = []  # planned shapes and costs of this epoch's batches
-        self._costs: list[float] = []  # of every batch so far, divided by the limit
-        self._shape_mismatches = 0
+        self._shape_mismatches = 0  # of this epoch
         self._counted: set[int] = set()  # steps of this epoch in which live tensors are counted
         self._num_steps = self._num_counted = 0  # so far, those of this epoch included
         self._trainer: FusionTrainer | None = None  # while it trains
@@ -158,7 +158,7 @@ class ComparisonRun:
         """
         self._loader.set_epoch(epoch)
         plan = self._loader.plan
-        self._epoch = RunState()
+        self._epoch, self._shape_mismatches = RunState(), 0
         self._planned = list(zip(plan.shapes, self._setup.expected(plan).tolist(), strict=True))
         trainer = self._make_trainer()
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
@@ -176,12 +176,16 @@ class ComparisonRun:
         self._trainer = None
         if self._setup.control.stopped:
             raise KeyboardInterrupt
-        self._costs += (costs / (limit or 0.0)).tolist()
+        shares = costs / (limit or 0.0)
         costliest = int(needed.argmax())
         rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
         self._costliest = max(self._costliest, (float(needed[costliest]), rows.tolist()))
         held_out_values = trainer.evaluate(held_out)
-        self.epochs.append(self._measure(plan, held_out_values))
+        kept = {
+            "peak_over_budget": float(shares.max()),
+            "batches_over_budget": int((shares > ROUNDING).sum()),
+        }
+        self.epochs.append(self._measure(plan, held_out_values) | kept)
         self._run.write("eval", **held_out_values)
         self._saved = _saved(trainer)
 
@@ -189,23 +193,21 @@ class ComparisonRun:
         """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
         epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
         peak_bytes, peak_source = self._setup.peak_of_one_step(self._loader.plan, self._costliest[1])
+        figures: dict[str, Any] = {key: last.get(key) for key in _RETRIEVAL_KEYS}
+        figures |= {key: int(sum(epoch[key] for epoch in epochs)) for key in _COUNTED}
         keys = [key for key in _MEDIAN_KEYS if key in last]
-        medians = {key: float(np.median([epoch[key] for epoch in epochs])) for key in keys}
+        figures |= {key: float(np.median([epoch[key] for epoch in epochs])) for key in keys}
         return ArmResult(
             scheduler=self.name,
             options={key: repr(value) for key, value in vars(self._scheduler).items()},
             num_samples=len(self._setup.train_set),
             num_batches=int(epochs[0]["num_batches"]),
-            peak_over_budget=max(self._costs),
-            batches_over_budget=int(sum(cost > ROUNDING for cost in self._costs)),
-            shape_mismatches=self._shape_mismatches,
+            peak_over_budget=max(epoch["peak_over_budget"] for epoch in epochs),
             peak_bytes=peak_bytes,
             peak_source=peak_source,
-            num_unlearnt_samples=int(sum(epoch["num_unlearnt_samples"] for epoch in epochs)),
             final_loss=last["held_out_loss"],
             epochs=epochs,
-            **{key: last.get(key) for key in _RETRIEVAL_KEYS},  # type: ignore[arg-type]
-            **medians,
+            **figures,
         )
 
     def _make_trainer(self) -> FusionTrainer:
@@ -227,6 +229,7 @@ class ComparisonRun:
             predicted["predicted_samples_per_s"] = float(samples.sum()) / time.epoch_s(plan)
         return {
             "num_batches": found["steps"],
+            "shape_mismatches": self._shape_mismatches,
             **predicted,
             "step_s": float(np.median(step_s[WARMUP_STEPS:] if len(step_s) > WARMUP_STEPS else step_s)),
             **{key: found[key] for key in _RUN_KEYS},

@@ -576,3 +576,7 @@ def test_a_request_to_end_keeps_the_epochs_that_all_have_finished(scenes: Path, 
     found = load_comparison(out)
     assert found.interrupted
     assert 1 <= len(found.arms[0].epochs) < 100
+    for arm in found.arms:  # epochs that only one scheduler finished do not count
+        assert arm.peak_over_budget == max(epoch["peak_over_budget"] for epoch in arm.epochs)
+        assert arm.batches_over_budget == sum(epoch["batches_over_budget"] for epoch in arm.epochs)
+        assert arm.shape_mismatches == 0
