@@ -61,7 +61,7 @@ def _describe(runs: Runs) -> dict[str, Any]:
 
 def _describe_run(state: RunState) -> dict[str, Any]:
     start, progress = state.latest("start"), progress_of([state])
-    ranks = state.ranks() or [0] * state.is_broken
+    ranks = state.ranks() or [0]  # one line also for a run that has written nothing yet
     return {
         "status": state.status,
         "scheduler": start.get("scheduler"),

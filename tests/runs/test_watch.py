@@ -78,6 +78,11 @@ def test_what_is_not_known_is_a_dash_and_null(tmp_path: Path) -> None:
     assert "the disk is slow" in text_of(found)
 
 
+def test_a_run_that_has_written_nothing_yet_has_a_line(tmp_path: Path) -> None:
+    (tmp_path / "events-rank0.jsonl").touch()
+    assert text_of(summary(tmp_path)).splitlines()[-1].split()[1:] == ["waiting", "0"]
+
+
 @pytest.mark.parametrize("status", ["done", "stopped", "failed"])
 def test_an_ended_run_says_how(tmp_path: Path, status: str) -> None:
     write_run(tmp_path)
