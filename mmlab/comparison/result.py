@@ -195,12 +195,13 @@ class Comparison:
         given = f"the predicted peak of random with {config['batch_size']} samples a batch"
         if config["memory_gb"] is not None:
             given = f"{config['memory_gb']:g} GiB less what Python and torch take"
+        sizes = ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
         notes = [
             f"Equal memory: a step may need {config['memory_limit_bytes'] / 2**20:.0f} MiB ({given}); every scheduler "
-            "has the largest batches that are predicted to fit. At most: "
-            + ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
-            + "."
+            f"has the largest batches that are predicted to fit. At most: {sizes}."
         ]
+        if config.get("processor") is None and any(arm.scheduler == "packed" for arm in self.arms):
+            notes.append("packed, whose bytes are not predicted, has the tokens of random's largest batch.")
         speeds = [(arm.predicted_samples_per_s, arm.samples_per_s) for arm in self.arms]
         if wrong := ", ".join(f"{faster} is faster than {slower}" for faster, slower in self.misranked):
             spread = f"{config['time_model']['spread_ratio']:.0%}"
@@ -314,7 +315,8 @@ def load_comparison(folder: str | Path) -> Comparison:
     path = Path(folder) / "comparison.json"
     try:
         saved = json.loads(path.read_text())
-        arms = [ArmResult(**arm) for arm in saved.pop("arms")]
+        if not (arms := [ArmResult(**arm) for arm in saved.pop("arms")]):
+            raise ValueError("it has no scheduler")
         return Comparison(config=saved, arms=arms, interrupted=saved.pop("interrupted"), folder=path.parent)
     except FileNotFoundError:
         raise DataError(

@@ -165,6 +165,7 @@ def test_at_equal_memory_every_scheduler_fills_the_same_bytes(at_equal_memory: C
     assert len(sizes) == len(arms)
     assert sizes[-2:] == ["fastest in bytes", f"packed {arms['packed'].options['budget']} padded tokens."]
     assert PACKED_NOTE in at_equal_memory.notes()
+    assert "packed, whose bytes are not predicted" in str(at_equal_memory.notes())
 
 
 def test_predicted_speed_stands_beside_the_measured_one(at_equal_memory: Comparison) -> None:
@@ -500,7 +501,7 @@ def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:
 def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no comparison in"):
         load_comparison(tmp_path)
-    for content in ('{"arms": [{}]}', "null", "[" * 100_000):
+    for content in ('{"arms": [{}]}', '{"arms": [], "interrupted": false}', "null", "[" * 100_000):
         (tmp_path / "comparison.json").write_text(content)
         with pytest.raises(DataError, match="not a comparison"):
             load_comparison(tmp_path)
