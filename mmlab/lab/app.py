@@ -49,8 +49,8 @@ def find_notebook(notebook: str | Path | None) -> Path:
         DataError: it does not exist.
     """
     if notebook is not None:
-        if not Path(notebook).is_file():
-            raise DataError(f"{notebook}: no such notebook")
+        if not Path(notebook).is_file() or Path(notebook).suffix != ".ipynb":
+            raise DataError(f"{notebook}: no such notebook; give an .ipynb file")
         return Path(notebook).resolve()
     for folder in (Path("notebooks"), Path(), Path(__file__).parents[2] / "notebooks"):
         if (folder / DEFAULT_NOTEBOOK).is_file():

@@ -84,6 +84,12 @@ def test_an_occupied_target_is_refused_and_left_alone(tmp_path: Path, kind: str)
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_link_is_no_target(tmp_path: Path) -> None:
+    (tmp_path / "set").symlink_to(tmp_path / "gone")
+    with pytest.raises(OptionError, match="set exists and is not an empty folder"):
+        make_dataset(tmp_path / "set", num_images=2, max_side=32, progress=False)
+
+
 def test_an_empty_folder_is_a_fine_target(tmp_path: Path) -> None:
     assert make_dataset(tmp_path, num_images=2, max_side=32, progress=False).parent == tmp_path
     assert len(list((tmp_path / "images").iterdir())) == 2

@@ -81,6 +81,9 @@ def test_a_port_that_is_taken_is_told(notebook: Path, capsys: pytest.CaptureFixt
 def test_a_notebook_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["app", str(tmp_path / "none.ipynb")]) == 2
     assert "none.ipynb: no such notebook" in capsys.readouterr().err
+    (tmp_path / "table.csv").touch()
+    assert main(["app", str(tmp_path / "table.csv")]) == 2
+    assert "table.csv: no such notebook; give an .ipynb file" in capsys.readouterr().err
 
 
 def test_without_voila_the_extra_is_named(notebook: Path) -> None:

@@ -71,7 +71,7 @@ def make_dataset(
 def _written_whole(out: Path) -> Iterator[Path]:
     """A folder to write into that becomes `out` on success and disappears on any failure, Ctrl-C included."""
     out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise OptionError(f"{out} exists and is not an empty folder; name a new one or remove it first")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as beside:
