@@ -131,12 +131,13 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
     except OSError as error:
         what = " is a folder" if path.is_dir() else f": {error.strerror}"
         raise DataError(f"{path}{what}; give the TOML file of a run") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also 5,000 digits, or as many brackets
         raise DataError(f"{path} is not TOML: {error}") from error
     for change in changes:
         _apply(change, sections)
     name = sections.pop("name", path.stem)
-    if not isinstance(name, str) or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
+    folder = Path(name).parts if isinstance(name, str) and "\0" not in name else ()
+    if not folder or Path(name).is_absolute() or ".." in folder:
         raise OptionError(f"{path}: name must be that of a folder inside the runs, found {name!r}")
     known = [section.name for section in dataclasses.fields(RunConfig)]
     for section, values in sections.items():
@@ -236,7 +237,7 @@ def _apply(change: str, sections: dict[str, Any]) -> None:
         raise OptionError(f"--set takes section.key=value, found {change!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()
     target = sections.setdefault(outer[0], {}) if outer else sections
     if not isinstance(target, dict):
@@ -248,7 +249,8 @@ def _chosen(section: Any) -> Section:
     """The keys of a section that differ from their defaults."""
     if not dataclasses.is_dataclass(section):
         return {key: value for key, value in (section or {}).items() if value is not None}
-    return {
+    named = {"name": "crop"} if isinstance(section, Augment) else {}  # has its defaults
+    return named | {
         option.name: getattr(section, option.name)
         for option in dataclasses.fields(section)
         if getattr(section, option.name) != option.default

@@ -141,6 +141,8 @@ def _explained(error: ValidationError, kind: type, where: str) -> OptionError:
     """Says what was expected, by each type of the option if it has several, and what was found."""
     # an option may only be missing because its name is misspelt
     first, *others = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")
+    if not first["loc"]:  # too deep, or text that no encoding has
+        return OptionError(f"{where}: {first['msg']}")
     (_, *place), found = first["loc"], first["input"]
     if first["type"] == "value_error":  # raised by the dataclass itself
         return OptionError(f"{where}: {first['ctx']['error']}")

@@ -11,7 +11,6 @@ contrast or saturation, 7 ms for hue, up to 2 ms for a RandAugment step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -116,14 +115,16 @@ class Augment:
     magnitude: int = 9
 
     def __post_init__(self) -> None:
-        for name, highest, words in (("crop_scale", 1.0, " and at most 1"), ("crop_ratio", math.inf, "")):
+        for name, highest in (("crop_scale", 1), ("crop_ratio", 10**6)):
             given = getattr(self, name)
             low, high = given or (1.0, 1.0)
             if not 0 < low <= high <= highest:
-                raise OptionError(f"{name} must be (least, largest), above 0{words}, found {given}")
-        limits = {"flip_probability": 1.0, "hue": 0.5, "magnitude": _LARGEST_MAGNITUDE}
-        for name in ("brightness", "contrast", "saturation", "num_operations", *limits):
-            limit = limits.get(name, math.inf)
+                raise OptionError(
+                    f"{name} must be (least, largest), above 0 and at most {highest:,}, found {given}"
+                )
+        limits = {"flip_probability": 1.0, "hue": 0.5, "num_operations": 100, "magnitude": _LARGEST_MAGNITUDE}
+        for name in ("brightness", "contrast", "saturation", *limits):
+            limit = limits.get(name, 10**6)
             if not 0 <= getattr(self, name) <= limit:
                 raise OptionError(f"{name} must be from 0 to {limit}, found {getattr(self, name)}")
 

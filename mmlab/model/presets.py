@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmlab.errors import OptionError, check_name
+from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.model.encoders import ResNet, ViT
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.huggingface_encoders import HuggingFaceImages, HuggingFaceTexts
@@ -78,6 +78,7 @@ def build_model(
     """
     check_name("model preset", preset, PRESETS)
     config = replace(PRESETS[preset], **changes)
+    check_numbers(config)
     if not 0 <= config.dropout < 1:
         raise OptionError(f"dropout must lie in [0, 1), found {config.dropout}")
     for name in ("image_dim", "text_dim"):

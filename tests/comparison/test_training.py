@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,6 +104,55 @@ def assert_equal(found: object, expected: object) -> None:
         assert torch.equal(found, expected)
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    "change", ["augment.name=crop", "augment.hue=0.0", "augment.hue=0.1", "augment.name=none"]
+)
+def test_a_configuration_that_is_written_reads_back_as_it_was(
+    change: str, config: Path, tmp_path: Path
+) -> None:
+    chosen = load_config(config, [change])
+    (again := tmp_path / "again.toml").write_text(chosen.toml())
+    assert load_config(again) == chosen
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000 + "]" * 5000, "[" * 300 + "]" * 300])
+def test_values_that_no_parser_takes_are_bad_input(value: str, config: Path) -> None:
+    with pytest.raises(OptionError, match="trainer"):
+        load_config(config, [f"trainer.freeze={value}"])
+    config.write_text(config.read_text().replace("[trainer]", f"[trainer]\nfreeze = {value}"))
+    with pytest.raises((DataError, OptionError), match=re.escape(str(config))):
+        load_config(config)
+
+
+def test_text_without_an_encoding_is_bad_input(config: Path) -> None:
+    with pytest.raises(OptionError, match=r"\[data\]"):
+        load_config(config, ["data.path=a\udcff"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        'name="./."',
+        'name="a\\u0000"',
+        f"trainer.accumulation_steps={10**30}",
+        "augment.crop_ratio=[1.0, inf]",
+        "augment.brightness=inf",
+        f"augment.num_operations={10**30}",
+        *(
+            f"model.{size}={value}"
+            for size in ("embed_dim", "fusion_heads", "head_dim")
+            for value in (0, -1, 10**30)
+        ),
+        "model.fusion_levels=-1",
+        "model.fusion_layers=-1",
+        "model.image_depth=-1",
+    ],
+)
+def test_values_that_cannot_work_are_refused_before_anything_is_loaded(change: str, config: Path) -> None:
+    with pytest.raises(OptionError, match=change.partition("=")[0].split(".")[-1]):
+        load_config(config, [change])
 
 
 def test_a_cache_is_filled_before_training_and_changes_no_step(config: Path, tmp_path: Path) -> None:
