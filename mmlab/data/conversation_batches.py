@@ -129,19 +129,22 @@ class ConversationCollator:
                     f"{type(self.processor).__name__} tokenises an answer differently from its tokenizer alone, so "
                     "answers cannot be told from questions"
                 )
-            labels[first + shift : last + shift] = known[first:last]
+            if messages[number].get("weight") != 0:
+                labels[first + shift : last + shift] = known[first:last]
         return labels
 
     def _answers(self, messages: list[Message], text: str) -> list[tuple[int, int, int]]:
         """For each answer, the number of its message, and where it begins and ends in the templated text."""
         found = []
         for number, message in enumerate(messages):
-            if number and message["role"] == "assistant" and message.get("weight") != 0:
+            if number and message["role"] == "assistant":
                 before = asked = templated(self.processor, messages[:number], asks=True)
                 if not text.startswith(asked):
                     before = templated(self.processor, messages[:number])
                 until = templated(self.processor, messages[: number + 1])
                 if not (text.startswith(before) and text.startswith(until)):
+                    if message.get("weight") == 0:
+                        continue
                     raise DataError(
                         f"the chat template of {type(self.processor).__name__} changes earlier turns when later ones "
                         "follow, so answers cannot be found; give conversations of one answer"

@@ -310,6 +310,22 @@ def test_answers_that_are_context_are_not_learnt(folder: Path) -> None:
     assert processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0]) == "I think two.<|im_end|>\n"
 
 
+def test_an_answer_that_is_context_is_not_taken_for_the_same_answer_before_it(folder: Path) -> None:
+    """Also where a later image has more tokens than lie between the two."""
+    processor, _ = build("Qwen2-VL")
+    rows = [
+        {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Two.", "weight": 0},
+        {"role": "user", "content": "<image>" * 4}, {"role": "assistant", "content": "I think."},
+    ]  # fmt: skip
+    talks = read_conversations([{"messages": rows, "images": ["4.png"] * 4}], images=folder)
+    labels = ConversationCollator(processor)([talks[0]])["labels"][0]
+    alone = read_conversations([{"messages": rows[:2]}])
+    (first,) = ConversationCollator(processor)([alone[0]])["labels"].tolist()
+    assert labels[: len(first)].tolist() == first
+    assert (labels == first[-1]).sum() == 2
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_before_training(folder: Path) -> None:
     processor, _ = build("Qwen2-VL")
     processor.chat_template = "{% if messages|length > 2 %}Again. {% endif %}" + processor.chat_template
