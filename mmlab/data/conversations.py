@@ -128,10 +128,11 @@ def read_conversations(
     for number, (_, entry) in enumerate(entries):
         try:
             parsed[number] = _parse(entry)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             reasons[number] = str(error)
     sizes = _measure(parsed, reasons, root, progress)
-    shown = {row: str(_first(entry, ("id", "question_id")) or "") for row, (_, entry) in enumerate(entries)}
+    ids = [_first(entry, ("id", "question_id")) for _, entry in entries]
+    shown = ["" if name is None else str(name) for name in ids]
     bad_rows = tuple(
         BadRow(entries[row][0], shown[row] and f"id {shown[row]}", reasons[row]) for row in sorted(reasons)
     )
@@ -210,9 +211,9 @@ def _parse(entry: Any) -> _Parsed:
         raise ValueError(f"expected a list of turns, found {turns!r:.40}")
     if entry.get("tools"):
         raise ValueError("tools are not read")
-    if isinstance(entry.get("system"), str) and entry["system"]:
+    if entry.get("system"):
         turns = [{"role": "system", "content": entry["system"]}, *turns]
-    images = _listed_images(_first(entry, _IMAGES))
+    images = next(filter(None, (_listed_images(entry.get(name)) for name in _IMAGES)), [])
     messages, own = [], []
     for number, turn in enumerate(turns, 1):
         message, named = _message(turn, f"turn {number}")
@@ -303,8 +304,9 @@ def _listed_images(value: Any) -> list[_Image]:
         return _listed_images(value.get("path") or 0)
     if isinstance(value, bytes):
         return [_Image("", value)]
-    if isinstance(value, str):
-        if "://" in value and not value.startswith("file://"):
+    if isinstance(value, str | os.PathLike):
+        value = os.fspath(value)
+        if value.startswith("data:") or ("://" in value and not value.startswith("file://")):
             raise ValueError(f"image {value:.80} is a URL; download it, and name the file")
         return [_Image(value.removeprefix("file://"))]
     if hasattr(value, "save") and hasattr(value, "size"):  # a PIL.Image

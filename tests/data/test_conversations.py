@@ -176,6 +176,9 @@ def test_a_system_column_comes_first_and_what_is_not_to_be_learnt_is_marked(fold
         ({"image": 7, "conversations": ASKED}, "an image must be a path, bytes or a PIL image, found 7"),
         ({"image": [None], "conversations": ASKED}, "an image must be a path"),
         ({"image": "a.png", "text": "A cat."}, "no messages or conversations, found id, image, text"),
+        ({"system": 5, "image": "a.png", "conversations": ASKED}, "turn 1: no content or value, found 5"),
+        ({"conversations": "[" * 100_000}, "maximum recursion depth exceeded"),
+        ({"image": "data:image/png;base64," + "A" * 10_000, "conversations": ASKED}, "AA is a URL; download it"),
         ({"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>"}, ASKED[1]]}, "only images are read"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, MESSAGES[2]]}, "a part of type 'audio' cannot be read"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, MESSAGES[2]], "images": ["a.png"]},
@@ -193,6 +196,15 @@ def test_a_bad_row_is_named_with_its_reason(row: dict[str, Any], reason: str, fo
         talks = read_conversations(rows, images=folder, errors="report")
     check(talks)
     assert len(talks.bad_rows) == 1
+
+
+def test_an_id_of_0_a_path_object_an_empty_column_and_parts_of_a_system_turn_are_read(folder: Path) -> None:
+    system = [{"type": "text", "text": "Be short."}]
+    row = {"id": 0, "images": [], "image": folder / "a.png", "system": system, "conversations": ASKED}
+    talks = read_conversations([row], images=folder)
+    assert talks.ids == ["0"]
+    assert talks.messages[0][0] == MESSAGES[0] | {"content": system}
+    assert len(talks.images[0]) == 1
 
 
 def test_rows_with_an_image_in_common_are_one_group(folder: Path) -> None:
