@@ -15,14 +15,16 @@ import hashlib
 import io
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.data.conversations import Conversations, Message
+from mmlab.data.conversations import PLACEHOLDER, Conversations, Message
 from mmlab.data.readers.sidecar import Size
 from mmlab.errors import OptionError
 from mmlab.machine import progress_bar, replace_file
@@ -62,15 +64,21 @@ def conversation_sizes(
 
     Raises:
         OptionError: a processor without a chat template, or one that cannot make sequences of these
-            conversations.
+            conversations; a text that holds the processor's image token.
     """
     check_processor(processor)
+    token = str(getattr(processor, "image_token", None) or PLACEHOLDER)
+    for name, own in zip(conversations.ids, conversations.messages, strict=True):
+        if any(token in _text(message) for message in own):
+            raise OptionError(
+                f"conversation {name}: {token} in a text stands for an image; write it otherwise"
+            )
     path = None
     if cache is not None:
         path = Path(cache, f"sizes-{_fingerprint(conversations, processor)}.npz")
-        if path.is_file():
-            with np.load(path) as saved:
-                return ConversationSizes(**saved)
+        # none yet, or damaged: found again
+        with suppress(OSError, ValueError, TypeError, EOFError, BadZipFile), np.load(path) as saved:
+            return ConversationSizes(**saved)
     found = _sizes(conversations, processor, progress)
     if is_encoder_decoder(processor):
         answers = [len(answer) for answer in answer_tokens(processor, conversations.messages)]

@@ -326,6 +326,24 @@ def test_an_answer_that_is_context_is_not_taken_for_the_same_answer_before_it(fo
     assert (labels == first[-1]).sum() == 2
 
 
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\3\4cut"])
+def test_damaged_sizes_are_found_again(content: bytes, folder: Path, tmp_path: Path) -> None:
+    processor, _ = build("LLaVA")
+    talks = conversations(folder, one_answer=True)
+    first = conversation_sizes(talks, processor, cache=tmp_path, progress=False)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content)
+    again = conversation_sizes(talks, processor, cache=tmp_path, progress=False)
+    assert again.num_tokens.tolist() == first.num_tokens.tolist()
+
+
+def test_a_text_that_holds_the_image_token_is_named_before_training(folder: Path) -> None:
+    processor, _ = build("Qwen2-VL")
+    talks = read_conversations([{"id": "odd", "conversations": turns(processor.image_token, "Two.")}])
+    with pytest.raises(OptionError, match=r"conversation odd: .* in a text stands for an image"):
+        conversation_sizes(talks, processor, progress=False)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_before_training(folder: Path) -> None:
     processor, _ = build("Qwen2-VL")
     processor.chat_template = "{% if messages|length > 2 %}Again. {% endif %}" + processor.chat_template
