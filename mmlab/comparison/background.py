@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import psutil
 
@@ -193,11 +194,13 @@ def start_compare(
 
 
 def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as far as JSON can express them: data are a path or None, schedulers are names."""
+    """The arguments as far as JSON can express them: data are a path or None, schedulers names and a mark of each."""
     place = str(data) if isinstance(data, str | Path) else None
     if place is not None and "://" not in place:
         place = os.path.abspath(os.path.expanduser(place))
-    return {"data": place, "schedulers": list(schedulers), "options": dict(options)}
+    given = schedulers.items() if isinstance(schedulers, Mapping) else ()
+    told = {f"scheduler {name}": f"{each!r:.80} {crc32(repr(each).encode()):x}" for name, each in given}
+    return {"data": place, "schedulers": list(schedulers), "options": {**options, **told}}
 
 
 def find_run(folder: str | Path) -> BackgroundRun | None:

@@ -316,7 +316,8 @@ class Lab:
         own = job_of(self.data, self.options["schedulers"], {**self.options, "schedulers": None})
         own = json.loads(json.dumps(own, default=str))  # in the form in which jobs are written
         asked, ours = ({**each.get("options", {}), **each, "options": None} for each in (job, own))
-        keys = [key for key in asked | ours if asked.get(key) != ours.get(key)]
+        # a lab that was opened knows only the names of configured schedulers
+        keys = [key for key in (ours if self._opened else asked | ours) if asked.get(key) != ours.get(key)]
         return ", ".join(f"{key}={asked.get(key)!r}" for key in keys)
 
     def __repr__(self) -> str:

@@ -226,6 +226,15 @@ def test_what_a_run_was_asked_for_is_told_whole(tmp_path: Path, monkeypatch: pyt
     assert lab.differences(asked) == ""
     del asked["options"]["ratios"]
     assert lab.differences(asked) == "ratios=None"
+    one, other = (
+        Lab("~/data", schedulers={"mine": make_scheduler("random", batch_size=size)}, out=tmp_path / "lab")
+        for size in (8, 64)
+    )
+    asked = job_of(one.data, one.options["schedulers"], {**one.options, "schedulers": None})
+    assert one.differences(asked) == ""
+    assert "batch_size=8" in other.differences(asked), "a configured scheduler is more than its name"
+    other.options["schedulers"], other._opened = ("mine",), True
+    assert other.differences(asked) == "", "only the names are known to a lab that was opened"
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/process.json").write_text("[]")
     with pytest.raises(DataError, match=r"process.json is damaged .*; remove it"):
