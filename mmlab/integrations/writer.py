@@ -31,6 +31,8 @@ from mmlab.schedule.metrics import cells, lengths
 from mmlab.training.step_meter import clock, padding_values
 from mmlab.types import PATCH, CostModel
 
+_open: dict[Path, RunWriter] = {}  # the writers of this process that are not closed, by their folders
+
 
 class RunWriter(AbstractContextManager["RunWriter"]):
     """A context manager around a run; each optimizer step is one call of `step`.
@@ -70,6 +72,9 @@ class RunWriter(AbstractContextManager["RunWriter"]):
     ) -> None:
         self.sampler, self.device, self.stopped = sampler, torch.device(device), False
         rank, self.world_size = place_of_process()
+        self._folder = Path(folder).resolve()
+        if self._folder in _open:  # of this process: a cell was interrupted, and is run again
+            _open[self._folder]._close_at_exit()
         if rank == 0 and step == 0:
             move_earlier_aside(Path(folder), (EVENT_FILES,))
         if self.world_size > 1 and distributed.is_initialized():
@@ -86,7 +91,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         about.setdefault("run_name", Path(folder).resolve().name)
         about.setdefault("scheduler", "" if sampler is None else type(sampler.scheduler).__name__.lower())
         self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
-        self.is_open = True
+        self.is_open, _open[self._folder] = True, self
         atexit.register(self._close_at_exit)
         self.exclude_time()
 
@@ -138,6 +143,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         """Write how the run ended: done, stopped, or failed by this error."""
         if self.is_open:
             self.is_open = False
+            _open.pop(self._folder, None)
             atexit.unregister(self._close_at_exit)
             kind, trace = (type(error), error.__traceback__) if error else (None, None)
             self._opened.__exit__(kind, error, trace)

@@ -138,6 +138,25 @@ def test_an_own_loop_writes_stops_pauses_and_says_why_it_failed(tmp_path: Path) 
     assert state.column("step_s")[1] < state.latest("resume")["paused_s"]
 
 
+def test_a_run_left_open_ends_when_its_cell_is_run_again(tmp_path: Path) -> None:
+    running = set(threading.enumerate())
+    left = RunWriter(tmp_path)  # as by an interrupted `Trainer.train`, which tells no callback
+    assert set(threading.enumerate()) - running
+    with RunWriter(tmp_path):
+        assert not left.is_open
+        assert not (tmp_path / "previous-1" / "previous-1").exists()
+    assert set(threading.enumerate()) <= running, "nothing goes on in the background"
+    assert state_of(tmp_path / "previous-1").status == state_of(tmp_path).status == "done"
+    folder = tmp_path / "resumed"
+    left = RunWriter(folder)
+    with RunWriter(folder, step=3) as run:
+        assert not left.is_open
+        assert run.is_open
+    assert [event.kind for event in read_events(folder / "events-rank0.jsonl")[0] if event.kind == "end"] == [
+        "end"
+    ] * 2
+
+
 def test_memory_of_a_scheduler_that_counts_bytes_is_the_prediction(tmp_path: Path) -> None:
     cost = bytes_of()
     sampler = PlannedSampler(
