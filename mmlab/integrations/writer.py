@@ -24,7 +24,7 @@ from mmlab.integrations.sampler import PlannedSampler
 from mmlab.machine import place_of_process
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.runs.events import EVENT_FILES
-from mmlab.runs.folders import move_earlier_aside
+from mmlab.runs.folders import exclusive_folder, move_earlier_aside
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.runs.monitor import DeviceMonitor
 from mmlab.schedule.metrics import cells, lengths
@@ -57,6 +57,9 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         device: of the model.
         step: steps already done by the run that this one resumes.
         about: keys of a `start` event: `num_steps`, `num_epochs`, `run_name`, ...
+
+    Raises:
+        OptionError: a run of another process is active in the folder.
     """
 
     def __init__(
@@ -75,6 +78,9 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self._folder = Path(folder).resolve()
         if self._folder in _open:  # of this process: a cell was interrupted, and is run again
             _open[self._folder]._close_at_exit()
+        self._opened = ExitStack()
+        if rank == 0:
+            self._opened.enter_context(exclusive_folder(self._folder))
         if rank == 0 and step == 0:
             move_earlier_aside(Path(folder), (EVENT_FILES,))
         if self.world_size > 1 and distributed.is_initialized():
@@ -82,7 +88,6 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         cost = None if sampler is None else sampler.plan.limits.cost
         self._memory = memory if memory is not None or getattr(cost, "unit", "") != "bytes" else cost
         self._live = LiveBytes() if live else None
-        self._opened = ExitStack()
         self._run = self._opened.enter_context(Run(folder, rank=rank))
         self._opened.enter_context(DeviceMonitor(self._run.emit, device=self.device, rank=rank))
         if self._live is not None:

@@ -169,6 +169,18 @@ def test_memory_of_a_scheduler_that_counts_bytes_is_the_prediction(tmp_path: Pat
     assert found.tolist() == [int(cost(shape)) for shape in sampler.plan.shapes]
 
 
+def test_runs_of_two_processes_do_not_mix_in_a_folder(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = f"from mmlab.integrations import RunWriter; RunWriter({str(tmp_path)!r})"
+    with RunWriter(tmp_path):
+        other = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert "OptionError: another run is active in" in other.stderr
+    assert not (tmp_path / "previous-1").exists()
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "it has ended"
+
+
 def test_a_crash_of_the_process_is_told(tmp_path: Path) -> None:
     import subprocess
     import sys
