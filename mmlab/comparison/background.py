@@ -35,7 +35,7 @@ from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import USER_ERRORS, DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import PHASE, Control, replace_file, send
-from mmlab.runs.folders import COMPARISON_FILES, exclusive_folder, move_earlier_aside
+from mmlab.runs.folders import ASIDE, COMPARISON_FILES, exclusive_folder, move_earlier_aside
 
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
@@ -115,9 +115,18 @@ class BackgroundRun:
             if kind := USER_ERRORS.get(outcome.get("error", "")):
                 raise kind(outcome["message"])
             raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
-        if not (self.folder / "comparison.json").exists():
+        if not (self._place / "comparison.json").exists():
             raise RunError("the run was stopped before every scheduler had finished an epoch: no result")
-        return load_comparison(self.folder)
+        return load_comparison(self._place)
+
+    @property
+    def _place(self) -> Path:
+        """Where the run's files are: a later run in the folder has moved them to `previous-N`."""
+        for path in (self.folder / PROCESS, *self.folder.glob(f"{ASIDE}*/{PROCESS}")):
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+                if json.loads(path.read_text())["process"] == self._identity:
+                    return path.parent
+        return self.folder
 
     def _is_alive(self) -> bool:
         if self._child is not None:
@@ -140,13 +149,13 @@ class BackgroundRun:
     def _outcome(self) -> dict[str, Any]:
         """How the process ended, from its outcome file; a killed process leaves none."""
         with contextlib.suppress(FileNotFoundError):
-            return json.loads((self.folder / OUTCOME).read_text())
+            return json.loads((self._place / OUTCOME).read_text())
         if self.asked_to_stop:
             return {"status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
         message = trace = f"its process ended{code} without an error message"
         with contextlib.suppress(FileNotFoundError):
-            trace = f"{message}; its log ends:\n{(self.folder / LOG).read_text(errors='replace')[-4000:]}"
+            trace = f"{message}; its log ends:\n{(self._place / LOG).read_text(errors='replace')[-4000:]}"
         return {"status": "failed", "message": message, "traceback": trace}
 
 

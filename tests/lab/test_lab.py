@@ -214,6 +214,15 @@ def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: 
         Lab.open(tmp_path / "nowhere")
 
 
+def test_a_run_keeps_its_result_when_a_later_one_uses_the_folder(scenes: Path, tmp_path: Path) -> None:
+    lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=1, **SMALL).start()
+    num_steps = len(lab.wait().steps)
+    later = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=2, **SMALL).start()
+    assert (lab.state, lab.error) == ("done", None), "the later run moved its files aside"
+    assert len(later.wait().steps) == 2 * num_steps
+    assert len(lab.wait().steps) == num_steps
+
+
 def test_what_a_run_was_asked_for_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     points = [(0, {"image-text": 1.0})]
