@@ -25,16 +25,13 @@ _COUNTS = """accumulation_steps classes_per_octave embed_dim epochs eval_batches
     fusion_levels head_dim hidden_dim image_depth image_dim image_layers keep_last limit limit_bytes max_batch_size mega_batch
     micro_batches multiple num_devices num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks
     rounds side steps text_depth text_dim text_step threads total_steps window world_size"""
-_AMOUNTS = """budget cache_limit_gib every_minutes limit_gib max_ram_gb memory_gb
-    price_per_hour timeout_s"""
+_AMOUNTS = "budget cache_limit_gib every_minutes limit_gib max_ram_gb memory_gb price_per_hour timeout_s"
 # Least and greatest value of every numeric option; where the least is an int, the option is a whole number.
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_COUNTS.split(), (1, 2**63 - 1)),
     **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, 10**15)),
-    **dict.fromkeys(
-        ("ahead", "fusion_layers", "keep_best", "max_bad_samples", "num_held_out", "num_workers"),
-        (0, math.inf),
-    ),
+    **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_held_out", "num_workers"), (0, math.inf)),
+    "fusion_layers": (0, math.inf),
     **dict.fromkeys(("lr", "weight_decay"), (0.0, math.inf)),
     **dict.fromkeys(("val_fraction", "warmup_ratio"), (0.0, 1.0)),
     "captions_per_image": (1, 1000),

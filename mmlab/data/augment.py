@@ -119,9 +119,7 @@ class Augment:
             given = getattr(self, name)
             low, high = given or (1.0, 1.0)
             if not 0 < low <= high <= highest:
-                raise OptionError(
-                    f"{name} must be (least, largest), above 0 and at most {highest:,}, found {given}"
-                )
+                raise OptionError(f"{name} must be (least, largest), above 0, up to {highest}, found {given}")
         limits = {"flip_probability": 1.0, "hue": 0.5, "num_operations": 100, "magnitude": _LARGEST_MAGNITUDE}
         for name in ("brightness", "contrast", "saturation", *limits):
             limit = limits.get(name, 10**6)

@@ -70,9 +70,7 @@ def conversation_sizes(
     token = str(getattr(processor, "image_token", None) or PLACEHOLDER)
     for name, own in zip(conversations.ids, conversations.messages, strict=True):
         if any(token in _text(message) for message in own):
-            raise OptionError(
-                f"conversation {name}: {token} in a text stands for an image; write it otherwise"
-            )
+            raise OptionError(f"conversation {name}: {token} in a text stands for an image; reword it")
     path = None
     if cache is not None:
         path = Path(cache, f"sizes-{_fingerprint(conversations, processor)}.npz")

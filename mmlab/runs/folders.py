@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
@@ -85,6 +86,8 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
             raise OptionError(problem) from None
         yield
     finally:
+        with suppress(OSError):  # not only by closing it: forked workers have it open, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

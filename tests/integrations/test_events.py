@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from mmlab.integrations import PlannedSampler, RunWriter, TrainerEvents, sample_sizes
 from mmlab.runs import RunState, read_events
 from mmlab.runs.control import send
+from mmlab.runs.folders import exclusive_folder
 from mmlab.runs.summaries import summarize
 from mmlab.schedule import MaxPolynomial, make_scheduler
 from tests.integrations.test_trainer import make
@@ -179,6 +181,21 @@ def test_runs_of_two_processes_do_not_mix_in_a_folder(tmp_path: Path) -> None:
     assert "OptionError: another run is active in" in other.stderr
     assert not (tmp_path / "previous-1").exists()
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "it has ended"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_worker_does_not_hold_the_folder_of_a_run_that_ended(tmp_path: Path) -> None:
+    end, wait = os.pipe()
+    with RunWriter(tmp_path):
+        if not (worker := os.fork()):  # as a DataLoader starts its workers
+            os.read(end, 1)
+            os._exit(0)
+    try:
+        with exclusive_folder(tmp_path):
+            pass
+    finally:
+        os.write(wait, b".")
+        os.waitpid(worker, 0)
 
 
 def test_a_crash_of_the_process_is_told(tmp_path: Path) -> None:
