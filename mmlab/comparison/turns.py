@@ -181,10 +181,8 @@ class ComparisonRun:
         rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
         self._costliest = max(self._costliest, (float(needed[costliest]), rows.tolist()))
         held_out_values = trainer.evaluate(held_out)
-        kept = {
-            "peak_over_budget": float(shares.max()),
-            "batches_over_budget": int((shares > ROUNDING).sum()),
-        }
+        above = int((shares > ROUNDING).sum())
+        kept = {"peak_over_budget": float(shares.max()), "batches_over_budget": above}
         self.epochs.append(self._measure(plan, held_out_values) | kept)
         self._run.write("eval", **held_out_values)
         self._saved = _saved(trainer)

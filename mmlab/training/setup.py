@@ -244,8 +244,9 @@ class TrainerSetup:
         """Hold back interrupts; yields a function that waits while paused and says whether to stop."""
         self._stopping.clear()
         watched = control or Control(None)
-        held = (signal.SIGINT,) if checkpoints is None else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        with signals_held(*held) as signals:
+        ends = (signal.SIGTERM, signal.SIGHUP)  # what their handlers raise would be lost in a finalizer
+        held = [one for one in ends if checkpoints is not None or callable(signal.getsignal(one))]
+        with signals_held(signal.SIGINT, *held) as signals:
             yield lambda: watched.wait_if_paused_or_stop(
                 lambda: signals or self._stopping.is_set(), agree=self.strategy.largest, emit=self._emit_event
             )

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import signal
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -333,6 +334,28 @@ def test_a_signal_while_waiting_for_data_ends_after_the_step_with_a_checkpoint(t
     assert delivered == [number]
     assert trainer.step == 2
     assert steps(Checkpoints(tmp_path)) == [2]
+
+
+def test_a_request_to_end_is_not_lost_in_a_finalizer():
+    """An exception in a finalizer is ignored; tensors that are counted live have one each."""
+
+    def requested():
+        for _ in range(3):
+            weakref.finalize(Temporary(), signal.raise_signal, signal.SIGTERM)
+            yield make_batch(SIZES)
+
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as `mmlab compare` does
+    try:
+        trainer = FusionTrainer(tiny_model(), total_steps=3, device="cpu")
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(requested())
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert trainer.step == 1
+
+
+class Temporary:
+    """Something that ends at once."""
 
 
 def test_a_second_interrupt_does_not_wait():
