@@ -56,7 +56,7 @@ COUNT_EVERY = 64  # steps, on a CPU: counting live tensors can double a short st
 NUM_NEGATIVES = 31  # negatives that the training loss is normalised to, whatever the batch size
 _RUN_KEYS = ("samples_per_s", "data_wait_ratio", "text_waste", "image_waste", "combined_waste")
 _MEDIAN_KEYS = (*_RUN_KEYS, "step_s", "planned_combined_waste", "predicted_samples_per_s")
-_COUNTED = ("batches_over_budget", "shape_mismatches", "num_unlearnt_samples")  # added up over the epochs
+_SUM_KEYS = ("batches_over_budget", "shape_mismatches", "num_unlearnt_samples")  # added up over the epochs
 _RETRIEVAL_KEYS = ("image_to_text_r1", "text_to_image_r1", "chance_r1")
 
 
@@ -192,7 +192,7 @@ class ComparisonRun:
         epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
         peak_bytes, peak_source = self._setup.peak_of_one_step(self._loader.plan, self._costliest[1])
         figures: dict[str, Any] = {key: last.get(key) for key in _RETRIEVAL_KEYS}
-        figures |= {key: int(sum(epoch[key] for epoch in epochs)) for key in _COUNTED}
+        figures |= {key: int(sum(epoch[key] for epoch in epochs)) for key in _SUM_KEYS}
         keys = [key for key in _MEDIAN_KEYS if key in last]
         figures |= {key: float(np.median([epoch[key] for epoch in epochs])) for key in keys}
         return ArmResult(

@@ -82,7 +82,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         if rank == 0:
             self._opened.enter_context(exclusive_folder(self._folder))
         if rank == 0 and step == 0:
-            move_earlier_aside(Path(folder), (EVENT_FILES,))
+            move_earlier_aside(self._folder, (EVENT_FILES,))
         if self.world_size > 1 and distributed.is_initialized():
             distributed.barrier()
         cost = None if sampler is None else sampler.plan.limits.cost
@@ -93,7 +93,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         if self._live is not None:
             self._opened.enter_context(self._live)
         self._plan: Any = None  # the plan that `_counts` and `_bytes` were computed from
-        about.setdefault("run_name", Path(folder).resolve().name)
+        about.setdefault("run_name", self._folder.name)
         about.setdefault("scheduler", "" if sampler is None else type(sampler.scheduler).__name__.lower())
         self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
         self.is_open, _open[self._folder] = True, self
