@@ -361,9 +361,11 @@ def parse_image_policy(text: str) -> ImagePolicy:
     Raises:
         OptionError: the text has another form, or the size is impossible.
     """
-    match = re.fullmatch(r"(square|aspect):(\d{1,5})(?::(\d{1,5}))?", text.strip())
+    match = re.fullmatch(r"(square|aspect):(\d{1,4})(?::(\d{1,4}))?", text.strip())
     if match is None or (match[1] == "square" and match[3]):
-        raise OptionError(f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE] (aspect:224)")
+        raise OptionError(
+            f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE] of at most 9999 pixels (aspect:224)"
+        )
     if match[1] == "square":
         return Square(int(match[2]))
     return Aspect(int(match[2]) ** 2, int(match[3] or PATCH))

@@ -72,7 +72,18 @@ def test_policies_are_read_from_their_short_form_and_write_it():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "square", "square:", "square:-3", "square:10:2", "crop:224", "aspect:1.5", "aspect:8:8:8"]
+    "text",
+    [
+        "",
+        "square",
+        "square:",
+        "square:-3",
+        "square:10:2",
+        "crop:224",
+        "aspect:1.5",
+        "aspect:8:8:8",
+        "square:99999",
+    ],
 )
 def test_other_forms_are_refused(text):
     with pytest.raises(OptionError, match=r"is not square:SIDE or aspect:SIDE\[:MULTIPLE\]"):

@@ -19,7 +19,7 @@ from mmlab.cli.cache import CacheFolder, cache_info, clear_cache, verify_cache
 from mmlab.cli.doctor import diagnose
 from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
-from mmlab.comparison.options import ComparisonOptions
+from mmlab.comparison.options import ComparisonOptions, scheduler_names
 from mmlab.errors import OptionError
 from mmlab.machine import GIB
 
@@ -171,7 +171,8 @@ def plan(
             policy = replace(policy, multiple=side_of_patch(model))
         sizes, made = sizes.resized(policy), str(policy)
     timed = "" if model is None else "fastest,"
-    names = _names(schedulers or f"random,sorted,bucket,length_grouped,aspect_bucket,budget,{timed}packed")
+    usual = f"random,sorted,bucket,length_grouped,aspect_bucket,budget,{timed}packed"
+    names = scheduler_names(_names(schedulers or usual))
     planned: Any = {"ranks": ranks, "epochs": epochs}
     # captions of one image are kept apart, as in `compare`
     own: Any = {"seed": seed, "allow_collisions": False}

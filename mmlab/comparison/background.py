@@ -35,7 +35,7 @@ from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import USER_ERRORS, DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import PHASE, Control, replace_file, send
-from mmlab.runs.folders import ASIDE, COMPARISON_FILES, exclusive_folder, move_earlier_aside
+from mmlab.runs.folders import COMPARISON_FILES, exclusive_folder, folder_now, move_earlier_aside
 
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
@@ -58,6 +58,11 @@ class BackgroundRun:
         self.folder, self.job = folder, about["job"]
         self.asked_to_stop = False
         self._identity, self._child = about["process"], child
+
+    @property
+    def folder_now(self) -> Path:
+        """Where the run's files are: a later run in the folder has moved them to `previous-N`."""
+        return folder_now(self.folder, PROCESS, lambda text: json.loads(text)["process"] == self._identity)
 
     @property
     def state(self) -> str:
@@ -115,18 +120,10 @@ class BackgroundRun:
             if kind := USER_ERRORS.get(outcome.get("error", "")):
                 raise kind(outcome["message"])
             raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
-        if not (self._place / "comparison.json").exists():
+        folder = self.folder_now
+        if not (folder / "comparison.json").exists():
             raise RunError("the run was stopped before every scheduler had finished an epoch: no result")
-        return load_comparison(self._place)
-
-    @property
-    def _place(self) -> Path:
-        """Where the run's files are: a later run in the folder has moved them to `previous-N`."""
-        for path in (self.folder / PROCESS, *self.folder.glob(f"{ASIDE}*/{PROCESS}")):
-            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-                if json.loads(path.read_text())["process"] == self._identity:
-                    return path.parent
-        return self.folder
+        return load_comparison(folder)
 
     def _is_alive(self) -> bool:
         if self._child is not None:
@@ -149,13 +146,13 @@ class BackgroundRun:
     def _outcome(self) -> dict[str, Any]:
         """How the process ended, from its outcome file; a killed process leaves none."""
         with contextlib.suppress(FileNotFoundError):
-            return json.loads((self._place / OUTCOME).read_text())
+            return json.loads((self.folder_now / OUTCOME).read_text())
         if self.asked_to_stop:
             return {"status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
         message = trace = f"its process ended{code} without an error message"
         with contextlib.suppress(FileNotFoundError):
-            trace = f"{message}; its log ends:\n{(self._place / LOG).read_text(errors='replace')[-4000:]}"
+            trace = f"{message}; its log ends:\n{(self.folder_now / LOG).read_text(errors='replace')[-4000:]}"
         return {"status": "failed", "message": message, "traceback": trace}
 
 
@@ -203,12 +200,15 @@ def start_compare(
 
 
 def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as far as JSON can express them: data are a path or None, schedulers names and a mark of each."""
+    """The arguments as far as JSON can express them: data are a path, or None and a mark, schedulers names and marks."""
     place = str(data) if isinstance(data, str | Path) else None
     if place is not None and "://" not in place:
         place = os.path.abspath(os.path.expanduser(place))
     given = schedulers.items() if isinstance(schedulers, Mapping) else ()
-    told = {f"scheduler {name}": f"{each!r:.80} {crc32(repr(each).encode()):x}" for name, each in given}
+    marked = {f"scheduler {name}": repr(each) for name, each in given}
+    if place is None and data is not None:
+        marked["data in memory"] = repr(data)
+    told = {name: f"{text:.80} {crc32(text.encode()):x}" for name, text in marked.items()}
     return {"data": place, "schedulers": list(schedulers), "options": {**options, **told}}
 
 

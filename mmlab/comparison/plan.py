@@ -16,6 +16,7 @@ from mmlab.comparison.preparation import with_sampling
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import SHORT_FIT
 from mmlab.data.conversation_dataset import ConversationDataset
+from mmlab.errors import DataError
 from mmlab.machine import memory_limit, replace_file
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.pricing.fingerprint import fingerprint
@@ -117,4 +118,9 @@ def _kept(path: Path, limit_bytes: int) -> int:
     """The limit as it was when the run began, so that a resumed run has the same plans."""
     if not path.exists():
         replace_file(path, f"{limit_bytes}\n")
-    return int(path.read_text())
+    try:
+        return int(path.read_text())
+    except ValueError:
+        raise DataError(
+            f"{path} is damaged: expected a whole number of bytes; remove it to plan anew"
+        ) from None

@@ -21,7 +21,7 @@ from mmlab.comparison.charts import draw_comparison
 from mmlab.errors import DataError
 from mmlab.machine import replace_file
 from mmlab.runs.figures import to_bytes
-from mmlab.runs.folders import COMPARISON_FILES
+from mmlab.runs.folders import COMPARISON_FILES, folder_now
 from mmlab.schedule.packed import PACKED_NOTE
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_FILE = "comparison.json"
 _FEW_STEPS = 20  # of an epoch; in fewer, what was loaded before the first timed step decides the speed
 
 
@@ -88,14 +89,21 @@ class Comparison:
 
         from mmlab.runs.events import read_runs
 
-        if self.folder is None or not (self.folder / "runs").is_dir():
+        if self.folder is None:
             return pd.DataFrame()
-        events = read_runs(self.folder / "runs")
+        runs = folder_now(self.folder, _FILE, lambda text: text == self._text) / "runs"
+        if not runs.is_dir():
+            return pd.DataFrame()
+        events = read_runs(runs)
         return events[events["kind"] == "step"].dropna(axis="columns", how="all")
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `comparison.json`."""
         return {**self.config, "interrupted": self.interrupted, "arms": [asdict(arm) for arm in self.arms]}
+
+    @property
+    def _text(self) -> str:
+        return json.dumps(self.as_dict(), indent=2) + "\n"
 
     def summary(self) -> pd.DataFrame:
         """The table for reading: per cent, milliseconds and MiB, with units in the headings."""
@@ -194,7 +202,7 @@ class Comparison:
             ]
         given = f"the predicted peak of random with {config['batch_size']} samples a batch"
         if config["memory_gb"] is not None:
-            given = f"{config['memory_gb']:g} GiB less what Python and torch take"
+            given = f"what is free of {config['memory_gb']:g} GiB, less what Python and torch take"
         sizes = ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
         notes = [
             f"Equal memory: a step may need {config['memory_limit_bytes'] / 2**20:.0f} MiB ({given}); every scheduler "
@@ -298,7 +306,7 @@ class Comparison:
         """Write `comparison.json`, `table.csv`, `figure.png` and `report.html` into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "comparison.json", json.dumps(self.as_dict(), indent=2) + "\n")
+        replace_file(folder / _FILE, self._text)
         replace_file(folder / "table.csv", self.table.to_csv())
         picture = to_bytes(self.figure())
         replace_file(folder / "figure.png", picture)
@@ -312,7 +320,7 @@ def load_comparison(folder: str | Path) -> Comparison:
     Raises:
         DataError: there is no `comparison.json`, or mmlab did not write it.
     """
-    path = Path(folder) / "comparison.json"
+    path = Path(folder) / _FILE
     try:
         saved = json.loads(path.read_text())
         if not (arms := [ArmResult(**arm) for arm in saved.pop("arms")]):

@@ -274,6 +274,8 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     is_answer = ROLES[role] == "assistant"
     if is_answer and {"type": "image"} in parts:
         raise ValueError(f"{where}: an image in an answer; answers are texts")
+    if turn.get("weight") not in (None, 0, 1):
+        raise ValueError(f"{where}: expected a weight of 0 or 1, found {turn['weight']!r:.40}")
     weight = {"weight": 0} if is_answer and turn.get("weight") == 0 else {}
     return {"role": ROLES[role], "content": parts, **weight}, images
 

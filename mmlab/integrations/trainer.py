@@ -13,6 +13,7 @@ from mmlab.data.conversation_sizes import conversation_sizes
 from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.integrations.sampler import PlannedSampler, sample_sizes
+from mmlab.integrations.trainer_events import TrainerEvents
 from mmlab.schedule.base import Scheduler
 from mmlab.types import Samples
 
@@ -72,6 +73,16 @@ class PlannedBatches:
         self.batch_scheduler, self.sample_sizes = scheduler, sizes
         self.planned: PlannedSampler | None = None  # once training has begun
         self.add_callback(_SameEpochs(self))  # type: ignore[attr-defined]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own; an error or an interrupt that ends it is written to the run's events."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            for events in self.callback_handler.callbacks:  # type: ignore[attr-defined]
+                if isinstance(events, TrainerEvents):
+                    events.close(error)
+            raise
 
     def get_train_dataloader(self) -> DataLoader:
         """The trainer's own loader, with planned batches."""

@@ -29,8 +29,7 @@ class TrainerEvents(TrainerCallback):
         self._pending: dict[str, Any] | None = None  # a step that waits for its loss
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.run is not None:
-            self.run.close()
+        self.close()  # a run that an interrupt has left open
         loader: Any = given.get("train_dataloader")
         sampler, self._each = planned_sampler(loader), args.gradient_accumulation_steps
         self._batches = len(loader) if sampler is not None else 0
@@ -63,8 +62,14 @@ class TrainerEvents(TrainerCallback):
         self.run.write("eval", epoch=int(state.epoch or 0), **values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._flush({})
-        self.run.close()
+        self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write the last step, and how the run ended: done, stopped, or failed by this error."""
+        if self.run is not None and self.run.is_open:
+            self._flush({})
+            self.run.close(error)
+        self._pending = None
 
     def _flush(self, values: dict[str, Any]) -> None:
         if self._pending is not None:

@@ -273,7 +273,7 @@ class Lab:
         """
         from mmlab.runs.events import read_runs
 
-        events = read_runs(self.folder / "runs")
+        events = read_runs(self._folder_now / "runs")
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         events[events["kind"] == "step"].dropna(axis="columns", how="all").to_csv(path, index=False)
@@ -327,6 +327,10 @@ class Lab:
         if self.state in ("running", "paused", "stopping"):
             send(self.folder, command)
 
+    @property
+    def _folder_now(self) -> Path:
+        return self.folder if self._run is None else self._run.folder_now
+
     def _find_running(self) -> BackgroundRun | None:
         """The run in progress in the folder, whoever started it; this lab steers it from now on."""
         if self._run is None or self._run.state != "running":
@@ -339,6 +343,8 @@ class Lab:
     def _poll(self, *, at_once: bool = False) -> dict[str, RunState]:
         """The runs; reads what is new in their files, unless that was done a moment ago."""
         with self._lock:
+            if (source := self._folder_now / "runs") != self._runs.source:
+                self._runs, at_once = Runs(source), True
             if at_once or time.monotonic() - self._polled_s > POLL_S:
                 self._polled_s = time.monotonic()
                 self._runs.poll()
@@ -348,7 +354,7 @@ class Lab:
         """The finished comparison; None if there is none yet."""
         if self.state in ("done", "stopped"):
             with suppress(DataError):
-                return load_comparison(self.folder)
+                return load_comparison(self._folder_now)
         return None
 
 

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,20 @@ ASIDE = "previous-"  # files of earlier runs are in previous-1, previous-2, ...
 def is_aside(name: str) -> bool:
     """Whether a folder of this name holds the files of an earlier run."""
     return name.startswith(ASIDE) and name.removeprefix(ASIDE).isdecimal()
+
+
+def folder_now(folder: Path, name: str, is_own: Callable[[str], bool]) -> Path:
+    """Where a run's files are now: a later run in its folder has moved them to `previous-N` inside it.
+
+    Args:
+        name: a file that the run wrote.
+        is_own: whether the content of such a file is this run's. It may raise ValueError, TypeError or LookupError.
+    """
+    for path in (folder / name, *folder.glob(f"{ASIDE}*/{name}")):
+        with suppress(OSError, ValueError, TypeError, LookupError):
+            if is_own(path.read_text()):
+                return path.parent
+    return folder
 
 
 def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = False) -> Path:

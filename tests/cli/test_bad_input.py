@@ -64,6 +64,8 @@ def test_ranks_of_one_machine_do_not_measure_at_once(
 
 
 def test_no_scheduler_is_no_known_scheduler(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["plan", "--data", str(scenes), "--schedulers", "random,random"], capsys)
+    assert "'random' is named twice" in said
     said = refused(["plan", "--data", str(scenes), "--schedulers", ","], capsys)
     assert "unknown scheduler ','. Known: " in said
 

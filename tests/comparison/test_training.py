@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from mmlab.cli.cache import cache_info
 from mmlab.cli.main import main
 from mmlab.comparison.config import CheckpointOptions, LoaderOptions, load_config
+from mmlab.comparison.plan import _kept
 from mmlab.comparison.train import load_trained, train
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError
@@ -469,6 +470,14 @@ def test_batches_are_planned_for_the_memory_given_and_resumed_alike(config: Path
     assert (folder / "memory.json").read_text() == saved
     with pytest.raises(OptionError, match=r"key in \[scheduler\].*'budget'"):
         load_config(config, ["scheduler.budget=5"])
+
+
+def test_the_limit_of_the_start_is_kept_and_a_damaged_file_of_it_named(tmp_path: Path) -> None:
+    path = tmp_path / "limit_bytes.txt"
+    assert [_kept(path, limit_bytes) for limit_bytes in (500, 700)] == [500, 500]
+    path.write_text("many")
+    with pytest.raises(DataError, match=r"limit_bytes.txt is damaged: .*; remove it to plan anew"):
+        _kept(path, 500)
 
 
 @pytest.mark.usefixtures("bytes_priced_once")

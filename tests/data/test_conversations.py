@@ -159,6 +159,7 @@ def test_a_system_column_comes_first_and_what_is_not_to_be_learnt_is_marked(fold
         ({"messages": MESSAGES, "image": "a.png", "tools": [{"name": "add"}]}, "tools are not read"),
         ({"messages": [*MESSAGES[:2], {**MESSAGES[2], "tool_calls": [{}]}], "image": "a.png"}, "turn 3: tool_calls is not read"),
         ({"messages": [*MESSAGES[:2], {**MESSAGES[2], "weight": 0}], "image": "a.png"}, "no answer"),
+        ({"messages": [*MESSAGES[:2], {**MESSAGES[2], "weight": 0.5}], "image": "a.png"}, "weight of 0 or 1, found 0.5"),
         ({"image": "a.png", "conversations": [ASKED[0], {"from": "robot", "value": "x"}]}, "turn 2: unknown role 'robot'; known: human"),
         ({"image": "a.png", "conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown role ['human']; known: human"),
         ({"messages": [{"role": "user", "content": [5]}]}, "turn 1: a part of type 'int' cannot be read"),

@@ -111,6 +111,28 @@ def test_a_trainer_stops_when_it_is_told_to(tmp_path: Path) -> None:
     assert state_of(tmp_path).status == "stopped"
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), "stopped"), (ZeroDivisionError("no more"), "failed")]
+)
+def test_a_planned_trainer_that_is_left_early_ends_its_run(
+    tmp_path: Path, error: BaseException, status: str
+) -> None:
+    class Leaving(TrainerEvents):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            super().on_step_begin(args, state, control, **more)
+            if state.global_step == 3:
+                raise error
+
+    running = set(threading.enumerate())
+    with pytest.raises(type(error)):
+        make(tmp_path, num_train_epochs=2, callbacks=[Leaving()]).train()
+    state = state_of(tmp_path)
+    assert (state.status, state.count("step")) == (status, 3)
+    assert set(threading.enumerate()) <= running
+    with exclusive_folder(tmp_path):
+        pass
+
+
 def test_an_own_loop_writes_stops_pauses_and_says_why_it_failed(tmp_path: Path) -> None:
     def fail() -> None:
         with RunWriter(tmp_path / "failed", num_steps=3) as run:

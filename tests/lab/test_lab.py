@@ -216,11 +216,17 @@ def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: 
 
 def test_a_run_keeps_its_result_when_a_later_one_uses_the_folder(scenes: Path, tmp_path: Path) -> None:
     lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=1, **SMALL).start()
-    num_steps = len(lab.wait().steps)
+    found = lab.wait()
+    num_steps = len(found.steps)
+    first = lab.table()
     later = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=2, **SMALL).start()
     assert (lab.state, lab.error) == ("done", None), "the later run moved its files aside"
     assert len(later.wait().steps) == 2 * num_steps
-    assert len(lab.wait().steps) == num_steps
+    assert len(lab.wait().steps) == len(found.steps) == num_steps, "of the result in hand, too"
+    assert lab.table().equals(first)
+    assert lab.progress.done_ratio == 1.0
+    assert len(lab.to_csv(tmp_path / "steps.csv").read_text().splitlines()) == 1 + num_steps
+    assert f"{found.arms[0].samples_per_s:.1f}" in lab.report(tmp_path / "page.html").read_text()
 
 
 def test_what_a_run_was_asked_for_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +248,11 @@ def test_what_a_run_was_asked_for_is_told_whole(tmp_path: Path, monkeypatch: pyt
     asked = job_of(one.data, one.options["schedulers"], {**one.options, "schedulers": None})
     assert one.differences(asked) == ""
     assert "batch_size=8" in other.differences(asked), "a configured scheduler is more than its name"
+    fewer, more = (Lab(data, out=tmp_path / "lab") for data in (["a"], ["a", "b"]))
+    asked = job_of(fewer.data, fewer.options["schedulers"], {**fewer.options, "schedulers": None})
+    assert fewer.differences(asked) == ""
+    assert "data in memory=\"['a']" in more.differences(asked)
+    asked = job_of(one.data, one.options["schedulers"], {**one.options, "schedulers": None})
     other.options["schedulers"], other._opened = ("mine",), True
     assert other.differences(asked) == "", "only the names are known to a lab that was opened"
     (tmp_path / "broken").mkdir()
