@@ -183,7 +183,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSizes:
-    """The columns that a scheduler reads: N samples, integers only. Ten million of them take 160 MB.
+    """The columns that a scheduler reads: N samples, integers only. Ten million of them take 200 MB.
 
     Sizes are those after the image policy: what the model will see.
 
@@ -230,7 +230,7 @@ class SampleSizes:
 
     def take(self, rows: Sequence[int] | NDArray[np.integer]) -> SampleSizes:
         """The rows asked for, in that order."""
-        rows = np.asarray(rows)
+        rows = np.asarray(rows, dtype=None if len(rows) else np.int64)
         return SampleSizes(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 

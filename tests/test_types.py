@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmlab.data.decode import decode_image, displayed_size
 from mmlab.errors import DataError, OptionError
-from mmlab.types import PATCH, Aspect, Square, aspect, parse_image_policy, square
+from mmlab.types import PATCH, Aspect, SampleSizes, Square, aspect, parse_image_policy, square
 
 LARGE = Aspect(10_000_000, 1)  # keeps every size of these tests
 
@@ -237,3 +237,7 @@ def test_a_palette_with_a_transparent_entry_is_laid_over_white():
 def test_what_is_no_whole_image_raises(content):
     with pytest.raises(DataError, match=r"not an image|cut off|header cannot be read"):
         decode_image(content, Square(16))
+
+
+def test_no_rows_of_sizes_can_be_taken():
+    assert len(SampleSizes(num_tokens=[3], height=[16], width=[16], group=[0]).take([])) == 0

@@ -239,13 +239,13 @@ class Lab:
         """One row per scheduler, with its figures so far: `mmlab.runs.summaries.summarize`.
 
         Raises:
-            RunError: no run has begun.
+            RunError: no run has written anything yet.
         """
         import pandas as pd
 
         states = self._poll(at_once=True)
         if not states:
-            raise RunError("no run has begun; press Start or call start() first")
+            raise RunError(f"{self.state}, no step written yet; press Start or call start() first, or wait")
         rows = [{"run": name, **summarize(run)} for name, run in states.items()]
         return pd.DataFrame(rows).set_index("run")
 
@@ -283,7 +283,7 @@ class Lab:
         """Write one self-contained page: the comparison, or its runs so far; returns the path.
 
         Raises:
-            RunError: no run has begun.
+            RunError: no run has written anything yet.
         """
         found = self._comparison()
         if found is None:

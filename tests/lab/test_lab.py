@@ -57,6 +57,8 @@ def test_a_run_is_paused_looked_at_opened_again_and_finished(scenes: Path, tmp_p
     lab.stop()
     assert lab.start() is lab
     assert lab.state == "running"
+    with pytest.raises(RunError, match="running, no step written yet"):
+        lab.table()
     run = lab._run
     assert lab.start()._run is run, "a second start does nothing"
 
