@@ -39,6 +39,7 @@ _PRELOADED = [
     "mmlab.comparison.train",
     "mmlab.cli.main",
     "tests.batches",
+    "tests.planned_once",
 ]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 

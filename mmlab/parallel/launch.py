@@ -84,8 +84,9 @@ def run_on_ranks(
             shutdown_timeout=_SHUTDOWN_S,
         )
         before = multiprocessing.active_children()
-        # the module that `train_on` runs; ranks import any other themselves
-        multiprocessing.get_context(START_METHOD).set_forkserver_preload(["mmlab.comparison.train"])
+        # what `train_on` runs, and what plans batches; ranks import any other modules themselves
+        preloaded = ["mmlab.comparison.train", "mmlab.schedule._dense_loops", "pandas"]
+        multiprocessing.get_context(START_METHOD).set_forkserver_preload(preloaded)
         variables = {name: value for name, value in os.environ.items() if not _OF_A_RANK.match(name)}
         try:
             found = elastic_launch(config, _on_rank)(function, arguments, num_processes, variables)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+from mmlab.comparison import plan
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train
 from mmlab.training.loop import FusionTrainer
+
+_FREE_BYTES = 16 * 2**20
 
 
 def train_and_note(config: Path, runs: Path, stage: int, strategy: str, stop_after: int | None) -> None:
@@ -30,5 +34,7 @@ def train_and_note(config: Path, runs: Path, stage: int, strategy: str, stop_aft
         return values
 
     FusionTrainer.train_step = noted
+    # each start finds more memory free than the one before
+    plan.memory_limit = lambda *_, **__: SimpleNamespace(usable_bytes=(1 + stage) * _FREE_BYTES)
     changes = [f"parallel.strategy={strategy}"]
     train(load_config(config, changes), runs=runs, resume="auto", progress=False)
