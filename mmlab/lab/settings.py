@@ -104,8 +104,10 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
             axis.set(title="weights of the objectives", ylim=(0, None))
         else:
             axis.set(title="loss by objective, without its weight", ylabel="nats")
+    kinds = zip(("solid", "dashed", "dotted"), next(iter(parts.values()), ()), strict=False)
+    title = "\n".join(f"{style}: {key.removesuffix('_loss')}" for style, key in kinds)
     if begun:
-        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8, title=title, title_fontsize=8)
     return figure
 
 

@@ -67,8 +67,10 @@ def test_weights_move_only_where_a_rule_moves_them(batches, tmp_path):
     runs.poll()
     assert set(runs.states["fp32"].column("contrastive_weight")) == {1.0}
     assert len(set(runs.states["fp32 uncertainty"].column("contrastive_weight"))) > 1
-    _loss, weights = settings_figure(tmp_path).axes
+    figure = settings_figure(tmp_path)
+    _loss, weights = figure.axes
     assert len(weights.lines) == 4
+    assert figure.legends[0].get_title().get_text() == "solid: contrastive\ndashed: matching"
 
 
 def test_an_error_is_raised_and_stands_in_the_run(batches, tmp_path):
