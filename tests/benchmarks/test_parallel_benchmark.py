@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ def test_the_figure_has_what_was_measured_beside_the_curves(script: Any) -> None
         network=links(1e-4, 1e9),
         image_layers=None,
         turns={"one core": [[turn]], "ddp": [[turn], [turn]], "branch": [[turn], [turn]]},
+    )
+    assert bench.note.endswith("a step of one takes 1.60 times as long as alone.")
+    slow = {"one core": [[turn | {"steps_s": [2.0]}]]}
+    assert replace(bench, turns=slow).note.endswith(
+        "0.80 times as long as alone, which is noise of the machine: measure again."
     )
     curves = script("_parallel_figure").draw(bench).axes[0].lines
     squares = [tuple(point) for line in curves if line.get_marker() == "s" for point in line.get_xydata()]

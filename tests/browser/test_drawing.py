@@ -84,6 +84,27 @@ def test_two_runs_are_overlaid_in_every_plot_that_has_their_numbers(panel: Panel
     expect(caption).not_to_contain_text("process RSS")  # beside live tensors a few grey words in the corner
 
 
+def test_memory_of_a_process_is_no_line_beside_bytes_that_another_run_was_predicted(
+    notebook: Notebook,
+) -> None:
+    for name, predicted in (("usual", {}), ("planned", {"predicted_bytes": 90 * 2**20})):
+        with RunLog(notebook.server.files / "process" / name) as log:
+            log.write("start", 0, run_name=name, num_steps=3, device="cpu")
+            for step in (1, 2, 3):
+                memory = {"peak_bytes": 2**30, "memory_source": "process RSS"}
+                log.write("step", step, num_samples=8, step_s=0.1, loss=1.0, **memory, **predicted)
+            memory = {"memory_bytes": 2**30, "memory_total_bytes": 2**33, "memory_source": "process RSS"}
+            log.write("device", -1, device="cpu", **memory)
+            log.write("end", 3, status="done", num_steps=3)
+    panel = notebook.show("LivePanel('process')")
+    panel.wait_points(6)
+    caption = panel.plot("memory").locator("figcaption")
+    expect(caption).to_contain_text("predicted")
+    expect(caption).not_to_contain_text("process RSS")
+    panel.frames()
+    assert float((panel.plot("memory").get_attribute("data-y") or "").split()[1]) < 2**28
+
+
 def test_the_legend_hides_and_shows_a_run_and_a_measure(panel: Panel) -> None:
     first = panel.root.get_by_role("button", name="budget", exact=True)
     first.click()

@@ -585,7 +585,8 @@ class View {
 	// Memory of the whole process says little beside the bytes of its tensors: it is written as text, not drawn as a line.
 	isExtra(line, measure, soft) {
 		if (line.run[measure.source] !== "process RSS") return false;
-		const found = (line.run.peak_source !== "process RSS" || line.values({ from: [["step", "predicted_bytes"], ["step", "limit_bytes"]] })) && line.values(measure);
+		const bytes = { from: [["step", "predicted_bytes"], ["step", "limit_bytes"]] };
+		const found = (line.run.peak_source !== "process RSS" || this.visible().some((each) => each.values(bytes))) && line.values(measure);
 		if (found && soft) soft.process = Math.max(soft.process ?? 0, found.values[found.n - 1]);
 		return !!found;
 	}
