@@ -101,7 +101,7 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
         if keys is scales:
             axis.set(title="loss scale (x: step skipped)", yscale="log")
         elif keys is weights:
-            axis.set(title="weights of the objectives", ylim=(0, None))
+            axis.set(title="weights of the objectives", ylim=(0, 1.05 * axis.get_ylim()[1]))
         else:
             axis.set(title="loss by objective, without its weight", ylabel="nats")
     kinds = zip(("solid", "dashed", "dotted"), next(iter(parts.values()), ()), strict=False)
