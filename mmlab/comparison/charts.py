@@ -68,7 +68,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     low, high = loss.get_ylim()
     spare = max(0.0, 0.1 - (high - low)) / 2  # noise alone must not look like a ranking
     loss.set_ylim(low - spare, high + spare)
-    loss.xaxis.get_major_locator().set_params(integer=True)
+    loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for axes in (waste, throughput, time, memory, costs):
         axes.tick_params(axis="x", rotation=0 if len(table) < 6 else 30)
     for axes in (waste, throughput, time, memory, costs, loss):

@@ -218,7 +218,8 @@ class Comparison:
             )
         elif not self._all_overlap:
             notes.append(
-                "Predicted and measured samples/s rank the schedulers alike, apart from those whose epochs overlap."
+                "Predicted and measured samples/s rank the schedulers alike, apart from those within 5 % of each other "
+                "and those whose epochs overlap."
             )
         if off := [predicted / measured - 1 for predicted, measured in speeds if predicted]:
             notes.append(f"Predicted samples/s are {min(off):+.0%} to {max(off):+.0%} off those measured.")
