@@ -62,7 +62,10 @@ class RunState:
         self.first_s = self.last_s = nan  # time of the first and the last event, seconds since 1970
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
         self.is_broken = False  # one of its files cannot be read; it is not polled any more
-        self._written_status, self._status_s = "waiting", -inf
+        self._written_status, self._status_from = (
+            "waiting",
+            (0, -inf),
+        )  # rank and time of the event that says so
         # path -> inode, first bytes (a new file may reuse an old one's inode), and the offset read so far
         self._files: dict[str, tuple[int, bytes, int]] = {}
         self._latest: dict[tuple[str, int], RunEvent] = {}
@@ -114,9 +117,9 @@ class RunState:
             status = event.values["status"] if event.kind == "end" else status
             if status is None and self._written_status == "waiting":
                 self._written_status = "running"
-            # older ones are of ranks that a later start did without
-            elif status and event.time_s >= self._status_s:
-                self._written_status, self._status_s = status, event.time_s
+            # older ones of other ranks are of those that a later start did without; one rank's are in order
+            elif status and (event.rank == self._status_from[0] or event.time_s >= self._status_from[1]):
+                self._written_status, self._status_from = status, (event.rank, event.time_s)
             if event.kind == "start":
                 self._process_runs = True
 

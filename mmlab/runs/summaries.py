@@ -66,8 +66,8 @@ def progress_of(runs: Iterable[RunState]) -> Progress:
 
 
 def _epochs_done(run: RunState) -> int:
-    """Epochs that have ended; of other trainers, which may not tell, those that were evaluated."""
-    return run.count("epoch") or run.count("eval")
+    """Epochs that have ended, once each; of other trainers, which may not tell, those that were evaluated."""
+    return np.unique(run.column_or_nan("epoch", "epoch"), equal_nan=False).size or run.count("eval")
 
 
 def _evaluations_left(run: RunState) -> float:

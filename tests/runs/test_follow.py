@@ -169,6 +169,25 @@ def test_a_rank_that_a_later_start_did_without_does_not_set_the_status(tmp_path:
     assert state.status == "done"
 
 
+def test_a_clock_that_is_set_back_hides_no_end_and_no_start() -> None:
+    state = RunState()
+    for kind, time_s, status in (
+        ("start", 9e3, "running"),
+        ("end", 5e3, "stopped"),
+        ("start", 1e3, "running"),
+    ):
+        state.apply([RunEvent(kind, 1, 0, time_s, {"status": status})])
+        assert state.status == status
+
+
+def test_an_epoch_that_a_resumed_run_repeats_counts_once() -> None:
+    state = RunState()
+    for epoch, step_s in ((0, 1.0), (0, 1.0), (1, 5.0)):  # the last epoch has only begun
+        steps = [RunEvent("step", epoch, 0, 0.0, {"epoch": epoch, "step_s": step_s, "num_samples": 8})] * 4
+        state.apply(steps + [RunEvent("epoch", epoch, 0, 0.0, {"epoch": epoch})] * (epoch == 0))
+    assert summarize(state)["samples_per_s"] == 8
+
+
 def test_the_status_of_several_runs_is_running_until_all_have_ended(tmp_path: Path) -> None:
     assert overall_status([]) == "waiting"
     for name in ("a", "b"):
