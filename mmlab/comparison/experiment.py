@@ -130,7 +130,8 @@ def compare(
         finished = min(len(run.epochs) for run in runs)
         if not finished:
             raise KeyboardInterrupt
-        with signals_held(signal.SIGINT):  # minutes of training must not be lost in the last second
+        # minutes of training must not be lost in the last second
+        with signals_held(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             arms = [run.result(finished) for run in runs]
             comparison = Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
             if folder is not None:

@@ -23,7 +23,7 @@ from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.comparison.sizing import size_schedulers
-from mmlab.comparison.turns import COUNT_EVERY
+from mmlab.comparison.turns import COUNT_EVERY, ComparisonRun
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
@@ -537,6 +537,23 @@ def test_on_a_cpu_live_tensors_are_counted_in_the_costliest_step_and_in_few_othe
     assert first_epoch["predicted_cost"][1:].idxmax() == counted.index[0]
     assert counted["peak_bytes"].max() == pytest.approx(found.arms[0].peak_bytes, rel=0.1)
     assert steps["rss_bytes"].min() > counted["peak_bytes"].max(), "Python and torch are no tensors"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_after_the_last_epoch_loses_nothing(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    measure = ComparisonRun.result
+    monkeypatch.setattr(ComparisonRun, "result", lambda *of: (signal.raise_signal(number), measure(*of))[1])
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compare(
+                scenes, ["random"], out=tmp_path, epochs=1, equal="batch_size", image="aspect:32", device="cpu"
+            )
+    finally:
+        signal.signal(number, before)
+    assert len(load_comparison(tmp_path).arms[0].epochs) == 1
 
 
 def test_a_request_to_end_keeps_the_epochs_that_all_have_finished(scenes: Path, tmp_path: Path) -> None:
