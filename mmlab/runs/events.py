@@ -16,6 +16,7 @@ floats.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -107,12 +108,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         with self._lock:
             num_written = 0
             try:
+                if not os.fstat(self._file.fileno()).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "the file was removed while its run wrote it")
                 while num_written < len(line):  # a signal or a full disk can cut a write short
                     num_written += self._file.write(line[num_written:])
-            except OSError:
+            except OSError as error:  # it names no file
                 if num_written:
                     self._file.truncate(self._file.seek(0, os.SEEK_END) - num_written)
-                raise
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         """Close the file; writing after that is an error."""

@@ -108,7 +108,7 @@ def test_a_line_that_a_full_disk_cuts_short_is_taken_back(tmp_path: Path) -> Non
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
         try:
-            with pytest.raises(OSError, match="File too large"):
+            with pytest.raises(OSError, match=f"File too large: .*{log.path.name}"):
                 log.write("step", 2, loss=0.5)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -116,6 +116,13 @@ def test_a_line_that_a_full_disk_cuts_short_is_taken_back(tmp_path: Path) -> Non
         assert log.path.stat().st_size == before
         log.write("step", 3, loss=0.25)
     assert [event.step for event in read_events(log.path)[0]] == [1, 3]
+
+
+def test_events_are_not_lost_silently_if_their_file_is_removed(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.path.unlink()
+        with pytest.raises(FileNotFoundError, match=f"removed while .*{log.path.name}"):
+            log.write("step", 1, loss=1.0)
 
 
 def test_threads_never_mix_their_lines(tmp_path: Path) -> None:
