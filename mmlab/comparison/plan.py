@@ -121,6 +121,4 @@ def _kept(path: Path, limit_bytes: int) -> int:
     try:
         return int(path.read_text())
     except ValueError:
-        raise DataError(
-            f"{path} is damaged: expected a whole number of bytes; remove it to plan anew"
-        ) from None
+        raise DataError(f"{path} is damaged: expected a number of bytes; remove it to plan anew") from None

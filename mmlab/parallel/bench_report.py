@@ -144,9 +144,7 @@ class ParallelBench:
             text = f"{ranks} ranks take turns on the {self.num_cores} cores here. "
         ratio = self.costs.step_s(self.options.batch_size) / first["step_s"]
         noise = ", which is noise of the machine: measure again" if ratio < 0.95 else ""
-        return (
-            f"{text}While all ranks compute, a step of one takes {ratio:.2f} times as long as alone{noise}."
-        )
+        return f"{text}While all ranks work, a step of one takes {ratio:.2f} times as long as alone{noise}."
 
     def as_dict(self) -> dict[str, Any]:
         """What `mmlab bench parallel --json` prints."""

@@ -62,10 +62,8 @@ class RunState:
         self.first_s = self.last_s = nan  # time of the first and the last event, seconds since 1970
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
         self.is_broken = False  # one of its files cannot be read; it is not polled any more
-        self._written_status, self._status_from = (
-            "waiting",
-            (0, -inf),
-        )  # rank and time of the event that says so
+        self._written_status = "waiting"
+        self._status_from = (0, -inf)  # rank and time of the event that says so
         # path -> inode, first bytes (a new file may reuse an old one's inode), and the offset read so far
         self._files: dict[str, tuple[int, bytes, int]] = {}
         self._latest: dict[tuple[str, int], RunEvent] = {}

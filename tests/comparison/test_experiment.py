@@ -549,7 +549,13 @@ def test_a_request_to_end_after_the_last_epoch_loses_nothing(
     try:
         with pytest.raises(KeyboardInterrupt):
             compare(
-                scenes, ["random"], out=tmp_path, epochs=1, equal="batch_size", image="aspect:32", device="cpu"
+                scenes,
+                ["random"],
+                out=tmp_path,
+                epochs=1,
+                equal="batch_size",
+                image="aspect:32",
+                device="cpu",
             )
     finally:
         signal.signal(number, before)
