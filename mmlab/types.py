@@ -361,10 +361,10 @@ def parse_image_policy(text: str) -> ImagePolicy:
     Raises:
         OptionError: the text has another form, or the size is impossible.
     """
-    match = re.fullmatch(r"(square|aspect):(\d{1,4})(?::(\d{1,4}))?", text.strip())
-    if match is None or (match[1] == "square" and match[3]):
+    match = re.fullmatch(r"(square|aspect):(\d{1,5})(?::(\d{1,5}))?", text.strip())
+    if match is None or (match[1] == "square" and match[3]) or int(match[2]) > 2**14:
         raise OptionError(
-            f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE] of at most 9999 pixels (aspect:224)"
+            f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE] of at most 16384 pixels (aspect:224)"
         )
     if match[1] == "square":
         return Square(int(match[2]))
