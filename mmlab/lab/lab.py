@@ -343,10 +343,10 @@ class Lab:
     def _poll(self, *, at_once: bool = False) -> dict[str, RunState]:
         """The runs; reads what is new in their files, unless that was done a moment ago."""
         with self._lock:
-            if (source := self._folder_now / "runs") != self._runs.source:
-                self._runs, at_once = Runs(source), True
             if at_once or time.monotonic() - self._polled_s > POLL_S:
                 self._polled_s = time.monotonic()
+                if (source := self._folder_now / "runs") != self._runs.source:
+                    self._runs = Runs(source)
                 self._runs.poll()
             return self._runs.states
 
