@@ -137,7 +137,9 @@ class FileReplacedError(DataError):
     """An event file was replaced by a new one."""
 
 
-def read_events(path: str | Path, offset: int = 0, head: bytes = b"") -> tuple[list[RunEvent], int]:
+def read_events(
+    path: str | Path, offset: int = 0, head: bytes = b"", num_bytes: int = -1
+) -> tuple[list[RunEvent], int]:
     """Read the complete lines of a file after `offset` bytes; call again with the new offset to follow a run.
 
     A last line without its newline is still being written (or torn): it is left for the next call.
@@ -145,6 +147,7 @@ def read_events(path: str | Path, offset: int = 0, head: bytes = b"") -> tuple[l
     Args:
         head: the file's first bytes as read earlier; they hold the time of its first event, so no other file
             has them.
+        num_bytes: read about so many bytes at most, but a whole line at least; -1 reads all.
 
     Returns:
         The events, and the offset after the last complete line.
@@ -157,7 +160,9 @@ def read_events(path: str | Path, offset: int = 0, head: bytes = b"") -> tuple[l
         if file.read(len(head)) != head or file.seek(0, 2) < offset:
             raise FileReplacedError(f"{path}: the file was replaced by a new run; read it from offset 0")
         file.seek(offset)
-        data = file.read()
+        data = file.read(num_bytes)
+        if b"\n" not in data:
+            data += file.read()
     events = []
     for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
         events.append(_decode(line, path, offset))

@@ -34,6 +34,7 @@ ENDED = ("done", "stopped", "failed", "unreadable")  # overall statuses once all
 NOTED = ("warning", "out_of_memory", "decision", "bad_sample")  # kinds of event that a person should see
 MAX_NOTES = 30  # kept of each run
 HEAD_BYTES = 128  # first bytes of an event file, which tell it from a new file in its place
+READ_BYTES = 1 << 22  # of an event file at once: a long run's file has many hundred megabytes
 UNREAD = (0, b"", 0)
 
 Source = str | Path | Sequence[str | Path]  # folders of runs, or folders above them
@@ -208,8 +209,11 @@ class RunState:
             found = os.stat(path)
             if inode and (found.st_ino != inode or found.st_size < offset):
                 raise FileReplacedError(f"{path} was replaced by a new run")
-            if found.st_size > offset:
-                events, offset = read_events(path, offset, head)
+            while found.st_size > offset:
+                events, after = read_events(path, offset, head, READ_BYTES)
+                if after == offset:
+                    break  # a line that is still being written
+                offset = after
                 check_types(events, path)
                 if len(head) < HEAD_BYTES:
                     with open(path, "rb", buffering=0) as file:

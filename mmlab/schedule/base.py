@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmlab.errors import check_numbers
+from mmlab.errors import DataError, check_numbers
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.schedule.plan import BatchPlan
@@ -63,8 +63,10 @@ class Scheduler:
                 before, the samples that are left are replanned; none is lost or repeated.
 
         Raises:
-            DataError: the state is of other data, another seed or other options.
+            DataError: the state is of other data, another seed or other options, or of no plan.
         """
+        if "taken" not in state:
+            raise DataError("this is not the state of a plan; give what a plan's state_dict() returned")
         scheduler = self if world_size is None else replace(self, world_size=world_size)
         sizes = sizes_of(samples)
         rest, position = EpochBlocks.of(scheduler, sizes, state["epoch"]).resumed(state)

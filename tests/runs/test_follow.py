@@ -43,6 +43,22 @@ def test_every_row_is_there_once_while_the_run_grows(tmp_path: Path) -> None:
     assert the_run(runs).rows(["loss"], "step", 0, 3, 5).tolist() == [[1 / 4, 1 / 5]]
 
 
+@pytest.mark.parametrize("num_bytes", [1, 300, 100_000])
+def test_a_long_file_is_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr("mmlab.runs.follow.READ_BYTES", num_bytes)
+    with RunLog(tmp_path) as log:
+        for step in range(40):
+            log.write("step", step, loss=float(step))
+            log.write("warning", step, message="w" * 10 * step, source="test")  # at times longer than a part
+        log._file.write(b'{"kind": "st')
+    run = RunState(tmp_path)
+    assert (run.poll(), run.poll()) == (80, 0)
+    assert run.column("loss").tolist() == list(range(40))
+    assert run.messages()[-1] == "w" * 390
+
+
 def test_infinity_nothing_and_texts_are_rows_too(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.write("step", 1, loss=math.inf, lr=None, num_samples=3)

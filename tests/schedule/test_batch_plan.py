@@ -110,6 +110,8 @@ def test_a_state_of_something_else_is_refused(scheduler, num_samples, named):
     state = make_scheduler("random", batch_size=8).plan(SIZES).state_dict(3)
     with pytest.raises(DataError, match=named):
         scheduler.resume(SIZES.take(range(num_samples)), state)
+    with pytest.raises(DataError, match="not the state of a plan; give what a plan's state_dict"):
+        scheduler.resume(SIZES, {})
 
 
 def test_an_iterator_refuses_the_state_of_another_plan():
