@@ -14,7 +14,7 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.errors import OptionError
-from mmlab.lab.panels import SLIDES, WIDE, Panel, picture
+from mmlab.lab.panels import LONG, SLIDES, WIDE, Panel, picture
 from mmlab.lab.plan_figure import page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
@@ -50,7 +50,7 @@ class MemoryPanel(Panel):
         low, high = np.log10(memory_gb[:2]).tolist()
         shown: dict[str, Any] = {"description": "memory, GiB", "readout_format": ".3g", **SLIDES}
         self.memory = widgets.FloatLogSlider(value=memory_gb[2], min=low, max=high, step=0.02, **shown)
-        self.model = widgets.Dropdown(options=list(models), description="training", style=WIDE)
+        self.model = widgets.Dropdown(options=list(models), description="training", style=WIDE, layout=LONG)
         self.summary, self.picture = widgets.HTML(), picture()
         controls = (self.memory, self.model)
         beside = widgets.HBox([widgets.VBox(controls), self.summary], layout={"flex_flow": "row wrap"})

@@ -20,8 +20,8 @@ from mmlab.lab.live_panel import STATIC, LivePanel
 from mmlab.lab.saved import HIDDEN, SavedView
 
 WIDE = {"description_width": "9rem"}  # equally wide labels in a column
-_LONG = {"width": "26rem", "margin": "2px"}  # the margin of other sliders, which a SelectionSlider lacks
-SLIDES: dict[str, Any] = {"continuous_update": False, "style": WIDE, "layout": _LONG}
+LONG = {"width": "26rem", "margin": "2px"}  # the margin of other sliders, which a SelectionSlider lacks
+SLIDES: dict[str, Any] = {"continuous_update": False, "style": WIDE, "layout": LONG}
 
 
 class Panel(widgets.VBox):
