@@ -98,7 +98,7 @@ class PlannedMemory:
             figure.colorbar(dots, label="tokens")
             needed.plot(self.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
         needed.axhline(limit_gib, color=GREY, lw=1, ls="--")
-        counts.set(title="batches by image size", xlabel="thousand pixels", ylabel="samples", ylim=(0, None))
+        counts.set(title="batches (area: how many)", xlabel="1000 pixels", ylabel="samples", ylim=(0, None))
         needed.set(title="predicted peak; -- limit", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib))
         needed.xaxis.get_major_locator().set_params(integer=True)
         return figure
