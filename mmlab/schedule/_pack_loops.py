@@ -80,7 +80,7 @@ def _take_oldest(pool, pooled, pack, members, room):
             pool.taken[sample] = True
             members[count] = sample
             count += 1
-        else:
+        elif not fits:  # one beside another of its image says nothing of the room
             misses += 1
             if misses == _PATIENCE:
                 break

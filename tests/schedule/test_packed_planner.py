@@ -25,6 +25,13 @@ def test_both_streams_are_filled_and_every_rank_gets_as_many_packs(world_size):
     assert report.straggler < 0.02
 
 
+def test_captions_kept_apart_leave_no_room_in_large_packs():
+    mean = make_scheduler("random", batch_size=1).plan(SIZES).report().mean_cost
+    plan = make_scheduler("packed", budget=256 * mean).plan(SIZES)
+    assert plan.report().collision_ratio == 0
+    assert len(plan) <= 1.15 * 6000 / 256
+
+
 def test_rooms_follow_the_budget():
     assert sum(make_scheduler("packed", budget=8000).plan(SIZES).limits.streams) in (7999, 8000)
     with pytest.raises(OptionError, match="budget must be above 0, found 0"):
