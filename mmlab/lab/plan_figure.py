@@ -70,7 +70,7 @@ def plan_figure(
         area.stairs(counts, edges, label=name, color=colours[name], lw=1.4)
     area.axvline(budget, color=GREY, lw=1, ls="--")
     area.set(xlabel="padded tokens of a batch", ylabel="batches", ylim=(0, None))
-    area.locator_params(nbins=5)
+    area.locator_params(nbins=4)
     area.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="upper right", ncols=5, frameon=False)
     return figure
