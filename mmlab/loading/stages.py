@@ -117,7 +117,7 @@ class StageReport:
         """The busiest stage, if training waits for it; None if it idles too, as when an epoch starts."""
         busiest, wait_ratio = self._busiest, self.wait_ratio
         # without workers, training waits while the stages work; with them, for one that is mostly busy
-        busy_ratio = sum(row["busy_ratio"] for row in self.rows[:-1])
+        busy_ratio = sum(row["num_threads"] * row["busy_ratio"] for row in self.rows[:-1])
         in_turns = busiest["queue_depth"] is None and 0.05 * wait_ratio <= busy_ratio <= wait_ratio
         short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= 0.5)
         return busiest["stage"] if short else None

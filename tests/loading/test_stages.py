@@ -73,12 +73,17 @@ def test_hits_of_the_cache_are_in_the_events(dataset, tmp_path: Path) -> None:
 
 
 def report_of(
-    busy: dict[str, float], wait_ratio: float, *, shared: bool = False, hits: float = 0.0
+    busy: dict[str, float],
+    wait_ratio: float,
+    *,
+    shared: bool = False,
+    hits: float = 0.0,
+    num_threads: int = 2,
 ) -> StageReport:
     rows = [
         {
             "stage": stage,
-            "num_threads": 2,
+            "num_threads": num_threads,
             "items_per_s": 100.0,
             "busy_ratio": ratio,
             "wait_ratio": 1 - ratio,
@@ -103,8 +108,13 @@ def test_worker_processes_that_idle_are_not_blamed_for_the_wait() -> None:
     assert report.bottleneck is None
 
 
+def test_eight_processes_that_idle_are_not_blamed_for_the_first_batch() -> None:
+    report = report_of({"read": 0.0, "decode": 0.09, "collate": 0.0}, 0.15, shared=True, num_threads=8)
+    assert report.bottleneck is None
+
+
 def test_without_workers_the_stage_that_takes_the_time_is_short() -> None:
-    report = report_of({"read": 0.01, "decode": 0.2, "collate": 0.02}, 0.24, shared=True)
+    report = report_of({"read": 0.01, "decode": 0.2, "collate": 0.02}, 0.24, shared=True, num_threads=1)
     assert report.bottleneck == "decode"
     assert "waited 24.0% of the time" in report.sentence
 
