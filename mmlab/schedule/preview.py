@@ -95,7 +95,7 @@ class Preview:
         notes = ["all have " + ", ".join(f"{name} {table[name].iloc[0]}" for name in same)] if same else []
         for entry in _LEGEND.split("; "):
             notes += [entry] * any(name.endswith(entry.partition(":")[0]) for name in table)
-        notes += [PACKED_NOTE] * ("packed" in table.index)
+        notes += PACKED_NOTE.split("; ")[: 1 + ("epoch_s" in table)] * ("packed" in table.index)
         return table.drop(columns=same), "; ".join(notes)
 
     def __str__(self) -> str:

@@ -124,6 +124,8 @@ def test_prices_of_a_plan_are_further_figures():
     assert figures["epoch_s"] > 0
     assert figures["peak_bytes"] == 2**30
     assert "1.00 GiB" in str(found)
+    assert "seconds include" in str(preview(make_sizes(300), ["packed"], prices=prices))
+    assert "seconds include" not in str(preview(make_sizes(300), ["packed"]))
     without = preview(make_sizes(300), ["random"], ranks=3, prices=prices)
     assert without.as_dict()["random"]["peak_bytes"] is None
     assert str(without).splitlines()[2].endswith(" -")
