@@ -177,8 +177,8 @@ class MultimodalDataset(Dataset[Sample]):
         )
 
     def collate(self, samples: Sequence[Sample], pixels: Pixels | None = None) -> Batch:
-        """`mmlab.data.collate` with the tokenizer's padding."""
-        return collate(samples, pad_token_id=self.tokenizer.pad_token_id, pixels=pixels)
+        """`mmlab.data.collate` with the tokenizer's pad token, or 0 where it has none; both are masked."""
+        return collate(samples, pad_token_id=self.tokenizer.pad_token_id or 0, pixels=pixels)
 
 
 MultiModalDataset = MultimodalDataset  # as an article spells it

@@ -113,3 +113,23 @@ def test_an_image_policy_that_cannot_be_hashed_is_refused(records: Records) -> N
     policy: Any = Own()
     with pytest.raises(OptionError, match="image policy Own is not hashable; make it a frozen dataclass"):
         MultimodalDataset(records, image_policy=policy)
+
+
+def words_tokenizer(texts: list[str | None], **special: str) -> Any:
+    """One token per word; neither a pad token nor a closing one, as with GPT-2."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted({word for text in texts if text for word in text.split()})
+    model = models.WordLevel({word: number for number, word in enumerate(["<unk>", *words])}, "<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_zero(records: Records) -> None:
+    dataset = MultimodalDataset(records, tokenizer=words_tokenizer(records.texts), image_policy=Square(32))
+    assert dataset.tokenizer.pad_token_id is None
+    batch = dataset.collate([dataset[row] for row in range(8)])
+    assert not batch.attention_mask.all()
+    assert (batch.input_ids[~batch.attention_mask] == 0).all()
