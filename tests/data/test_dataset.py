@@ -133,3 +133,11 @@ def test_a_tokenizer_without_a_pad_token_pads_with_zero(records: Records) -> Non
     batch = dataset.collate([dataset[row] for row in range(8)])
     assert not batch.attention_mask.all()
     assert (batch.input_ids[~batch.attention_mask] == 0).all()
+
+
+def test_a_text_without_a_closing_token_keeps_its_first_tokens(records: Records) -> None:
+    tokenizer = words_tokenizer(records.texts)
+    with pytest.warns(UserWarning, match="texts were cut to 3 tokens"):
+        cut = MultimodalDataset(records, tokenizer=tokenizer, image_policy=Square(32), max_tokens=3)
+    for row, text in enumerate(records.texts):
+        assert text is None or tokenizer.decode(cut[row]["input_ids"]).split() == text.split()[:3]
