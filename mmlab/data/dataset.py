@@ -65,7 +65,7 @@ class MultimodalDataset(Dataset[Sample]):
         *,
         image_paths: Sequence[str | Path] | None = None,
         text_prompts: Sequence[str] | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         image_policy: ImagePolicy | str | None = None,
         processor: Any = None,
         max_tokens: int = 512,
@@ -82,7 +82,7 @@ class MultimodalDataset(Dataset[Sample]):
             image_policy = image_policy or processor_policy(processor)
             max_tokens = min(max_tokens, processor.tokenizer.model_max_length)
         tokenizer = tokenizer or "builtin"
-        if isinstance(tokenizer, str):
+        if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer, records=records)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.max_tokens = max_tokens

@@ -141,3 +141,9 @@ def test_a_text_without_a_closing_token_keeps_its_first_tokens(records: Records)
         cut = MultimodalDataset(records, tokenizer=tokenizer, image_policy=Square(32), max_tokens=3)
     for row, text in enumerate(records.texts):
         assert text is None or tokenizer.decode(cut[row]["input_ids"]).split() == text.split()[:3]
+
+
+def test_a_tokenizer_is_found_in_a_folder(records: Records, tmp_path: Path) -> None:
+    saved = MultimodalDataset(records).tokenizer
+    saved.save_pretrained(str(tmp_path))
+    assert MultimodalDataset(records, tokenizer=tmp_path).tokenizer.get_vocab() == saved.get_vocab()
