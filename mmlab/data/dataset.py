@@ -78,9 +78,10 @@ class MultimodalDataset(Dataset[Sample]):
         if not isinstance(records, Records):
             records = read_records(records, texts, progress=False)
         if processor is not None:
-            tokenizer = tokenizer or processor.tokenizer
-            image_policy = image_policy or processor_policy(processor)
-            max_tokens = min(max_tokens, processor.tokenizer.model_max_length)
+            # that of an image model has none, that of a text model is one
+            own = getattr(processor, "tokenizer", None if hasattr(processor, "do_normalize") else processor)
+            image_policy, tokenizer = image_policy or processor_policy(processor), tokenizer or own
+            max_tokens = min(max_tokens, getattr(own, "model_max_length", max_tokens))
         tokenizer = tokenizer or "builtin"
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer, records=records)

@@ -49,8 +49,9 @@ class LossModel(nn.Module):
             modelling); "masked" for predicting hidden tokens. None chooses "text" for a model that can
             generate, "masked" for a `transformers` model for masked language modelling, and
             "batch" for any other.
-        processor: the model's own, as `AutoProcessor.from_pretrained` gives it, or a tokenizer: its mean and deviation
-            of pixels and its mask token are used. `MultimodalDataset(processor=...)` takes the rest.
+        processor: the model's own, as `AutoProcessor.from_pretrained` gives it (for an image model that is an image
+            processor), or a tokenizer: its mean and deviation of pixels and its mask token are used; without an
+            image processor, CLIP's mean and deviation. `MultimodalDataset(processor=...)` takes the rest.
         mask_ratio: share of a text's tokens that "masked" hides. In evaluation the same ones are hidden every time.
             Of an image, 40 % of the patches are hidden, one by one, for a model that takes `bool_masked_pos`.
 
@@ -87,7 +88,7 @@ class LossModel(nn.Module):
                 f"{type(module).__name__} predicts hidden tokens and needs the tokenizer's mask token: "
                 "LossModel(module, processor=...) with a processor or tokenizer that has one, or labels='text'"
             )
-        mean, std = _normalisation(getattr(processor, "image_processor", None))
+        mean, std = _normalisation(getattr(processor, "image_processor", processor))
         self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
         image_config = _first(config, "vision_config", "image_config", "encoder")
@@ -253,7 +254,7 @@ def _text_labels(batch: Batch | HostColumns) -> Tensor:
 
 def _normalisation(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation, of pixels in [0, 1], that an image processor takes; CLIP's without one."""
-    if images is None:
+    if not hasattr(images, "do_normalize"):
         return CLIP_MEAN, CLIP_STD
     scale = 255 * images.rescale_factor if images.do_rescale else 255.0
     mean, std = (images.image_mean, images.image_std) if images.do_normalize else ((0.0,) * 3, (1.0,) * 3)

@@ -214,6 +214,17 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+def test_the_processor_of_an_image_model_sets_size_and_pixels(records):
+    from transformers import ViTImageProcessor
+
+    processor = ViTImageProcessor(size={"height": SIDE, "width": SIDE}, image_mean=[0.3, 0.4, 0.5])
+    dataset = MultimodalDataset(records[:8], processor=processor)
+    assert dataset.image_policy == Square(SIDE)
+    model = LossModel(MODELS["clip"](dataset.tokenizer), processor=processor)
+    assert model.pixel_mean.flatten().tolist() == pytest.approx([0.3, 0.4, 0.5])
+    assert model.pixel_std.flatten().tolist() == pytest.approx([0.5] * 3)
+
+
 @pytest.mark.filterwarnings("ignore:.* texts were cut to 12 tokens:UserWarning")
 def test_the_lines_of_the_readme_train_a_model_of_transformers(records, monkeypatch):
     page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
