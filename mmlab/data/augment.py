@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,8 +75,7 @@ class Drawn:
                 down, across = self.place
                 top, left = int(down * (height - rows + 1)), int(across * (width - columns + 1))
                 return Region(top, left, rows, columns)
-        rows, columns = min(height, round(width / ratio)), min(width, round(height * ratio))
-        rows, columns = max(1, rows), max(1, columns)
+        rows, columns = max(1, min(height, round(width / ratio))), max(1, min(width, round(height * ratio)))
         return Region((height - rows) // 2, (width - columns) // 2, rows, columns)
 
 
@@ -117,14 +117,16 @@ class Augment:
     def __post_init__(self) -> None:
         for name, highest in (("crop_scale", 1), ("crop_ratio", 10**6)):
             given = getattr(self, name)
-            low, high = given or (1.0, 1.0)
-            if not 0 < low <= high <= highest:
+            pair = (1, 1) if given is None and name == "crop_scale" else given
+            if not (isinstance(pair, list | tuple) and len(pair) == 2 and 0 < pair[0] <= pair[1] <= highest):
                 raise OptionError(f"{name} must be (least, largest), above 0, up to {highest}, found {given}")
         limits = {"flip_probability": 1.0, "hue": 0.5, "num_operations": 100, "magnitude": _LARGEST_MAGNITUDE}
         for name in ("brightness", "contrast", "saturation", *limits):
-            limit = limits.get(name, 10**6)
-            if not 0 <= getattr(self, name) <= limit:
-                raise OptionError(f"{name} must be from 0 to {limit}, found {getattr(self, name)}")
+            limit, value = limits.get(name, 1e6), getattr(self, name)
+            kind = Integral if isinstance(limit, int) else Real
+            if not (isinstance(value, kind) and 0 <= float(value) <= limit):
+                whole = ", a whole number" * (kind is Integral)
+                raise OptionError(f"{name} must be from 0 to {limit:g}{whole}, found {value!r}")
 
     def draw(self, *, seed: int, epoch: int, record_id: str) -> Drawn:
         """Draw a sample's changes for an epoch. Options that are off do not change what others draw."""
