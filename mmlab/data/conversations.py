@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from mmlab.data.decode import as_displayed, opened, orientation_of, to_rgb
 from mmlab.data.readers.hub import as_stored, is_dataset
@@ -128,7 +129,7 @@ def read_conversations(
     for number, (_, entry) in enumerate(entries):
         try:
             parsed[number] = _parse(entry)
-        except (ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # OSError: a PIL image that is cut off
             reasons[number] = str(error)
     sizes = _measure(parsed, reasons, root, progress)
     ids = [_first(entry, ("id", "question_id")) for _, entry in entries]
@@ -312,8 +313,8 @@ def _listed_images(value: Any) -> list[_Image]:
             raise ValueError(f"image {value:.80} is a URL; download it, and name the file")
         return [_Image(value.removeprefix("file://"))]
     if hasattr(value, "save") and hasattr(value, "size"):  # a PIL.Image
-        encoded = io.BytesIO()
-        value.save(encoded, "PNG")
+        encoded, upright = io.BytesIO(), ImageOps.exif_transpose(value)  # PNG loses EXIF
+        (upright if upright.mode == "F" else to_rgb(upright)).save(encoded, "PNG")
         return [_Image("", encoded.getvalue())]
     raise ValueError(f"an image must be a path, bytes or a PIL image, found {value!r:.40}")
 
@@ -358,8 +359,6 @@ def _measure(
 
 def decode(image: bytes) -> Any:
     """An encoded image as `PIL.Image`, in RGB and upright; transparency is laid over white, as in images of pairs."""
-    from PIL import Image
-
     with opened(io.BytesIO(image)) as found:
         orientation = orientation_of(found)  # before decoding, which would find EXIF after the pixels too
         pixels = np.asarray(to_rgb(found))

@@ -96,7 +96,7 @@ class MultimodalDataset(Dataset[Sample]):
         special = set(tokenizer.all_special_ids)
         column, lengths, self.num_truncated = array("i"), np.zeros(len(records), np.int64), 0
         for row, ids in encode_texts(tokenizer, records.texts):
-            if len(ids) > max_tokens:  # it keeps its first tokens and the closing special token, if it has one
+            if len(ids) > max_tokens:  # it keeps its first tokens and a closing special token
                 ids = [*ids[: max_tokens - 1], ids[-1 if ids[-1] in special else max_tokens - 1]]
                 self.num_truncated += 1
             column.fromlist(ids)

@@ -49,6 +49,27 @@ def test_transparency_is_laid_over_white(folder: Path) -> None:
     assert talks[0]["images"][0].getpixel((0, 0)) == (255, 255, 255)
 
 
+def test_an_image_object_is_turned_upright_and_may_have_any_colours(folder: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 20), "red").save(folder / "turned.jpg", exif=exif)
+    with Image.open(folder / "turned.jpg") as turned:
+        images = [str(folder / "turned.jpg"), turned, Image.new("CMYK", (20, 30))]
+        talks = read_conversations([{"image": image, "conversations": ASKED} for image in images])
+    assert talks.image_sizes == [[(30, 20)]] * 3
+    assert [talks[row]["images"][0].size for row in range(3)] == [(20, 30)] * 3
+    assert talks[2]["images"][0].getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_an_image_object_that_cannot_be_read_is_a_bad_row(folder: Path) -> None:
+    Image.effect_noise((300, 200), 50).save(folder / "cut.jpg")
+    (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:2000])
+    with Image.open(folder / "cut.jpg") as cut:
+        for image, why in ((cut, "truncated"), (Image.new("F", (9, 9)), "mode F")):
+            with pytest.raises(DataError, match=why):
+                read_conversations([{"image": image, "conversations": ASKED}])
+
+
 def test_an_orientation_after_the_pixels_counts_neither_in_planning_nor_in_decoding(folder: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
