@@ -55,7 +55,7 @@ class MultimodalDataset(Dataset[Sample]):
 
     Raises:
         DataError: different numbers of paths and texts, or rows that cannot be used.
-        OptionError: an image policy that is not hashable, or `max_tokens` below 1.
+        OptionError: an image policy that is none or not hashable, or `max_tokens` below 2.
     """
 
     def __init__(
@@ -90,10 +90,11 @@ class MultimodalDataset(Dataset[Sample]):
         self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
         policy = parse_image_policy(image_policy) if isinstance(image_policy, str) else image_policy
         self.image_policy = policy if policy is not None else Square(224)
-        if type(self.image_policy).__hash__ is None:  # decoding caches the target of each size
-            name = type(self.image_policy).__name__
-            raise OptionError(f"image policy {name} is not hashable; make it a frozen dataclass")
-        special = set(tokenizer.all_special_ids)
+        if (kind := type(self.image_policy)).__hash__ is None:  # decoding caches the target of each size
+            raise OptionError(f"image policy {kind.__name__} is not hashable; make it a frozen dataclass")
+        if not hasattr(self.image_policy, "target_sizes"):
+            raise OptionError(f"{policy!r:.40} is no image policy; square:224 is one, and aspect:224")
+        special = set(tokenizer.all_special_ids)  # type: ignore[union-attr]
         column, lengths, self.num_truncated = array("i"), np.zeros(len(records), np.int64), 0
         for row, ids in encode_texts(tokenizer, records.texts):
             if len(ids) > max_tokens:  # it keeps its first tokens and a closing special token

@@ -113,6 +113,9 @@ def test_an_image_policy_that_cannot_be_hashed_is_refused(records: Records) -> N
     policy: Any = Own()
     with pytest.raises(OptionError, match="image policy Own is not hashable; make it a frozen dataclass"):
         MultimodalDataset(records, image_policy=policy)
+    size: Any = 224
+    with pytest.raises(OptionError, match=r"^224 is no image policy; square:224 is one"):
+        MultimodalDataset(records, image_policy=size)
 
 
 def words_tokenizer(texts: list[str | None], **special: str) -> Any:
