@@ -50,6 +50,9 @@ def test_lists_of_different_length_or_of_other_things_are_refused(folder):
         read_records([folder.image("a.jpg")], ["x", "y"])
     with pytest.raises(DataError, match="item 1: expected an image path, found 5"):
         read_records([folder.image("a.jpg"), 5], ["x", "y"])
+    for images, texts in ((None, ["x"]), (5, ["x"]), ("a.jpg", ["x"]), (["a.jpg"], "x"), (["a.jpg"], 5)):
+        with pytest.raises(DataError, match="expected lists of image paths and texts, found"):
+            read_records(images, texts)
 
 
 def test_lists_may_lack_a_modality_when_allowed(folder):

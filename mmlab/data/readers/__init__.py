@@ -121,6 +121,8 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
 
 
 def _from_lists(image_paths: Iterable[Any], texts: Iterable[str | None], images: Path | None) -> Table:
+    if any(isinstance(given, str) or not isinstance(given, Iterable) for given in (image_paths, texts)):
+        raise DataError(f"expected lists of image paths and texts, found {image_paths!r:.40}, {texts!r:.40}")
     image_paths, texts = list(image_paths), list(texts)
     if len(image_paths) != len(texts):
         raise DataError(f"as many texts as image paths are needed, found {len(texts)} and {len(image_paths)}")
