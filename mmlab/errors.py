@@ -31,7 +31,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_COUNTS.split(), (1, 2**63 - 1)),
     **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, 10**15)),
     **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_held_out", "num_workers"), (0, math.inf)),
-    "fusion_layers": (0, math.inf),
+    **dict.fromkeys(("fusion_layers", "num"), (0, math.inf)),
     **dict.fromkeys(("lr", "weight_decay"), (0.0, math.inf)),
     **dict.fromkeys(("val_fraction", "warmup_ratio"), (0.0, 1.0)),
     "captions_per_image": (1, 1000),

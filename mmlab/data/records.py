@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.machine import open_regular, regular
 from mmlab.types import ImagePolicy, Record, SampleSizes
 
@@ -115,9 +115,13 @@ class Grouped:
         """`num` records, drawn by `seed`, in their original order; all for None or if there are no more.
 
         The records of an image (group) are drawn together, but `num` may cut some of them off. Every split is
-        drawn from in proportion to its size, but with at least two images, so that even a small sample has
-        something to hold out.
+        drawn from in proportion to its size, but with at least two images if `num` is large enough for all
+        their records, so that even a small sample has something to hold out.
+
+        Raises:
+            OptionError: `num` is not a whole number from 0.
         """
+        check_numbers({"num": num})
         if num is None or num >= len(self):
             return self
         split = np.unique([str(name) for name in self.splits or [None] * len(self)], return_inverse=True)[1]
@@ -136,11 +140,14 @@ class Grouped:
 
         Returns:
             (kept, held_out)
+
+        Raises:
+            OptionError: `fraction` is not between 0 and 1.
+            DataError: there is only one group.
         """
         if not 0 < fraction < 1:
             raise OptionError(f"fraction must lie between 0 and 1, found {fraction}")
-        group = self.group
-        groups = np.unique(group)
+        groups = np.unique(group := self.group)
         if len(groups) < 2:
             raise DataError(
                 f"cannot hold out images: all {len(self)} records are of one group (the captions of one image, or what "
@@ -232,7 +239,12 @@ class Records(Grouped, Sequence[Record]):
         return own if policy is None else own.resized(policy)
 
     def read_image(self, row: int) -> bytes:
-        """The encoded image of one row."""
+        """The encoded image of one row.
+
+        Raises:
+            DataError: the row has no image.
+            OSError: the image cannot be read.
+        """
         path = self.image_paths[row]
         if path is None:
             raise DataError(f"record {self.ids[row]!r} has no image")

@@ -67,6 +67,10 @@ def test_a_sample_has_whole_images_of_every_split_in_their_order():
             assert sample.ids == sorted(set(sample.ids), key=records.ids.index)
     assert records.sample(8, seed=1).ids == records.sample(8, seed=1).ids != records.sample(8, seed=2).ids
     assert records.sample(None) is records.sample(80) is records
+    assert len(records.sample(0)) == 0
+    for num in (-1, 2.5, "8"):
+        with pytest.raises(OptionError, match="num must be"):
+            records.sample(num)
 
 
 def test_columns_must_agree():
