@@ -66,11 +66,13 @@ class ConversationDataset(Dataset[Sample]):
     """Conversations under a model's processor, decoded on access. Picklable.
 
     Args:
+        conversations: the result of `read_conversations`.
         processor: of transformers, with a chat template and a fast tokenizer.
         cache: folder in which the sizes are saved.
+        progress: show a bar on stderr while the sizes are found.
 
     Raises:
-        OptionError: a processor that cannot be used.
+        OptionError: a processor that cannot be used, or not with these conversations.
         DataError: answers cannot be told from questions; tried on one conversation of each sequence of roles.
     """
 
@@ -84,8 +86,8 @@ class ConversationDataset(Dataset[Sample]):
         cache: str | Path | None = None,
         progress: bool = True,
     ) -> None:
-        self.records, self.tokenizer = conversations, processor.tokenizer
         self.collator = ConversationCollator(processor)
+        self.records, self.tokenizer = conversations, processor.tokenizer
         by_roles = {
             tuple(turn["role"] for turn in own): row for row, own in enumerate(conversations.messages)
         }

@@ -13,6 +13,7 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
+from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import DataError, OptionError
 
@@ -41,6 +42,12 @@ def check(talks: Conversations) -> None:
     assert talks.image_sizes[0] == [(20, 30)]
     image = talks[0]["images"][0]
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (30, 20), (255, 0, 0))
+
+
+def test_a_tokenizer_is_no_processor_for_conversations(folder: Path) -> None:
+    talks = read_conversations([{"image": str(folder / "a.png"), "conversations": ASKED}])
+    with pytest.raises(OptionError, match="expected the processor of a vision-language model, .* found str"):
+        ConversationDataset(talks, "HuggingFaceTB/SmolVLM-256M-Instruct")
 
 
 def test_transparency_is_laid_over_white(folder: Path) -> None:
