@@ -95,7 +95,8 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
         return connected_groups(self.images)
 
     def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Conversations:
-        """The rows asked for, in that order."""
+        """The given rows in the given order, or the rows where a mask is True."""
+        rows = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else rows
         columns = {name: [getattr(self, name)[row] for row in rows] for name in _COLUMNS}
         return replace(self, **columns)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from datasets import Dataset, Features, List, Value
@@ -44,9 +45,18 @@ def check(talks: Conversations) -> None:
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (30, 20), (255, 0, 0))
 
 
+def test_rows_are_chosen_by_number_or_by_a_mask(folder: Path) -> None:
+    talks = read_conversations(
+        [{"id": name, "image": str(folder / "a.png"), "conversations": ASKED} for name in "abc"]
+    )
+    assert talks.select([2, 0]).ids == ["c", "a"]
+    assert talks.select([True, False, True]).ids == talks.select(np.array([1, 0, 1]) > 0).ids == ["a", "c"]
+    assert talks.select([]).ids == []
+
+
 def test_a_tokenizer_is_no_processor_for_conversations(folder: Path) -> None:
     talks = read_conversations([{"image": str(folder / "a.png"), "conversations": ASKED}])
-    with pytest.raises(OptionError, match="expected the processor of a vision-language model, .* found str"):
+    with pytest.raises(OptionError, match=r"expected the processor of a vision-language model, .* found str"):
         ConversationDataset(talks, "HuggingFaceTB/SmolVLM-256M-Instruct")
 
 
