@@ -48,13 +48,16 @@ class ViT(ImageEncoder):
         num_heads: attention heads.
         conv_stem: cut patches by four small convolutions instead of one large: learns faster on little data.
 
+    Raises:
+        OptionError: `dim` is no multiple of 4 x `num_heads`.
+
     Source: Dosovitskiy et al. 2021 (arXiv:2010.11929); sine-cosine positions in two dimensions as in Beyer et al.
     2022 (arXiv:2205.01580); convolutional stem after Xiao et al. 2021 (arXiv:2106.14881).
     """
 
     def __init__(self, *, dim: int, depth: int, num_heads: int, conv_stem: bool = False) -> None:
         super().__init__()
-        if dim % (4 * num_heads):
+        if num_heads < 1 or dim % (4 * num_heads):
             raise OptionError(f"ViT width must be a multiple of 4 x num_heads = {4 * num_heads}, found {dim}")
         self.dim = dim
         self.embed = ConvStem(dim) if conv_stem else PatchEmbedding(dim)

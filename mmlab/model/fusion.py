@@ -113,7 +113,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise OptionError(f"num_heads must divide hidden_dim, found {num_heads} heads for width {dim}")
         self.num_heads = num_heads
         self.query_norm, self.key_norm, self.mlp_norm = (nn.LayerNorm(dim) for _ in range(3))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import DataError, OptionError
+from mmlab.model.encoders import ViT
 from mmlab.model.fusion import MultimodalFusion
 from mmlab.model.fusion_model import rows_of
 from mmlab.model.huggingface import LossModel
@@ -229,3 +230,11 @@ def test_every_preset_builds_and_counts_its_weights():
 class _TakesX(nn.Module):
     def forward(self, x):
         return x
+
+
+@pytest.mark.parametrize("num_heads", [0, -8])
+def test_no_heads_are_refused(num_heads):
+    with pytest.raises(OptionError, match=f"num_heads must divide hidden_dim, found {num_heads} heads"):
+        MultimodalFusion(hidden_dim=512, num_heads=num_heads)
+    with pytest.raises(OptionError, match="ViT width must be a multiple of 4 x num_heads"):
+        ViT(dim=32, depth=1, num_heads=num_heads)
