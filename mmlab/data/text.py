@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, OptionError, first_line
+from mmlab.errors import DataError, OptionError, check_numbers, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -60,7 +60,7 @@ def load_tokenizer(
         A tokenizer that has a pad token; if it came without one, its end or unknown token is used.
 
     Raises:
-        OptionError: `"builtin"` without texts, or a vocabulary too small for their characters.
+        OptionError: `"builtin"` without texts, a vocabulary too small for their characters, or an empty name.
         DataError: a name or folder that holds no tokenizer, or that cannot be reached.
     """
     if not str(name_or_path):
@@ -69,6 +69,7 @@ def load_tokenizer(
         texts = [text for text in records.texts if text is not None] if records is not None else []
         if not texts:
             raise OptionError("the builtin tokenizer is trained on your texts: pass records=, with texts")
+        check_numbers({"vocab_size": vocab_size})
         tokenizer = _train(texts, vocab_size)
     else:
         tokenizer = _load(str(name_or_path))

@@ -74,10 +74,12 @@ def build_model(
         changes: fields of `ModelConfig`.
 
     Raises:
-        OptionError: no such preset, or sizes that do not divide.
+        OptionError: no such preset, a number out of range, sizes that do not divide, or an encoder that
+            transformers cannot load.
     """
     check_name("model preset", preset, PRESETS)
     config = replace(PRESETS[preset], **changes)
+    check_numbers({"vocab_size": vocab_size})
     check_numbers(config)
     if not 0 <= config.dropout < 1:
         raise OptionError(f"dropout must lie in [0, 1), found {config.dropout}")

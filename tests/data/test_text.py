@@ -103,6 +103,8 @@ def test_the_vocabulary_keeps_to_its_limit():
     assert len(load_tokenizer(records=records, vocab_size=70)) == 70
     with pytest.raises(OptionError, match="vocab_size 20 cannot hold all characters: give at least 57"):
         load_tokenizer(records=records, vocab_size=20)
+    with pytest.raises(OptionError, match=r"vocab_size must be a whole number, found 500\.5"):
+        load_tokenizer(records=records, vocab_size=500.5)
 
 
 def test_builtin_needs_texts():

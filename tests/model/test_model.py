@@ -238,3 +238,9 @@ def test_no_heads_are_refused(num_heads):
         MultimodalFusion(hidden_dim=512, num_heads=num_heads)
     with pytest.raises(OptionError, match="ViT width must be a multiple of 4 x num_heads"):
         ViT(dim=32, depth=1, num_heads=num_heads)
+
+
+@pytest.mark.parametrize("vocab_size", [0, -5, "x", 100.5])
+def test_a_vocabulary_of_an_impossible_size_is_refused(vocab_size):
+    with pytest.raises(OptionError, match="vocab_size must be"):
+        build_model("tiny", vocab_size=vocab_size)
