@@ -33,7 +33,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_held_out", "num_workers"), (0, math.inf)),
     **dict.fromkeys(("fusion_layers", "num"), (0, math.inf)),
     **dict.fromkeys(("lr", "weight_decay"), (0.0, math.inf)),
-    **dict.fromkeys(("val_fraction", "warmup_ratio"), (0.0, 1.0)),
+    **dict.fromkeys(("mask_ratio", "val_fraction", "warmup_ratio"), (0.0, 1.0)),
     "captions_per_image": (1, 1000),
     "num_images": (1, 10**9),
     "batch_size": (1, 2**16),  # twice that of CLIP

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmlab.errors import DataError, OptionError, check_name, first_line
+from mmlab.errors import DataError, OptionError, check_name, check_numbers, first_line
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.types import IGNORED, Batch, HostColumns
 
@@ -52,12 +52,13 @@ class LossModel(nn.Module):
         processor: the model's own, as `AutoProcessor.from_pretrained` gives it (for an image model that is an image
             processor), or a tokenizer: its mean and deviation of pixels and its mask token are used; without an
             image processor, CLIP's mean and deviation. `MultimodalDataset(processor=...)` takes the rest.
-        mask_ratio: share of a text's tokens that "masked" hides. In evaluation the same ones are hidden every time.
-            Of an image, 40 % of the patches are hidden, one by one, for a model that takes `bool_masked_pos`.
+        mask_ratio: share of a text's tokens that "masked" hides, 0 to 1, at least one token. In evaluation the same ones
+            are hidden every time. Of an image, 40 % of the patches are hidden, one by one, for a model that takes `bool_masked_pos`.
 
     Raises:
         OptionError: forward takes none of a batch's tensors, or requires something else; hidden tokens without a mask
-            token; a model that reads an image as tokens in the text, such as LLaVA.
+            token; unknown `labels`, or a `mask_ratio` out of range; a model that reads an image as tokens in the
+            text, such as LLaVA.
     """
 
     pixel_mean: Tensor
@@ -67,6 +68,7 @@ class LossModel(nn.Module):
         self, module: nn.Module, *, labels: str | None = None, processor: Any = None, mask_ratio: float = 0.15
     ) -> None:
         super().__init__()
+        check_numbers({"mask_ratio": mask_ratio})
         self.module, self.mask_ratio = module, mask_ratio
         self.accepted = tuple(_check_signature(module))
         config = getattr(module, "config", None)

@@ -214,6 +214,12 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.parametrize("mask_ratio", [2.0, -0.1, "x", float("nan")])
+def test_a_share_of_hidden_tokens_out_of_range_is_refused(mask_ratio, records):
+    with pytest.raises(OptionError, match="mask_ratio must be"):
+        LossModel(MODELS["clip"](load_tokenizer("builtin", records=records)), mask_ratio=mask_ratio)
+
+
 def test_the_processor_of_an_image_model_sets_size_and_pixels(records):
     from transformers import ViTImageProcessor
 
