@@ -22,8 +22,8 @@ class ConversationModel(LossModel):
         module: of transformers; its forward takes what its processor makes, and `labels`.
 
     Raises:
-        OptionError: in forward: a batch made for a decoder, but the model is an encoder-decoder, or the
-            reverse.
+        OptionError: in forward: a batch that is no `ConversationBatch`, or one made for a decoder although the
+            model is an encoder-decoder, or the reverse.
     """
 
     module: Any
@@ -48,6 +48,8 @@ class ConversationModel(LossModel):
     def _arguments(self, batch: Any) -> dict[str, Any]:
         from transformers import BatchFeature
 
+        if not hasattr(batch, "inputs"):
+            raise OptionError(f"{type(self.module).__name__} takes batches of a ConversationDataset alone")
         is_apart = _is_encoder_decoder(self.module.config)
         if is_apart != (batch.input_ids.shape != batch.inputs["input_ids"].shape):
             raise OptionError(

@@ -32,6 +32,7 @@ from mmlab.model import ConversationModel
 from mmlab.model.conversation_model import named_processor, named_vlm
 from mmlab.model.huggingface import LossModel
 from mmlab.schedule import make_scheduler
+from tests.batches import make_batch
 from tests.integrations.vlm_families import CHATML, FAMILIES, build, llama_4, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
@@ -251,6 +252,8 @@ def test_what_a_model_is_decides_how_its_processor_is_called(folder: Path, tmp_p
         batches.append(dataset.collate([dataset[0], dataset[5]]))
     florence = build("Florence-2")[1]
     assert ConversationModel(gemma)(batches[0]).loss > 0
+    with pytest.raises(OptionError, match=r"^Gemma3.* takes batches of a ConversationDataset alone"):
+        ConversationModel(gemma)(make_batch([(3, 32, 32)]))
     with pytest.raises(
         OptionError, match=r"^Gemma3.* no encoder-decoder; set processor.is_encoder_decoder = F"
     ):
