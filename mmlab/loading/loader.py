@@ -100,6 +100,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         workers = num_workers if isinstance(num_workers, int) else default_num_workers()
         ahead = max(1, 2 * workers) if prefetch is None else prefetch
         check_numbers({"num_workers": num_workers, "prefetch": ahead, "max_ram_gb": max_ram_gb})
+        check_numbers({"max_bad_samples": max_bad_samples})
         if pin_memory and not torch.cuda.is_available():
             warnings.warn("pin_memory=True has no effect: no GPU is available", stacklevel=2)
         if cache is not None:

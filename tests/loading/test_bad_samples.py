@@ -135,6 +135,12 @@ def test_an_unknown_policy_is_named(dataset: MultimodalDataset) -> None:
         make_loader(dataset, on_bad_sample="ignore")
 
 
+@pytest.mark.parametrize("limit", [-1, 2.5, "many"])
+def test_an_impossible_limit_on_bad_samples_is_refused(limit: int, dataset: MultimodalDataset) -> None:
+    with pytest.raises(OptionError, match="max_bad_samples must be"):
+        make_loader(dataset, max_bad_samples=limit)
+
+
 def failing(image: object, **_: object) -> object:
     raise ZeroDivisionError("of the user's own")
 
