@@ -87,7 +87,7 @@ class MultimodalDataset(Dataset[Sample]):
             tokenizer = load_tokenizer(tokenizer, records=records)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.max_tokens = max_tokens
-        self.cache: Any = None  # a `SampleCache`, or another object with its `get`, `put` and `announce`
+        self._cache: Any = None
         policy = parse_image_policy(image_policy) if isinstance(image_policy, str) else image_policy
         self.image_policy = policy if policy is not None else Square(224)
         if (kind := type(self.image_policy)).__hash__ is None:  # decoding caches the target of each size
@@ -108,6 +108,23 @@ class MultimodalDataset(Dataset[Sample]):
         self._token_ids = np.array(column, np.int32)  # of all texts, one after the other
         self.records = records.with_num_tokens(lengths)
         self._offsets = np.concatenate(([0], np.cumsum(lengths)))
+
+    @property
+    def cache(self) -> Any:
+        """A `SampleCache`, or another object with its `get`, `put` and `announce`; None without one.
+
+        Raises:
+            OptionError: when set: a cache whose key is of other images or of another image policy.
+        """
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Any) -> None:
+        if (key := getattr(cache, "key", None)) is not None:
+            made_for = key.records.image_paths, key.settings["image policy"]
+            if made_for != (self.records.image_paths, repr(self.image_policy)):
+                raise OptionError("this cache is of other images or another size; use cache_key(dataset)")
+        self._cache = cache
 
     @property
     def sizes(self) -> SampleSizes:

@@ -47,6 +47,20 @@ def with_cache(dataset: MultimodalDataset, folder: Path, **options: int) -> Mult
     return cached
 
 
+def test_a_cache_of_other_images_or_another_size_is_refused(
+    dataset: MultimodalDataset, tmp_path: Path
+) -> None:
+    for other in (
+        MultimodalDataset(dataset.records.select([1, 0]), image_policy=dataset.image_policy),
+        MultimodalDataset(dataset.records, image_policy=Square(32)),
+    ):
+        cache = with_cache(other, tmp_path / str(other.image_policy)).cache
+        with pytest.raises(OptionError, match="this cache is of other images or another size"):
+            dataset.cache = cache
+        with pytest.raises(OptionError, match="this cache is of other images or another size"):
+            PlannedLoader(dataset, make_scheduler("random", batch_size=2), cache=cache)
+
+
 def same(first: Sample, second: Sample) -> bool:
     assert first.keys() == second.keys()
     assert isinstance(first["image"], torch.Tensor)
