@@ -154,8 +154,7 @@ class Grouped:
                 "the column `group` joins), at least 2 groups are needed"
             )
         num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
-        chosen = np.random.default_rng(seed).choice(groups, size=num_held_out, replace=False)
-        held_out = np.isin(group, chosen)
+        held_out = np.isin(group, np.random.default_rng(seed).choice(groups, num_held_out, replace=False))
         return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
 
 
@@ -226,8 +225,7 @@ class Records(Grouped, Sequence[Record]):
             raise DataError(
                 f"no split {name!r} in {self.source or 'these records'}; known: {', '.join(known) or 'none'}"
             )
-        assert self.splits is not None
-        return self.select([row for row, split in enumerate(self.splits) if split == name])
+        return self.select([row for row, split in enumerate(self.splits or ()) if split == name])
 
     def with_num_tokens(self, num_tokens: Sequence[int] | NDArray[np.integer]) -> Records:
         """The same records with text lengths measured by a tokenizer (see `mmlab.data.text.measure_tokens`)."""

@@ -96,15 +96,10 @@ def encode_texts(
 ) -> Iterator[tuple[int, list[int]]]:
     """Row and token ids of every text, in order; holds the ids of a few thousand texts at a time."""
     rows = [row for row, text in enumerate(texts) if text is not None]
+    options: Any = {"truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
     for start in range(0, len(rows), _BATCH_SIZE):
         part = rows[start : start + _BATCH_SIZE]
-        encoded = tokenizer(
-            [texts[row] for row in part],
-            truncation=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        encoded = tokenizer([texts[row] for row in part], verbose=False, **options)
         yield from zip(part, encoded["input_ids"], strict=True)
 
 
@@ -127,15 +122,9 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     first = [*_SPECIAL.values(), *alphabet, *(f"##{char}" for char in alphabet)]
     if vocab_size < len(first):
         raise OptionError(f"vocab_size {vocab_size} cannot hold all characters: give at least {len(first)}")
-    draft.train_from_iterator(
-        texts,
-        vocab_size=vocab_size,
-        min_frequency=0,
-        special_tokens=first,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
+    given = {"special_tokens": first, "initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
+    options: Any = {"vocab_size": vocab_size, "min_frequency": 0, "show_progress": False, **given}
+    draft.train_from_iterator(texts, **options)
     final = Tokenizer.from_str(BertWordPieceTokenizer(draft.get_vocab()).to_str())
     return PreTrainedTokenizerFast(tokenizer_object=final, model_max_length=512, **_SPECIAL)
 

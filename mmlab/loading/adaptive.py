@@ -83,11 +83,9 @@ class AdaptiveDataLoader(PlannedLoader):
         complexity = image_complexity(dataset.records, progress=progress)
         self.difficulty = difficulty(complexity, dataset.records.num_tokens)  # (N,) mean 1
         inner = scheduler or Random(batch_size=batch_size or 32, seed=seed)
-        if mode == "loss":
-            self.weights = self.difficulty
-        else:
-            if correct:
-                self.weights = 1 / self.difficulty
+        if mode == "loss" or correct:
+            self.weights = self.difficulty if mode == "loss" else 1 / self.difficulty
+        if mode == "sampling":
             shared = {"seed": seed, "world_size": inner.world_size}
             inner = Weighted(weights=self.difficulty, num_samples=num_samples, inner=inner, **shared)
         super().__init__(dataset, inner, **options)

@@ -159,8 +159,7 @@ class SampleLoader:
 
     def load(self, request: BatchRequest, holding: Callable[[int], None] = lambda row: None) -> LoadedBatch:
         """Load a whole request in this thread; `holding` is called with each row before it is loaded."""
-        pixels = self.pixels(request)
-        rows = request.rows
+        pixels, rows = self.pixels(request), request.rows
         loaded, busy_s = self.load_part(request, range(len(rows)), pixels, Upcoming(rows), holding)
         batch = self.collate(request, loaded, pixels)
         return batch._replace(busy_s=busy_s | batch.busy_s)

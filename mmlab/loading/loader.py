@@ -127,9 +127,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def _begin(self, epoch: int, plan: BatchPlan | None = None, num_before: int = 0) -> None:
         """Go to the start of an epoch, or of what is left of it after batches for another number of ranks."""
         self.epoch = epoch
-        self.plan = self._share(
-            self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
-        )
+        plan = self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
+        self.plan = self._share(plan)
         self._num_before = self._num_done = num_before  # done: delivered, or with nothing to deliver
         self._num_bad = 0  # bad samples of the epoch, those before a resume included
         self._place: Mapping[str, Any] | None = None  # of the plan's iterator after the last batch done

@@ -99,8 +99,7 @@ class HuggingFaceTexts(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B, T) and (B, T) to features (B, T, D)."""
-        (features,) = self.levels(input_ids, attention_mask, num_levels=1)
-        return features
+        return self.levels(input_ids, attention_mask, num_levels=1)[0]
 
     def level_dims(self, num_levels: int) -> list[int]:
         """Widths of the levels; a model of fewer layers has fewer levels."""
@@ -120,12 +119,11 @@ class HuggingFaceTexts(nn.Module):
         # an empty text attends to one pad token
         keys = attention_mask | (first & ~attention_mask.any(1, keepdim=True))
         options = {"output_hidden_states": True} if num_levels > 1 else {}
-        if getattr(self, "packed", False):
-            segments = Segments(keys)
+        segments = Segments(keys) if getattr(self, "packed", False) else None
+        if segments is not None:
             stream = segments.pack(input_ids[..., None])[..., 0]
             output = self.model(input_ids=stream, position_ids=segments.within, segments=segments, **options)
         else:
-            segments = None
             output = self.model(input_ids=input_ids, attention_mask=keys.long(), **options)
         levels = [*_lower(output, num_levels), output.last_hidden_state]
         return levels if segments is None else [segments.unpack(level) for level in levels]
