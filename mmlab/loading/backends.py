@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mmlab.errors import RunError
 from mmlab.loading.batches import BatchRequest, LoadedBatch, LoadedSample, SampleLoader, Upcoming
 from mmlab.loading.stages import StageMeter
+from mmlab.machine import resolve_device
 from mmlab.types import Batch
 
 _NUM_READY = 2  # batches to keep ready
@@ -62,8 +63,7 @@ class Backend(ABC):
     in_turns = True
 
     def __init__(self, loader: SampleLoader, setting: Setting, *, copier: Copier, max_bytes: int) -> None:
-        self.loader, self.setting = loader, setting
-        self.copier, self.max_bytes = copier, max_bytes
+        self.loader, self.setting, self.copier, self.max_bytes = loader, setting, copier, max_bytes
         self._largest_bytes = 0  # of the batches so far
         self._pools: list[Any] = []  # the finishing thread's, then workers'; the last takes new work
         weakref.finalize(self, self._end, self._pools)
@@ -278,11 +278,14 @@ class Copier:
     Args:
         pin: page-lock the host's batch first; only from page-locked memory is a copy to a GPU asynchronous.
         device: where batches go; None leaves them in host memory.
+
+    Raises:
+        OptionError: not a device of this machine.
     """
 
     def __init__(self, *, pin: bool, device: torch.device | str | None = None) -> None:
         self.pin = pin
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else torch.device(resolve_device(str(device)))
         on_gpu = self.device is not None and self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
 

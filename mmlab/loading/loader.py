@@ -73,7 +73,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             bad samples and dead workers are Python warnings.
 
     Raises:
-        OptionError: an unknown backend or policy, or a number out of range.
+        OptionError: an unknown backend, policy or device, or a number out of range.
     """
 
     weights: NDArray[np.float64] | None = None  # (N,) of each sample's loss; batches carry them where given

@@ -135,6 +135,12 @@ def test_an_unknown_policy_is_named(dataset: MultimodalDataset) -> None:
         make_loader(dataset, on_bad_sample="ignore")
 
 
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device: str, dataset: MultimodalDataset) -> None:
+    with pytest.raises(OptionError, match=f"device '{device}' cannot be used here .*; cpu always can"):
+        make_loader(dataset, device=device)
+
+
 @pytest.mark.parametrize("limit", [-1, 2.5, "many"])
 def test_an_impossible_limit_on_bad_samples_is_refused(limit: int, dataset: MultimodalDataset) -> None:
     with pytest.raises(OptionError, match="max_bad_samples must be"):
