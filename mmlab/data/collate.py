@@ -37,6 +37,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, pixels: Pixels 
     that no tensor is empty.
 
     Args:
+        samples: one or more. `labels` are those of the samples, or None if one of them has none.
         pixels: (B, 3, H, W) memory for `pixel_values`, used if it has that shape; images may already be in
             it.
 

@@ -58,6 +58,7 @@ def conversation_sizes(
     """Sizes of conversations under a processor of transformers.
 
     Args:
+        conversations: the result of `read_conversations`.
         processor: as `AutoProcessor.from_pretrained(name_or_path)` gives it, with a chat template.
         cache: folder in which the sizes of these conversations under this processor are saved.
         progress: show a bar on stderr.

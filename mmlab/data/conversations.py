@@ -115,12 +115,14 @@ def read_conversations(
 
     Args:
         source: JSON (a list), JSON Lines, Parquet, a `datasets.Dataset`, or a list of dicts.
-        images: the folder that image paths are relative to; None takes the file's own.
+        images: the folder that image paths are relative to; None takes the file's own, or the working folder
+            where there is no file.
         errors: `"raise"` lists every bad row; `"report"` leaves them out, warns, and keeps them in `.bad_rows`.
         progress: show a bar while image headers are read, on stderr.
 
     Raises:
         DataError: an unknown format, or bad rows (all of them in the error's `.bad_rows`).
+        OptionError: `images` is no folder, or another word for `errors`.
     """
     check_name("errors=", errors, ("raise", "report"))
     folder = None if images is None else image_folder(images)

@@ -1,7 +1,7 @@
 """The dataset: one record in, one decoded image and its tokens out.
 
 Texts are tokenised once, when the dataset is made, into one flat integer column: 4 bytes per token and 8
-bytes per text, so that a million captions of 13 tokens take 62 MB, and twice that while the column is built.
+bytes per text, so that a million captions of 13 tokens take 60 MB, and twice that while the column is built.
 Each worker process has a copy. Images are read and decoded on access. Nothing is padded here; collating a
 batch does that (`mmlab.data.collate`).
 """
@@ -40,21 +40,23 @@ class MultimodalDataset(Dataset[Sample]):
     Args:
         records: the result of `read_records`, anything that it accepts, or a list of image paths together
             with `texts`.
-        texts: one text per image, when `records` is a list of paths.
+        texts: one text per image, when `records` is a list of paths; not read when it is the result of
+            `read_records`, which has its own.
         image_paths, text_prompts: the articles' names of `records` and `texts`.
         tokenizer: a transformers tokenizer, or a name or path for `load_tokenizer`; `"builtin"`, the default
             without a processor, trains one on these texts.
         image_policy: sets the size of the images, also as text ("aspect:224"); `square(224)`, as in the articles, unless given.
         processor: the model's own, from `AutoProcessor.from_pretrained`. Its tokenizer and image policy are
-            the defaults, and its longest text limits `max_tokens`. `LossModel(processor=...)` uses its pixel
-            normalisation.
-        max_tokens: longer texts are cut to this many tokens, with a warning; `num_truncated` counts them.
+            the defaults, and its longest text limits `max_tokens`; an image model's has no tokenizer and sets
+            the images alone. `LossModel(processor=...)` uses its pixel normalisation.
+        max_tokens: longer texts are cut to this many tokens, special ones included, with a warning;
+            `num_truncated` counts them.
 
     Set `cache` to a `SampleCache(folder, key=cache_key(dataset))` to keep decoded images for later epochs and
     runs.
 
     Raises:
-        DataError: different numbers of paths and texts, or rows that cannot be used.
+        DataError: different numbers of paths and texts, rows that cannot be used, or no such tokenizer.
         OptionError: an image policy that is none or not hashable, or `max_tokens` below 2.
     """
 

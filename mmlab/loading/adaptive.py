@@ -40,7 +40,7 @@ class AdaptiveDataLoader(PlannedLoader):
     sample is also a negative of the others, and as such it is not weighted.
 
     Args:
-        dataset: what to load.
+        dataset: what to load, a `MultimodalDataset`.
         batch_size: samples per batch, in random batches; 32 if neither this nor a scheduler is given.
         shuffle: as in the article's call; False needs a scheduler, which then sets the order.
         mode: "sampling" or "loss".
@@ -52,7 +52,7 @@ class AdaptiveDataLoader(PlannedLoader):
         options: of `PlannedLoader`.
 
     Raises:
-        OptionError: an unknown mode, or options that exclude each other.
+        OptionError: an unknown mode, a number out of range, or options that exclude each other.
         DataError: an image cannot be decoded.
 
     Source: article C, where the weights, (0.3 x complexity + 0.7 x length) / 100, were computed and never used.

@@ -49,7 +49,7 @@ class ViT(ImageEncoder):
         conv_stem: cut patches by four small convolutions instead of one large: learns faster on little data.
 
     Raises:
-        OptionError: `dim` is no multiple of 4 x `num_heads`.
+        OptionError: `num_heads` is below 1, or `dim` is no multiple of 4 x `num_heads`.
 
     Source: Dosovitskiy et al. 2021 (arXiv:2010.11929); sine-cosine positions in two dimensions as in Beyer et al.
     2022 (arXiv:2205.01580); convolutional stem after Xiao et al. 2021 (arXiv:2106.14881).

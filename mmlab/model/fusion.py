@@ -38,7 +38,7 @@ class MultimodalFusion(nn.Module):
         num_layers: attention blocks, each with its own feed-forward part.
 
     Raises:
-        OptionError: `num_heads` does not divide `hidden_dim`.
+        OptionError: `num_heads` is below 1 or does not divide `hidden_dim`.
 
     Source: article C (`MultimodalFusion`), corrected: its attention was not batch-first and saw the padding.
     """

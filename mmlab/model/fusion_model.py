@@ -109,7 +109,8 @@ class FusionModel(nn.Module):
         num_levels: depths of each encoder that "multiscale" reads; the encoders need `levels` and `level_dims`.
 
     Raises:
-        OptionError: an unknown fusion, or sizes that do not divide.
+        OptionError: an unknown fusion, sizes that do not divide, fewer than two levels for "multiscale", or an
+            encoder without levels.
     """
 
     pixel_mean: Tensor

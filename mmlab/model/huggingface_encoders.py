@@ -27,6 +27,9 @@ class HuggingFaceImages(ImageEncoder):
 
     Args:
         model: a model object, or a name or path for `AutoModel.from_pretrained`.
+
+    Raises:
+        OptionError: transformers cannot load a model of that name.
     """
 
     def __init__(self, model: nn.Module | str) -> None:
@@ -81,7 +84,8 @@ class HuggingFaceTexts(nn.Module):
         model: a model object, or a name or path for `AutoModel.from_pretrained`.
 
     Raises:
-        DataError: a text is longer than the model's position table.
+        OptionError: transformers cannot load a model of that name.
+        DataError: in forward: a text is longer than the model's position table.
     """
 
     def __init__(self, model: nn.Module | str) -> None:

@@ -57,7 +57,7 @@ def read_records(
 
     Raises:
         DataError: an unknown format, bad rows (all of them in the error's `.bad_rows`), no such split.
-        OptionError: an option out of range.
+        OptionError: an option out of range, `images` that is no folder, or something else as tokenizer.
     """
     check_name("errors=", errors, ("raise", "report"))
     check_numbers({"limit": limit, "seed": seed})

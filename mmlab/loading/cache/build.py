@@ -34,7 +34,7 @@ class BuildReport:
     """What `build_cache` did, in all processes together."""
 
     num_images: int  # distinct ones of the data set
-    num_made: int
+    num_made: int  # decoded now, also those that were then left out
     num_left_out: int  # for lack of space, or after the disk failed
     bad_samples: tuple[str, ...]  # why each could not be made
     made_by_rank: tuple[int, ...]  # `num_made` by process

@@ -34,10 +34,10 @@ class SampleCache:
     """Decoded images of a data set, on disk. Thread-safe, fork-safe; picklable: a copy opens the folder.
 
     Args:
-        folder: created if it does not exist. One folder serves one configuration of images; every list of
-            images has its own file there.
-        key: from `cache_key(dataset)`. Files that were made with other settings are removed, with a warning that says
-            what has changed.
+        folder: created if it does not exist; where it cannot be written, a warning says so and nothing is
+            cached. One folder serves one configuration of images; every list of images has its own file there.
+        key: from `cache_key(dataset)`, of the data set whose `cache` this becomes. Files that were made with other
+            settings are removed, with a warning that says what has changed.
         limit_bytes: limit on the folder's size. Files of other lists of images are removed first, the least
             recently used first; if these images still do not fit, the first by path are kept, the same in
             every epoch.
