@@ -61,8 +61,8 @@ def load_tokenizer(
 
     Raises:
         OptionError: `"builtin"` without texts, a vocabulary too small for their characters, or an empty name.
-        DataError: a name or folder that holds no tokenizer or cannot be reached, or a tokenizer that has none of
-            the three tokens.
+        DataError: a name or folder that holds no tokenizer or cannot be reached, or a tokenizer without a pad,
+            an end and an unknown token.
     """
     if not str(name_or_path):
         raise OptionError("the tokenizer's name is empty; give 'builtin', or a Hugging Face name or path")

@@ -109,8 +109,8 @@ class FusionModel(nn.Module):
         num_levels: depths of each encoder that "multiscale" reads; the encoders need `levels` and `level_dims`.
 
     Raises:
-        OptionError: an unknown fusion, sizes that do not divide, fewer than two levels for "multiscale", or an
-            encoder without levels.
+        OptionError: an unknown fusion, sizes that do not divide, fewer than two levels for "multiscale", or a
+            convolutional image encoder of transformers with it.
     """
 
     pixel_mean: Tensor
