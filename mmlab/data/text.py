@@ -123,9 +123,15 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     first = [*_SPECIAL.values(), *alphabet, *(f"##{char}" for char in alphabet)]
     if vocab_size < len(first):
         raise OptionError(f"vocab_size {vocab_size} cannot hold all characters: give at least {len(first)}")
-    given = {"special_tokens": first, "initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
-    options: Any = {"vocab_size": vocab_size, "min_frequency": 0, "show_progress": False, **given}
-    draft.train_from_iterator(texts, **options)
+    draft.train_from_iterator(
+        texts,
+        vocab_size=vocab_size,
+        min_frequency=0,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
     final = Tokenizer.from_str(BertWordPieceTokenizer(draft.get_vocab()).to_str())
     return PreTrainedTokenizerFast(tokenizer_object=final, model_max_length=512, **_SPECIAL)
 

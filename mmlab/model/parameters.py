@@ -72,6 +72,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Groups for an optimizer: `weight_decay` for weights of two or more dimensions, none for biases, norms and scalars."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    decayed, others = ([weight for weight in weights if (weight.dim() > 1) == many] for many in (True, False))
+    decayed = [weight for weight in weights if weight.dim() > 1]
+    others = [weight for weight in weights if weight.dim() <= 1]
     groups = ((decayed, weight_decay), (others, 0.0))
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
