@@ -82,7 +82,9 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     Raises:
         OptionError: an event's kind or key is not in the table, so no view would know its unit.
-        TypeError: a value is not a number, text, truth value, None, or a list or dict of those.
+        TypeError: a value is not a number, text, truth value, None, or a list or dict of those; the step or the rank
+            is no whole number, the time no finite one; an end has no status.
+        OSError: the file cannot be written, or was removed.
     """
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
@@ -155,6 +157,7 @@ def read_events(
     Raises:
         DataError: a complete line is not an event.
         FileReplacedError: the file begins differently, or is shorter than `offset`.
+        OSError: there is no such file, or it is no regular one.
     """
     with open(path, "rb", buffering=0, opener=regular) as file:
         if file.read(len(head)) != head or file.seek(0, 2) < offset:
@@ -207,8 +210,9 @@ def _encode(event: RunEvent) -> bytes:
         if key not in EVENT_KEYS and not key.startswith(USER_PREFIX):
             error = unknown_name("event key", key, EVENT_KEYS)
             raise OptionError(f"{error}. Begin keys of your own with {USER_PREFIX!r}.")
-    flat = {field: getattr(event, field) for field in _FIELDS}
+    flat = {field: _plain(field, getattr(event, field)) for field in _FIELDS}
     flat |= {key: _plain(key, value) for key, value in event.values.items()}
+    _check_fields(flat)
     return json.dumps(flat, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
@@ -232,12 +236,8 @@ def _plain(key: str, value: Any) -> Any:
 def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
     try:
         values = orjson.loads(line)
-        fields = kind, step, rank, time_s = [values.pop(field) for field in _FIELDS]
-        for (name, types), value in zip(_FIELDS.items(), fields, strict=True):
-            if type(value) not in types:
-                raise TypeError(f"{name} should be {_words(types)}, found {value!r}")
-        if kind == "end" and type(values["status"]) is not str:
-            raise TypeError(f"status should be a text, found {values['status']!r}")
+        _check_fields(values)
+        kind, step, rank, time_s = [values.pop(field) for field in _FIELDS]
         _restore(values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -245,6 +245,13 @@ def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
             "remove that line to read the rest"
         ) from error
     return RunEvent(kind, step, rank, time_s, values)
+
+
+def _check_fields(flat: Mapping[str, Any]) -> None:
+    """Refuse an event without which a file cannot be read: a field of the wrong type, an end without a status."""
+    for name, types in (_FIELDS | ({"status": (str,)} if flat["kind"] == "end" else {})).items():
+        if type(flat.get(name)) not in types:
+            raise TypeError(f"{name} should be {_words(types)}, found {flat.get(name)!r}")
 
 
 def check_types(events: Iterable[RunEvent], path: str | Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from math import inf, nan
 from pathlib import Path
 
@@ -121,8 +122,9 @@ def test_a_run_with_values_of_another_type_is_unreadable_and_the_others_are_show
     tmp_path: Path, kind: str, key: str, value: object, message: str
 ) -> None:
     write_run(tmp_path / "good", **this_process())
-    with RunLog(tmp_path / "bad") as log:
-        log.write(kind, 1, **{key: value})
+    (tmp_path / "bad").mkdir()
+    line = json.dumps({"kind": kind, "step": 1, "rank": 0, "time_s": time.time(), key: value})
+    (tmp_path / "bad" / "events-rank0.jsonl").write_text(line + "\n")
     found = summary(tmp_path)
     assert {name: run["status"] for name, run in found["runs"].items()} == {
         "good": "running",
