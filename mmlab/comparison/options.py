@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from os.path import abspath, basename
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from mmlab.errors import OptionError, check_numbers, unknown_name
@@ -114,21 +115,24 @@ def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> 
 
 
 def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the schedulers to compare, each once; the names of a mapping are free.
+    """Names of the schedulers to compare, each once; those of a mapping are free, but are names of folders, too.
 
     Raises:
-        OptionError: no name, a name given twice, or an unknown name.
+        OptionError: no name, a name given twice, an unknown name; or in a mapping a name that no folder inside the
+            runs can have, or a value that is no scheduler.
     """
     names = (schedulers,) if isinstance(schedulers, str) else tuple(schedulers)
     if not names:
         raise OptionError("no schedulers to compare; give at least one name")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise OptionError(f"scheduler {twice[0]!r} is named twice; name each once")
-    if not isinstance(schedulers, Mapping):
-        from mmlab.schedule.schedulers import scheduler_type
+    from mmlab.schedule.schedulers import Scheduler, scheduler_type
 
-        for name in names:
+    for name in names:
+        if not isinstance(schedulers, Mapping):
             scheduler_type(name)
+        elif not isinstance(schedulers[name], Scheduler) or basename(abspath(str(name))) != name:
+            raise OptionError(f"{name!r}: {schedulers[name]!r}: give a folder's name, and a scheduler")
     return names
 
 
