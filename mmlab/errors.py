@@ -24,7 +24,7 @@ _ABOVE_0 = 5e-324  # the smallest positive float
 _COUNTS = """accumulation_steps classes_per_octave embed_dim epochs eval_batches eval_every every_steps fusion_heads
     fusion_levels head_dim hidden_dim image_depth image_dim image_layers keep_last limit limit_bytes max_batch_size mega_batch
     micro_batches multiple num_devices num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks
-    rounds side steps text_depth text_dim text_step threads total_steps vocab_size window world_size"""
+    repeats rounds side steps text_depth text_dim text_step threads total_steps vocab_size window world_size"""
 _AMOUNTS = "budget cache_limit_gib every_minutes limit_gib max_ram_gb memory_gb price_per_hour timeout_s"
 # Least and greatest value of every numeric option; where the least is an int, the option is a whole number.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("mask_ratio", "val_fraction", "warmup_ratio"), (0.0, 1.0)),
     "captions_per_image": (1, 1000),
     "num_images": (1, 10**9),
+    "num_probes": (7, math.inf),  # as many as `mmlab.pricing.time_model.TIME_EXPONENTS`
     "batch_size": (1, 2**16),  # twice that of CLIP
     "max_side": (16, 2**14),  # pixels
     "max_tokens": (2, math.inf),  # the special tokens

@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from mmlab.data.conversation_dataset import ConversationDataset
+from mmlab.errors import check_numbers
 from mmlab.machine import progress_bar
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.devices import Device, find_device
@@ -60,8 +61,10 @@ def predict_time(
         roofline on four further shapes, not against measurements.
 
     Raises:
-        OptionError: an unknown device, a precision that it does not support, or a step that cannot be priced.
+        OptionError: an unknown device, a precision that it does not support, a step that cannot be priced, or a budget
+            that is not finite or below two of the largest samples.
     """
+    check_numbers({"budget": budget})
     device = find_device(device) if isinstance(device, str) else device
     precision = setting.get("precision", "fp32")
     device.check_precision(precision)

@@ -23,13 +23,13 @@ from mmlab.data.conversation_batches import ConversationCollator
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversation_packs import Packer
 from mmlab.data.conversations import read_conversations
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import cpu_name, progress_bar
 from mmlab.model.conversation_model import ConversationModel, named_processor
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
+from mmlab.pricing.time_model import TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import loading_seconds, low_seconds
 from mmlab.runs.folders import TIME_MODEL
 from mmlab.runs.meters import LiveBytes
@@ -86,14 +86,13 @@ def price_steps(
         holds: the model and the optimizer, whose tensors exist before a step.
         budget: the most padded tokens and patches of a measured batch; beyond it prices are extrapolated.
         packed: the step lays its samples end to end; packs are priced, for the scheduler `packed`.
-        num_probes: batches that the cost models are fitted to.
+        num_probes: batches that the cost models are fitted to, at least 7.
         repeats: timed steps of each batch.
 
     Raises:
-        OptionError: fewer probes than the closed form has terms, or a budget below two of the largest samples.
+        OptionError: too few probes, no repeat, or a budget below two of the largest samples.
     """
-    if num_probes < len(TIME_EXPONENTS):
-        raise OptionError(f"num_probes must be at least {len(TIME_EXPONENTS)}, found {num_probes}")
+    check_numbers({"num_probes": num_probes, "repeats": repeats})
     batches, shapes = _probes(sizes, num_probes + _NUM_HELD_OUT, budget, packed)
     batch_of = prepare or (lambda rows: rows)
     costliest = batches[int(batch_costs(PaddedTokens(), shapes).argmax())]

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.quasirandom import SobolEngine
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.loading.loader import PlannedLoader, default_num_workers
 from mmlab.machine import cpu_name, num_usable_cores, progress_bar
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.fit import patch_of
-from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_seconds
+from mmlab.pricing.time_model import TimeModel, fit_seconds
 from mmlab.schedule.cost import PaddedTokens, batch_costs, max_batch_size
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
@@ -81,25 +81,24 @@ def fit_time(
             tokens.
         budget: the most that a measured batch costs; less where three rounds would take more than twice `seconds`.
             Larger batches are extrapolated.
-        num_probes: shapes that the closed form is fitted to.
+        num_probes: shapes that the closed form is fitted to, at least 7.
         num_held_out: further shapes on which its errors are reported.
         repeats: rounds after the first one.
         seconds: time limit; once three rounds are done, no round begins that would probably exceed it.
         loading: `loading_seconds` of the data set; None leaves loading out of the epochs that the model
             predicts.
-        options: fields of `TrainOptions`: `device`, `precision`, `checkpointing`, `objectives`, ...
+        options: fields of `TrainOptions`: `device`, `precision`, `checkpointing`, `objectives`, ... The learning rate
+            is 0 and an out-of-memory an error, whatever they say.
 
     Raises:
-        OptionError: too few probes, a model without weights, or a budget below two of the largest samples.
+        OptionError: too few probes, a number out of its range, a model without weights, an unknown option, or a budget
+            below two of the largest samples.
     """
-    if num_probes < len(TIME_EXPONENTS) or num_held_out < 0 or repeats < 1:
-        raise OptionError(
-            f"a fit needs at least {len(TIME_EXPONENTS)} probes, 0 held-out shapes and 1 repeat, found {num_probes}, "
-            f"{num_held_out} and {repeats}"
-        )
+    check_numbers({"num_probes": num_probes, "num_held_out": num_held_out})
+    check_numbers({"repeats": repeats, "budget": budget})
     if any(weight.is_meta for weight in model.parameters()):
         raise OptionError(
-            "the model has no weights to measure a step with: build it on a device, or predict the time (predict_time)"
+            "the model has no weights to measure a step with: give it some, or use predict_time"
         )
     patch = patch_of(model)
     trainer, num = timed_trainer(model, **options), num_probes + num_held_out + _NUM_NEW
@@ -177,8 +176,8 @@ def _slowdown_s(trainer: FusionTrainer, batches: list[Batch], loader: PlannedLoa
 
 def timed_trainer(model: nn.Module, **options: Any) -> FusionTrainer:
     """A trainer of a copy of the model, whose steps are measured."""
-    options |= {"strategy": Strategy()}  # one rank measures for all
-    return FusionTrainer(copy.deepcopy(model), lr=0.0, on_out_of_memory="raise", **options)
+    options |= {"strategy": Strategy(), "lr": 0.0, "on_out_of_memory": "raise"}  # one rank measures for all
+    return FusionTrainer(copy.deepcopy(model), **options)
 
 
 def time_conditions(trainer: FusionTrainer) -> dict[str, Any]:

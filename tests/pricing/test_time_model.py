@@ -1,8 +1,10 @@
 """Seconds of a step: recovered from timings, robust to noise, summed over a plan, and refused where they do not hold."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import BOUNDS, DataError, OptionError
 from mmlab.lab.notebook import draw_sizes
 from mmlab.machine import num_usable_cores
 from mmlab.model.presets import build_model
@@ -18,7 +20,14 @@ from mmlab.pricing import timing
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
-from mmlab.pricing.timing import fit_time, loading_seconds, low_seconds, probe_shapes, time_conditions
+from mmlab.pricing.timing import (
+    fit_time,
+    loading_seconds,
+    low_seconds,
+    probe_shapes,
+    time_conditions,
+    timed_trainer,
+)
 from mmlab.schedule.cost import FREE, MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
@@ -377,6 +386,26 @@ def test_a_model_without_weights_cannot_be_measured():
         fit_time(model, SIZES, device="cpu")
 
 
-def test_too_few_probes_are_refused():
-    with pytest.raises(OptionError, match=r"at least 7 probes.*found 4"):
-        fit_time(MODELS["tiny"](), SIZES, num_probes=4)
+def test_the_least_number_of_probes_is_that_of_the_terms() -> None:
+    assert BOUNDS["num_probes"][0] == len(TIME_EXPONENTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_probes": 4}, "num_probes must be at least 7, found 4"),
+        ({"num_held_out": -1}, "num_held_out must be at least 0, found -1"),
+        ({"repeats": 0}, "repeats must be at least 1, found 0"),
+        ({"budget": math.inf}, "budget must be finite, found inf"),  # its batches would never be small enough
+        ({"budget": math.nan}, "budget must be above 0, found nan"),
+        ({"budget": 10}, "give a budget that holds two of the largest"),
+    ],
+)
+def test_what_no_fit_can_be_made_of_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        fit_time(MODELS["tiny"](), SIZES, **{"device": "cpu", "progress": False, **options})
+
+
+def test_the_trainers_own_options_may_be_given_whole() -> None:
+    trainer = timed_trainer(MODELS["tiny"](), device="cpu", lr=0.1, on_out_of_memory="split")
+    assert trainer.options.lr == 0.0
