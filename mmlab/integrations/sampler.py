@@ -35,10 +35,15 @@ def sample_sizes(
     3
 
     Args:
-        group: samples with equal values share an image (default: no sample shares one).
+        group: (N,) numbers or names; samples with equal values share an image (default: no sample shares one).
+
+    Raises:
+        ValueError: arrays of different length, or a size that is not a whole number from 0 to 2^31 - 1.
     """
     columns = np.broadcast_arrays(np.asarray(num_tokens), height, width)
     groups = np.arange(len(columns[0])) if group is None else np.asarray(group)
+    if groups.dtype.kind not in "iu":  # such as names of images
+        groups = np.unique(groups, return_inverse=True)[1]
     return SampleSizes(num_tokens=columns[0], height=columns[1], width=columns[2], group=groups)
 
 
@@ -76,8 +81,7 @@ class PlannedSampler(Sampler[list[int]]):
     ) -> None:
         if not isinstance(scheduler, Scheduler):
             raise OptionError(
-                f"{type(scheduler).__name__} is no mmlab scheduler, or changes its plan during an epoch, which other "
-                "trainers cannot follow; use mmlab.make_scheduler(...)"
+                f"{type(scheduler).__name__} is no mmlab scheduler that plans whole epochs; use mmlab.make_scheduler(...)"
             )
         here, ranks = place_of_process()
         self.rank = here if rank is None else rank
@@ -163,8 +167,7 @@ class PlannedSampler(Sampler[list[int]]):
         if self._most is not None and len(whole) != self._most:
             if len(whole) > self._most:
                 raise OptionError(
-                    f"epoch {epoch} has {len(whole)} batches, the {self.num_epochs} epochs before at most {self._most}; "
-                    f"give num_epochs={epoch + 1} or more"
+                    f"epoch {epoch} has {len(whole)} batches, planned are {self._most}; give num_epochs={epoch + 1}"
                 )
             batches = split_steps(whole.columns, self._most // self.world_size, self.world_size)
             starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]

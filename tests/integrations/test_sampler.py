@@ -129,6 +129,12 @@ def test_epochs_beyond_those_announced_are_refused_where_they_need_more_batches(
         sampler.set_epoch(shortest)
 
 
+def test_groups_may_have_any_values() -> None:
+    for group in (["b.jpg", "a.jpg", "b.jpg"], [0.5, 0.25, 0.5]):
+        assert sample_sizes([3, 4, 5], group=group).group.tolist() == [1, 0, 1]
+    assert sample_sizes([3, 4, 5], group=[7, -1, 7]).group.tolist() == [7, -1, 7]
+
+
 def test_what_is_no_scheduler_is_refused() -> None:
     with pytest.raises(OptionError, match=r"str is no mmlab scheduler"):
         PlannedSampler(sizes(), "budget")  # type: ignore[arg-type]
