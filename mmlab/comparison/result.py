@@ -327,7 +327,7 @@ def load_comparison(folder: str | Path) -> Comparison:
         if not (arms := [ArmResult(**arm) for arm in saved.pop("arms")]):
             raise ValueError("it has no scheduler")
         return Comparison(config=saved, arms=arms, interrupted=saved.pop("interrupted"), folder=path.parent)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"no comparison in {folder}: expected {path}, which `mmlab compare --out {folder}` writes"
         ) from None

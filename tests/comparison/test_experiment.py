@@ -509,6 +509,8 @@ def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
         (tmp_path / "comparison.json").write_text(content)
         with pytest.raises(DataError, match="not a comparison"):
             load_comparison(tmp_path)
+    with pytest.raises(DataError, match="no comparison in"):
+        load_comparison(tmp_path / "comparison.json")
 
 
 def test_packed_plans_train_without_padding_within_their_budget(records):
