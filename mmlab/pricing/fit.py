@@ -62,10 +62,10 @@ def fit_memory(
         setting: the fields of `mmlab.pricing.trace.StepSetting`: `precision`, `device`, `checkpointing`, ...
 
     Raises:
-        OptionError: fewer than 0 held-out shapes, a step that cannot be priced, or one whose operations
-            depend on the shape in other ways.
+        OptionError: fewer than 0 held-out shapes, a patch below 1 pixel, an unknown name, a step that cannot be
+            priced, or one whose operations depend on the shape in other ways.
     """
-    check_numbers({"num_held_out": num_held_out})
+    check_numbers({"num_held_out": num_held_out, "patch": patch})
     if dataset is None:
         tracer = StepTracer(model, **setting)
         patch, most_tokens = patch or patch_of(model), _most_tokens(model)
@@ -139,9 +139,7 @@ def _aligned(traces: Sequence[StepTrace]) -> NDArray[np.int64]:
     both = [*zip(traces, places, strict=True)]
     orders = {tuple(trace.operations[place] for place in own[1:]) for trace, own in both}
     if len(orders) > 1:
-        raise OptionError(
-            "the order of a step's operations depends on the shape, so there is no closed form: price each shape"
-        )
+        raise OptionError("operations change order with the shape, so no closed form: price each shape")
     return np.stack([np.maximum.reduceat(trace.live_bytes, own) for trace, own in both])
 
 

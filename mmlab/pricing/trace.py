@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from mmlab.errors import OptionError, unknown_name
+from mmlab.errors import OptionError, check_name, unknown_name
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.huggingface import accept_batches
 from mmlab.model.parameters import trainable_parameters
@@ -122,6 +122,8 @@ class StepTracer:
     def __init__(
         self, model: nn.Module, *, batches: Callable[[BatchShape], Batch] | None = None, **setting: Any
     ) -> None:
+        for name in setting:
+            check_name("option of a step", name, StepSetting.__slots__)
         self._make_batch = batches
         self.setting = StepSetting(**setting)
         self.fake = FakeDevice(self.setting.device)

@@ -139,3 +139,11 @@ def test_too_few_probes_are_refused():
         fit_rows(shapes, shapes)
     with pytest.raises(OptionError, match="num_held_out must be at least 0, found -1"):
         fit_memory(Texts(lambda length: 2), num_held_out=-1, progress=False)
+    with pytest.raises(OptionError, match="patch must be at least 1, found 0"):
+        fit_memory(Texts(lambda length: 2), patch=0, progress=False)
+    with pytest.raises(
+        OptionError, match="unknown option of a step 'checkpoint'; did you mean 'checkpointing'"
+    ):
+        fit_memory(Texts(lambda length: 2), checkpoint=True, progress=False)
+    with pytest.raises(OptionError, match="expected a model .*, found 'tiny'"):
+        fit_memory("tiny", progress=False)  # type: ignore[arg-type]
