@@ -27,7 +27,7 @@ from mmlab.comparison.result import Comparison, load_comparison, page_of
 from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_bytes
-from mmlab.runs.follow import ENDED, Runs, RunState, overall_status
+from mmlab.runs.follow import ACTIVE, ENDED, Runs, RunState, overall_status
 from mmlab.runs.summaries import Progress, draw_runs, progress_of, summarize
 from mmlab.types import parse_image_policy
 
@@ -75,7 +75,8 @@ class Lab:
             `epochs`, `image`, `augment`, `ratios`, `adaptive`, `model`, `precision`, `memory_gb` and others.
 
     Raises:
-        OptionError: an option cannot work.
+        OptionError: an unknown option or scheduler, or a value of the wrong type or out of range. What needs the data,
+            the model or the device to be judged is an error of `wait`.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Lab:
         """Change options of the next run; a run in progress keeps the options it was started with.
 
         Raises:
-            OptionError: an option cannot work; nothing is changed then.
+            OptionError: as for a new lab; nothing is changed then.
         """
         self.options = _checked({**self.options, **changes})
 
@@ -204,7 +205,10 @@ class Lab:
 
     @property
     def state(self) -> str:
-        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped`, `failed` or `unreadable`."""
+        """`idle`, `running`, `paused`, `stopping`, `done`, `stopped`, `failed` or `unreadable`.
+
+        A comparison that no Lab started is `waiting` until its first event.
+        """
         run, states = self._run, self._poll()
         if run is None:
             return overall_status(states.values()) if self._opened and states else "idle"
@@ -324,7 +328,7 @@ class Lab:
         return f"Lab({self.data!r}, out={str(self.folder)!r}): {self.state}"
 
     def _tell(self, command: str) -> None:
-        if self.state in ("running", "paused", "stopping"):
+        if self.state in (*ACTIVE, "stopping"):
             send(self.folder, command)
 
     @property

@@ -28,6 +28,7 @@ from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import Lab
 from mmlab.lab.messages import earlier_of, saved_view, tile_of
 from mmlab.runs.control import CONTROL
+from mmlab.runs.events import RunLog
 from mmlab.runs.follow import Runs
 from mmlab.runs.summaries import verdict_of
 from mmlab.schedule.schedulers import make_scheduler
@@ -214,6 +215,14 @@ def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: 
     assert not (tmp_path / CONTROL).exists(), "there is nobody to tell"
     with pytest.raises(DataError, match="no comparison in"):
         Lab.open(tmp_path / "nowhere")
+
+
+def test_a_comparison_that_reads_its_images_can_be_stopped(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "runs" / "random"):  # it has the files of its runs, and nothing in them yet
+        lab = Lab.open(tmp_path)
+        assert lab.state == "waiting"
+        lab.stop()
+    assert json.loads((tmp_path / "control.json").read_text())["command"] == "stop"
 
 
 def test_a_run_keeps_its_result_when_a_later_one_uses_the_folder(scenes: Path, tmp_path: Path) -> None:
