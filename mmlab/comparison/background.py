@@ -167,7 +167,8 @@ def start_compare(
         detached: the run continues when this process ends.
 
     Raises:
-        OptionError: an argument cannot be sent to another process, or another process's run uses the folder.
+        OptionError: an argument cannot be sent to another process, or another process's run uses the folder. Options
+            and data that cannot work are errors of `BackgroundRun.wait`.
     """
     folder = Path(out)
     try:

@@ -73,6 +73,7 @@ def compare(
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
         OptionError: an option cannot work, and the message names it; or another run is using the folder.
+        KeyboardInterrupt: it was stopped before every run had finished an epoch, so there is no result.
     """
     chosen = read_options(ComparisonOptions, options, "compare")
     augmentation(chosen.augment)

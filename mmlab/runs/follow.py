@@ -74,7 +74,7 @@ class RunState:
     @property
     def status(self) -> str:
         """Waiting, running, paused, done, stopped or failed; killed if the run's process ended without
-        writing an `end` event, and unreadable if its files are damaged.
+        writing an `end` event, and unreadable once `Runs` has found its files damaged.
         """
         if self.is_broken:
             return "unreadable"
@@ -94,7 +94,7 @@ class RunState:
 
         Raises:
             DataError: a file was replaced, or has a line that is not an event or a value of a wrong type.
-            FileNotFoundError: a file was moved away.
+            OSError: a file was moved away (`FileNotFoundError`), or cannot be read.
         """
         if self.folder is None:
             return 0
