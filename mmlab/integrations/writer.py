@@ -59,7 +59,8 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         about: keys of a `start` event: `num_steps`, `num_epochs`, `run_name`, ...
 
     Raises:
-        OptionError: a run of another process is active in the folder.
+        OptionError: a run of another process is active in the folder, or there is no such key of a `start` event.
+        RuntimeError: torch knows no such device, or it is not there.
     """
 
     def __init__(
@@ -78,25 +79,25 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self._folder = Path(folder).resolve()
         if self._folder in _open:  # of this process: a cell was interrupted, and is run again
             _open[self._folder]._close_at_exit()
-        self._opened = ExitStack()
-        if rank == 0:
-            self._opened.enter_context(exclusive_folder(self._folder))
-        if rank == 0 and step == 0:
-            move_earlier_aside(self._folder, (EVENT_FILES,))
-        if self.world_size > 1 and distributed.is_initialized():
-            distributed.barrier()
         cost = None if sampler is None else sampler.plan.limits.cost
         self._memory = memory if memory is not None or getattr(cost, "unit", "") != "bytes" else cost
         self._live = LiveBytes() if live else None
-        self._run = self._opened.enter_context(Run(folder, rank=rank))
-        self._opened.enter_context(DeviceMonitor(self._run.emit, device=self.device, rank=rank))
-        if self._live is not None:
-            self._opened.enter_context(self._live)
         self._plan: Any = None  # the plan that `_counts` and `_bytes` were computed from
         about.setdefault("run_name", self._folder.name)
         about.setdefault("scheduler", "" if sampler is None else type(sampler.scheduler).__name__.lower())
-        self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
-        self.is_open, _open[self._folder] = True, self
+        with ExitStack() as opened:  # closed again where the run cannot start
+            if rank == 0:
+                opened.enter_context(exclusive_folder(self._folder))
+            if rank == 0 and step == 0:
+                move_earlier_aside(self._folder, (EVENT_FILES,))
+            if self.world_size > 1 and distributed.is_initialized():
+                distributed.barrier()
+            self._run = opened.enter_context(Run(folder, rank=rank))
+            opened.enter_context(DeviceMonitor(self._run.emit, device=self.device, rank=rank))
+            if self._live is not None:
+                opened.enter_context(self._live)
+            self._run.start(step, device=str(self.device), world_size=self.world_size, **about)
+            self.is_open, self._opened, _open[self._folder] = True, opened.pop_all(), self
         atexit.register(self._close_at_exit)
         self.exclude_time()
 
@@ -119,6 +120,10 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             num_batches: micro-batches of gradient accumulation.
             start: batches of the epoch before this step; None continues after the last step.
             values: keys of a `step` event, such as `loss`, `lr` and `grad_norm`; `num_samples` where there is no plan.
+
+        Raises:
+            OptionError: no such key.
+            TypeError: a value is no plain number or text; give a tensor's `.item()`.
         """
         self.write_step({**self.measure(num_batches, start=start), **values})
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from mmlab.errors import OptionError
 from mmlab.integrations import PlannedSampler, RunWriter, TrainerEvents, sample_sizes
 from mmlab.runs import RunState, read_events
 from mmlab.runs.control import send
@@ -179,6 +180,13 @@ def test_a_run_left_open_ends_when_its_cell_is_run_again(tmp_path: Path) -> None
     assert [event.kind for event in read_events(folder / "events-rank0.jsonl")[0] if event.kind == "end"] == [
         "end"
     ] * 2
+
+
+def test_a_run_that_cannot_start_lets_go_of_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="unknown event key 'num_step'; did you mean 'num_steps'"):
+        RunWriter(tmp_path, num_step=3)
+    assert "mmlab-device-monitor" not in [thread.name for thread in threading.enumerate()]
+    RunWriter(tmp_path, num_steps=3).close()
 
 
 def test_memory_of_a_scheduler_that_counts_bytes_is_the_prediction(tmp_path: Path) -> None:
