@@ -138,8 +138,7 @@ class PlannedSampler(Sampler[list[int]]):
             )
         if state["num_batches"] and state.get("of_batches", len(self)) != len(self):
             raise DataError(
-                f"cannot resume: the epoch was cut into {state['of_batches']} batches and is now cut into {len(self)}, because "
-                "num_epochs differs; resume with the same num_epochs"
+                f"cannot resume: the epoch had {state['of_batches']} batches, now {len(self)}; resume with the same num_epochs"
             )
         self._start = self.num_drawn = self.first = state["num_batches"]
 
@@ -158,8 +157,7 @@ class PlannedSampler(Sampler[list[int]]):
         if self.world_size > 1:
             raise OptionError(
                 f"these batches are rank {self.rank}'s of {self.world_size} already and must not be shared out again: "
-                "with accelerate use mmlab.integrations.prepare_loader(accelerator, loader), "
-                "with Lightning Trainer(use_distributed_sampler=False)"
+                "use mmlab.integrations.prepare_loader, or with Lightning Trainer(use_distributed_sampler=False)"
             )
 
     def _begin(self, epoch: int) -> None:

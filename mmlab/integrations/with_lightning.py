@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmlab.errors import OptionError
+from mmlab.errors import DataError, OptionError
 from mmlab.integrations.sampler import PlannedSampler
 from mmlab.integrations.writer import RunWriter, planned_sampler
 from mmlab.schedule.base import Scheduler
@@ -24,7 +24,8 @@ class PlannedDataModule(LightningDataModule):
     Args:
         dataset: with `len` and items.
         scheduler: `mmlab.make_scheduler(...)`.
-        sizes: of the samples, in the order of the data set; None takes the data set's own (`MultimodalDataset`).
+        sizes: of the samples, in the order of the data set; None takes the data set's own, which only a
+            `MultimodalDataset` has.
         loader: options of `StatefulDataLoader`, such as `collate_fn` and `num_workers`.
     """
 
@@ -39,6 +40,7 @@ class PlannedDataModule(LightningDataModule):
         """A loader that Lightning saves and resumes.
 
         Raises:
+            DataError: there are not as many sizes as samples.
             OptionError: Lightning would divide the batches among devices again; or the number of epochs is
                 unknown.
         """
@@ -47,6 +49,8 @@ class PlannedDataModule(LightningDataModule):
             raise OptionError("planned batches need Trainer(max_epochs=...), so that epochs are equally long")
         place = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         sampler = PlannedSampler(self.sizes, self.batch_scheduler, num_epochs=trainer.max_epochs, **place)
+        if len(sampler.sizes) != len(self.dataset):
+            raise DataError(f"{len(sampler.sizes)} sizes for a data set of {len(self.dataset)} samples")
         sampler.set_epoch(trainer.current_epoch)
         return StatefulDataLoader(self.dataset, batch_sampler=sampler, **self.options)
 

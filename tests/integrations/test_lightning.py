@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from mmlab.errors import OptionError
+from mmlab.errors import DataError, OptionError
 from mmlab.integrations import LightningEvents, PlannedDataModule
 from mmlab.runs import RunState
 from mmlab.runs.control import send
@@ -138,3 +138,10 @@ def test_two_processes_share_every_sample_once_and_never_twice(tmp_path: Path) -
     for span in (slice(num), slice(num, None)):
         assert flat(first[span] + second[span]) == EVERYTHING
     assert "use_distributed_sampler=False" in said
+
+
+def test_sizes_of_other_samples_are_refused(tmp_path: Path) -> None:
+    fewer = PlannedDataModule(Pairs(), budget(), sizes=sizes().take([0, 1, 2]), collate_fn=collate)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=str(tmp_path), logger=False)
+    with pytest.raises(DataError, match=f"3 sizes for a data set of {len(LENGTHS)} samples"):
+        trainer.fit(Clip(), datamodule=fewer)
