@@ -29,7 +29,7 @@ class MemoryPanel(Panel):
     Args:
         sizes: the samples, with image sizes as the model will see them (`records.sizes(policy)`).
         models: fitted memory models by names for them, such as "bf16, checkpointing".
-        memory_gb: GiB for a step's tensors: least, most, and initial value.
+        memory_gb: GiB for a step's tensors: least (above 0), most, and initial value.
 
     Raises:
         OptionError: there is no model.

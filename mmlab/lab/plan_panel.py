@@ -39,7 +39,7 @@ class PlanExplorer(Panel):
     Args:
         data: a `MultimodalDataset`, whose images are shown in their batches, or sizes alone, with image sizes as the
             model will see them (`records.sizes(policy)`).
-        schedulers: names to begin with.
+        schedulers: names to begin with, of any schedulers but `memory` and `fastest`, which need a priced model.
     """
 
     def __init__(

@@ -143,6 +143,9 @@ def price_model(
             priced.
         precision: of the forward pass under autocast: fp32, tf32, bf16 or fp16.
         options: `budget` and others of `price_steps`.
+
+    Raises:
+        OptionError: as `price_steps`, or an unknown precision.
     """
     from transformers import BatchFeature
 

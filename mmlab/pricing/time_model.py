@@ -83,7 +83,7 @@ class TimeModel(FittedModel):
         """Seconds of an epoch: the sum over its steps; evaluation, checkpoints and communication are not in it.
 
         Args:
-            num_ranks: ranks that share consecutive batches of the plan; a step then takes as long as its slowest.
+            num_ranks: ranks, 1 or more, that share consecutive batches of the plan; a step then takes as long as its slowest.
         """
         seconds = self.batch_s(plan)
         padded = np.pad(seconds, (0, -len(seconds) % num_ranks))

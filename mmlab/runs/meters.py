@@ -61,6 +61,9 @@ def read_device(device: str | torch.device) -> DeviceReading:
     >>> reading = read_device("cpu")
     >>> reading.memory_source, reading.utilization_source, reading.notes
     ('process RSS', 'process CPU', ())
+
+    Raises:
+        RuntimeError: torch knows no such device. One that is not there is read as its process, and the notes say so.
     """
     with DeviceMeter(device) as meter:
         meter.since = _START
@@ -190,7 +193,7 @@ class LiveBytes(TorchDispatchMode):
     (400, 800)
 
     Args:
-        granule_bytes: each storage counts as a multiple of this, as an allocator rounds.
+        granule_bytes: each storage counts as a multiple of this, as an allocator rounds; 1 or more.
         device_type: count tensors of this type of device only, "cuda" or "cpu"; None counts all.
     """
 
