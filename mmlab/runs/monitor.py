@@ -28,8 +28,8 @@ class DeviceMonitor:
 
     A context manager. The device's readings (NVML included) are taken in that thread only, and `emit` is called from
     it: it must be safe to call from any thread, as `RunLog.emit` is. When a better source of readings fails, one
-    `warning` event says so. If the thread itself fails, as with a device that torch does not know, a `warning` event carries the traceback, sampling ends,
-    the run continues, and leaving the context issues a RuntimeWarning.
+    `warning` event says so. If the thread itself fails, as with a device that torch does not know, a `warning` event
+    carries the traceback, sampling ends, the run continues, and leaving the context issues a RuntimeWarning.
 
     Args:
         emit: takes each event.
