@@ -12,6 +12,7 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
+from mmlab.errors import check_name
 from mmlab.lab.panels import SLIDES, WIDE, Panel, picture, slider
 from mmlab.lab.plan_figure import page_png, plan_figure
 from mmlab.schedule.columns import images_apart
@@ -40,6 +41,9 @@ class PlanExplorer(Panel):
         data: a `MultimodalDataset`, whose images are shown in their batches, or sizes alone, with image sizes as the
             model will see them (`records.sizes(policy)`).
         schedulers: names to begin with, of any schedulers but `memory` and `fastest`, which need a priced model.
+
+    Raises:
+        OptionError: a name that is none of those, or no samples.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class PlanExplorer(Panel):
         self._photo = dataset and (lambda sample: dataset[int(rows[sample])]["image"])
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
         offered = [name for name in SCHEDULERS if name not in ("memory", "fastest")]
+        for name in schedulers:
+            check_name("scheduler to explore", name, offered)
         self.schedulers = widgets.SelectMultiple(
             options=offered, value=tuple(schedulers), rows=len(offered), description="schedulers", style=WIDE
         )

@@ -10,6 +10,7 @@ import pytest
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
+from mmlab.errors import OptionError
 from mmlab.lab.notebook import draw_sizes
 from mmlab.lab.plan_figure import IMAGE, PADDING, TEXT, plan_figure, thumbnails
 from mmlab.lab.plan_panel import MAX_EXPLORED, PlanExplorer
@@ -21,6 +22,12 @@ from mmlab.types import Aspect, SampleSizes
 @pytest.fixture(scope="module")
 def many() -> SampleSizes:
     return draw_sizes(20_000).resized(Aspect(224**2))
+
+
+@pytest.mark.parametrize("name", ["rndom", "fastest"])
+def test_a_scheduler_that_cannot_be_explored_is_refused_by_name(name: str) -> None:
+    with pytest.raises(OptionError, match=f"unknown scheduler to explore '{name}'"):
+        PlanExplorer(draw_sizes(10), (name,))
 
 
 def test_every_slider_of_the_explorer_changes_the_table() -> None:
