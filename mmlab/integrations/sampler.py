@@ -81,7 +81,8 @@ class PlannedSampler(Sampler[list[int]]):
     ) -> None:
         if not isinstance(scheduler, Scheduler):
             raise OptionError(
-                f"{type(scheduler).__name__} is no mmlab scheduler that plans whole epochs; use mmlab.make_scheduler(...)"
+                f"{type(scheduler).__name__} is no mmlab scheduler, or changes its plan during an epoch, which other "
+                "trainers cannot follow; use mmlab.make_scheduler(...)"
             )
         here, ranks = place_of_process()
         self.rank = here if rank is None else rank
@@ -138,7 +139,8 @@ class PlannedSampler(Sampler[list[int]]):
             )
         if state["num_batches"] and state.get("of_batches", len(self)) != len(self):
             raise DataError(
-                f"cannot resume: the epoch had {state['of_batches']} batches, now {len(self)}; resume with the same num_epochs"
+                f"cannot resume: the epoch was cut into {state['of_batches']} batches and is now cut into {len(self)}, because "
+                "num_epochs differs; resume with the same num_epochs"
             )
         self._start = self.num_drawn = self.first = state["num_batches"]
 
@@ -157,7 +159,8 @@ class PlannedSampler(Sampler[list[int]]):
         if self.world_size > 1:
             raise OptionError(
                 f"these batches are rank {self.rank}'s of {self.world_size} already and must not be shared out again: "
-                "use mmlab.integrations.prepare_loader, or with Lightning Trainer(use_distributed_sampler=False)"
+                "with accelerate use mmlab.integrations.prepare_loader(accelerator, loader), "
+                "with Lightning Trainer(use_distributed_sampler=False)"
             )
 
     def _begin(self, epoch: int) -> None:
@@ -165,7 +168,8 @@ class PlannedSampler(Sampler[list[int]]):
         if self._most is not None and len(whole) != self._most:
             if len(whole) > self._most:
                 raise OptionError(
-                    f"epoch {epoch} has {len(whole)} batches, planned are {self._most}; give num_epochs={epoch + 1}"
+                    f"epoch {epoch} has {len(whole)} batches, the {self.num_epochs} epochs before at most {self._most}; "
+                    f"give num_epochs={epoch + 1} or more"
                 )
             batches = split_steps(whole.columns, self._most // self.world_size, self.world_size)
             starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]

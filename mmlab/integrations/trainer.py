@@ -132,7 +132,8 @@ class PlannedBatches:
         if "input_ids" in (getattr(dataset, "column_names", None) or ()):
             return sample_sizes([len(ids) for ids in dataset["input_ids"]])
         raise DataError(
-            f"{type(dataset).__name__} does not tell the sizes of its samples; give sizes=sample_sizes(...), or read_conversations(...)"
+            f"{type(dataset).__name__} does not tell the sizes of its samples; give sizes=, for example "
+            "mmlab.integrations.sample_sizes(num_tokens, height, width), or train on mmlab.read_conversations(dataset)"
         )
 
 

@@ -139,12 +139,14 @@ class Lab:
                     if self._panel is None:
                         self.panel().display()  # with its Stop, before the error ends the cell
                     raise OptionError(
-                        f"a run with other options is active in {self.folder} ({changes}): stop it first, or give another out=..."
+                        f"a run with other options is active in {self.folder} ({changes}): stop it first (Stop in "
+                        "its panel, or stop()), or give another folder, out=..."
                     )
                 return self
             if self.data is None:
                 raise OptionError(
-                    "the data of this run were no path, so only the process that has them can start it again; make a new Lab with them"
+                    "the data of this run were not given as a path, so only the process that has them can start it "
+                    "again; make a new Lab with them"
                 )
             self._runs = Runs(self.folder / "runs")
             options = {key: value for key, value in self.options.items() if key != "schedulers"}

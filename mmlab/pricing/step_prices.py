@@ -255,7 +255,9 @@ def _probes(
         most = np.maximum.accumulate(sizes.alone[rows, 1:], axis=0)
         allowed = int((batch_costs(PaddedTokens(), np.column_stack([counts, most])) <= budget).sum())
         if allowed < min(2, len(sizes)):
-            raise OptionError(f"a budget of {budget:.0f} padded tokens does not hold two samples; raise it")
+            raise OptionError(
+                f"a budget of {budget:.0f} padded tokens does not hold two of the largest samples; raise it"
+            )
         batches.append(rows[: max(1, round(allowed ** ((probe + 1) / number)))].tolist())
     limits = Limits(streams=(0, 0) if packed else None)
     shapes = BatchPlan.from_batches(batches, sizes, limits).step_shapes()

@@ -98,7 +98,7 @@ def fit_time(
     check_numbers({"repeats": repeats, "budget": budget})
     if any(weight.is_meta for weight in model.parameters()):
         raise OptionError(
-            "the model has no weights to measure a step with: give it some, or use predict_time"
+            "the model has no weights to measure a step with: build it on a device, or predict the time (predict_time)"
         )
     patch = patch_of(model)
     trainer, num = timed_trainer(model, **options), num_probes + num_held_out + _NUM_NEW
