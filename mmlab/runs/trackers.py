@@ -83,7 +83,7 @@ def _points(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Poin
 def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(Path(target) / name)) as writer:
+    with SummaryWriter(str(Path(target) / name), purge_step=0) as writer:  # an earlier export is replaced
         writer.add_text("start", f"```json\n{json.dumps(start, indent=1)}\n```")
         for curve, value, step, time_s in points:
             writer.add_scalar(curve, value, step, walltime=time_s)
