@@ -38,8 +38,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "num_images": (1, 10**9),
     "num_probes": (7, math.inf),  # as many as `mmlab.pricing.time_model.TIME_EXPONENTS`
     "batch_size": (1, 2**16),  # twice that of CLIP
-    "max_side": (16, 2**14),  # pixels
+    **dict.fromkeys(("image_side", "max_side"), (16, 2**14)),  # pixels
     "max_tokens": (2, math.inf),  # the special tokens
+    "num_tokens": (2, 512),  # what the presets take
     "port": (0, 2**16 - 1),
     "seed": (0, 2**63 - 1),  # what torch and NumPy both take
 }

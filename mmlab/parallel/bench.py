@@ -72,8 +72,7 @@ class BenchOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", resolve_device(self.device).partition(":")[0])
         smallest = 2 * self.ranks * self.micro_batches
-        least = {"ranks": 2, "batch_size": smallest, "image_side": 16, "num_tokens": 2}
-        for name, bound in least.items():
+        for name, bound in {"ranks": 2, "batch_size": smallest}.items():
             if (found := getattr(self, name)) < bound:
                 raise OptionError(f"{name} must be at least {bound}, found {found}")
         check_numbers(self)
@@ -165,7 +164,7 @@ def bench_parallel(
     process gets those of all ranks. No data set is read.
 
     Args:
-        strategies: names in `ARMS` or `more`; None takes those that this number of ranks can run, without `reduce`.
+        strategies: names in `ARMS` or `more`; None takes those that can run so, without `reduce`.
         more: strategies of your own, by name; functions that can be pickled.
         progress: show a bar on stderr.
         sizes: of `BenchOptions`.
@@ -175,14 +174,17 @@ def bench_parallel(
         RunError: a rank failed.
     """
     options, known = BenchOptions(**sizes), {**ARMS, **(more or {})}
+    refused = {} if options.ranks == 2 else {"branch": f"needs 2 ranks, found {options.ranks}"}
+    if options.precision == "fp16":
+        refused |= dict.fromkeys(("branch", "fsdp"), "does not train in fp16; give --precision bf16 or fp32")
     if strategies is None:
-        strategies = [name for name in known if name != "reduce" and (name != "branch" or options.ranks == 2)]
+        strategies = [name for name in known if name not in {"reduce", *refused}]
     elif not strategies:
         raise OptionError(f"strategies must name at least one of {', '.join(known)}")
     for name in strategies:
         check_name("strategy", name, known)
-    if "branch" in strategies and options.ranks != 2:
-        raise OptionError(f"strategy 'branch' needs 2 ranks, found {options.ranks}")
+        if name in refused:
+            raise OptionError(f"strategy {name!r} {refused[name]}")
     names = [name for name in dict.fromkeys(strategies) if name != "one core"]
     if options.device == "cpu":  # the baseline of efficiency; on GPUs `single` is
         names.insert(0, "one core")

@@ -104,6 +104,8 @@ def test_the_model_speaks_of_every_number_of_devices(document: Any) -> None:
         (["--batch-size", "2"], "batch_size must be at least 4, found 2"),
         (["--model", "huge"], "huge"),
         (["--precision", "int3"], "int3"),
+        (["--precision", "fp16", "--strategies", "ddp,fsdp"], "'fsdp' does not train in fp16"),
+        (["--num-tokens", "513"], "num_tokens must be at most 512, found 513"),
     ],
 )
 def test_bad_input_exits_with_2_before_anything_is_launched(
@@ -114,3 +116,14 @@ def test_bad_input_exits_with_2_before_anything_is_launched(
     assert captured.out == ""
     assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_fp16_is_left_to_the_strategies_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arms_of(_: Any, options: Any, arms: dict[str, Any], *__: Any, **___: Any) -> None:
+        raise RuntimeError(" ".join(arms))
+
+    monkeypatch.setattr("mmlab.parallel.bench.run_on_ranks", arms_of)
+    with pytest.raises(RuntimeError, match=r"^one core single ddp$"):
+        bench_parallel(model="tiny", device="cpu", precision="fp16")
+    with pytest.raises(RuntimeError, match=r"^one core single ddp fsdp branch$"):
+        bench_parallel(model="tiny", device="cpu")
