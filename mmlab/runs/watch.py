@@ -112,8 +112,7 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
     for heading in _FIRST_TO_GO:
         if sum(widths.values()) > width:
             widths.pop(heading, None)
-    waits = "" if found["runs"] else ": waiting for a run"
-    table = Table(title=f"{found['folder']}{waits}", title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for heading in widths:
         table.add_column(heading, justify="left" if heading in ("run", "status") else "right", no_wrap=True)
     for line in lines:
@@ -141,7 +140,9 @@ def page_of(found: Mapping[str, Any], width: int) -> Group:
         for message in [*run["messages"], run["error"]]
         if message
     ]
+    waits = "" if found["runs"] else ": waiting for a run"
     return Group(
+        Text(printable(f"{found['folder']}{waits}"), style="italic"),
         table_of(found, width),
         *(Text(printable(message), style="yellow") for message in messages + found["errors"]),
     )

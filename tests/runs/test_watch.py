@@ -201,3 +201,8 @@ def test_it_ends_by_itself_when_the_last_run_has(tmp_path: Path, capsys: pytest.
         log.write("end", 4, status="done")
     assert main(["watch", str(tmp_path)]) == 0
     assert "done" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_run_is_named_in_one_line() -> None:
+    found = {"folder": "runs/a folder", "runs": {}, "errors": []}
+    assert text_of(found).splitlines()[0] == "runs/a folder: waiting for a run"
