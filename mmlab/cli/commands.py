@@ -146,8 +146,8 @@ def plan(
 
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
-    if model is None and (device_name, price_per_hour, memory_gb) != (None, None, None):
-        raise OptionError("--device-name, --price-per-hour, --memory-gb need a model's steps: give --model")
+    if model is None and (device_name, price_per_hour, memory_gb, precision) != (None, None, None, "fp32"):
+        raise OptionError("--device-name, --price-per-hour, --memory-gb, --precision: give --model")
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
     policy = parse_image_policy(image)
@@ -287,7 +287,7 @@ def cache_build(
     )
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
-    if not os.access(folder, os.W_OK):
+    if not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         raise OptionError(f"cannot write into {folder}; name another folder")
     if engine == "ray":
         return build_cache_on_ray(dataset, num_actors=threads)

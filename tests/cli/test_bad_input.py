@@ -32,6 +32,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("compare --data D --memory-gb inf", "memory_gb must be finite, found inf"),
         ("compare --data D --limit 0", "limit must be at least 1, found 0"),
         ("plan --data D --image aspect:8", "max_area 64 cannot hold one cell of 16 x 16 pixels"),
+        ("plan --data D --precision bf61", "--precision: give --model"),
         ("plan --data D --seed -1", "seed must be at least 0, found -1"),
         ("memory --model tiny --data D --limit -5", "limit must be at least 1, found -5"),
         ("data make OUT --num-images 0", "num_images must be at least 1, found 0"),
@@ -121,6 +122,15 @@ def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
     words = ["compare", *data, "--schedulers", "random", "--out", str(tmp_path / "out"), *options]
     assert main([*words, *images, "--num-workers", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] == images[1]
+
+
+@pytest.mark.filterwarnings("default:cannot write to the cache")
+def test_a_file_is_no_folder_for_a_cache(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    said = refused(["cache", "build", str(tmp_path / "file"), "--data", str(scenes)], capsys)
+    assert said.splitlines()[-1].endswith("file; name another folder")
 
 
 def test_what_a_data_file_says_cannot_move_the_cursor(
