@@ -114,7 +114,9 @@ def test_a_state_of_other_options_is_refused() -> None:
 def test_another_number_of_epochs_is_refused_in_mid_epoch_where_it_changes_the_batches() -> None:
     first, longer = (PlannedSampler(sizes(), budget(), num_epochs=number) for number in (1, 4))
     assert len(longer) > len(first)
-    with pytest.raises(DataError, match=f"{len(first)} batches, now {len(longer)}.*num_epochs"):
+    with pytest.raises(
+        DataError, match=f"{len(first)} batches and is now cut into {len(longer)}.*num_epochs"
+    ):
         longer.load_state_dict(first.state_dict(3))
     longer.load_state_dict(first.state_dict(0))
 
