@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any, Literal
 
 from mmlab.cli.cache import CacheFolder, cache_info, clear_cache, verify_cache
@@ -70,10 +71,23 @@ def train(
 
 
 def _end_by(handler: Callable[[int, Any], Any]) -> None:
-    """Let a request to end call this; under nohup, a terminal that closes is none."""
+    """Let a request to end call this; under nohup, a terminal that closes is none.
+
+    Python drops an exception that is raised while a finalizer runs: such a request is made once more.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+    report = sys.unraisablehook
+
+    def repeat(dropped: Any) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
+            number = getattr(dropped.exc_value, "code", 128 + signal.SIGINT) - 128
+            Timer(0.1, os.kill, (os.getpid(), number)).start()
+        else:
+            report(dropped)
+
+    sys.unraisablehook = repeat
 
 
 def watch(
@@ -147,7 +161,9 @@ def plan(
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
     if model is None and (device_name, price_per_hour, memory_gb, precision) != (None, None, None, "fp32"):
-        raise OptionError("--device-name, --price-per-hour, --memory-gb, --precision: give --model")
+        raise OptionError(
+            "--device-name, --price-per-hour, --memory-gb, --precision need a model's steps: give --model"
+        )
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
     policy = parse_image_policy(image)

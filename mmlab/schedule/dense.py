@@ -189,7 +189,7 @@ class Memory(Budget):
         if self.cost.unit != "bytes" or self.budget is None:
             raise OptionError(
                 f"scheduler 'memory' needs a cost model in bytes and a budget, found a cost in {self.cost.unit} and "
-                f"budget={self.budget}; give cost=<memory model>, budget=<bytes of the device>"
+                f"budget={self.budget}; give cost=<memory model>, budget=<bytes of the device> (in mmlab plan: --model)"
             )
         if not 0 < self.target_ratio <= 1:
             raise OptionError(f"target_ratio must lie in (0, 1], found {self.target_ratio}")

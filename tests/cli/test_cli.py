@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,30 @@ def test_help_lists_the_commands_and_loads_nothing_for_it() -> None:
     for command in ("compare", "plan", "data", "doctor"):
         assert command in done.stdout
     assert not {"torch", "numpy", "pandas", "pydantic"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("handler", "exit_code"),
+    [("signal.default_int_handler", -signal.SIGINT), ("lambda number, _: sys.exit(128 + number)", 143)],
+)
+def test_a_request_to_end_is_not_lost_in_a_finalizer(handler: str, exit_code: int) -> None:
+    code = f"""if True:
+        import os, signal, sys, time
+        from mmlab.cli.commands import _end_by
+
+        class Ended:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)  # the exception is raised here, where Python drops it
+
+        _end_by({handler})
+        Ended()
+        print("goes on", flush=True)
+        time.sleep(50)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (exit_code, "goes on\n")
+    assert "ignored in" not in done.stderr
 
 
 def test_a_command_is_a_module_too_and_exits_as_it_says() -> None:
