@@ -133,16 +133,21 @@ def check_numbers(options: Any, prefix: str = "") -> None:
     mmlab.errors.OptionError: batch_size must be a whole number, found 1.5
 
     Args:
-        options: values by name, or a dataclass that has them; None and "auto" stand for a default.
+        options: values by name, or a dataclass that has them. None and "auto" stand for a default, in a dataclass only
+            where the option's type has None or a text.
         prefix: text before the name in the message.
     """
+    types: dict[str, str] = {}
     if not isinstance(options, Mapping):
-        options = {name: getattr(options, name) for name in options.__dataclass_fields__}
+        types = {name: str(option.type) for name, option in options.__dataclass_fields__.items()}
+        options = {name: getattr(options, name) for name in types}
     for name in options.keys() & BOUNDS.keys():
         (least, most), value = BOUNDS[name], options[name]
         whole = isinstance(least, int)
         is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-        if value in (None, "auto") or (is_number and least <= value <= most and value < math.inf):
+        kind = types.get(name, "str | None")
+        is_default = (value is None and "None" in kind) or (value == "auto" and "str" in kind)
+        if is_default or (is_number and least <= value <= most and value < math.inf):
             continue
         bounds = "above 0" if least == _ABOVE_0 else f"at least {least:g}"
         if not is_number:

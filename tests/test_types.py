@@ -13,6 +13,8 @@ from PIL import Image
 
 from mmlab.data.decode import decode_image, displayed_size
 from mmlab.errors import DataError, OptionError
+from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.options import TrainOptions
 from mmlab.types import PATCH, Aspect, SampleSizes, Square, aspect, parse_image_policy, square
 
 LARGE = Aspect(10_000_000, 1)  # keeps every size of these tests
@@ -241,3 +243,18 @@ def test_what_is_no_whole_image_raises(content):
 
 def test_no_rows_of_sizes_can_be_taken():
     assert len(SampleSizes(num_tokens=[3], height=[16], width=[16], group=[0]).take([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainOptions(accumulation_steps=None), "accumulation_steps must be a whole number, found None"),
+        (lambda: TrainOptions(lr="auto"), "lr must be a number, found 'auto'"),
+        (lambda: make_scheduler("random", batch_size="auto"), "batch_size must be a whole number, found 'auto'"),
+        (lambda: make_scheduler("budget", max_batch_size=None), "max_batch_size must be a whole number"),
+    ],
+)
+def test_none_and_auto_stand_for_a_default_only_where_there_is_one(make, message) -> None:
+    assert TrainOptions(total_steps=None).total_steps is None
+    with pytest.raises(OptionError, match=message):
+        make()
