@@ -248,9 +248,15 @@ def test_no_rows_of_sizes_can_be_taken():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TrainOptions(accumulation_steps=None), "accumulation_steps must be a whole number, found None"),
+        (
+            lambda: TrainOptions(accumulation_steps=None),
+            "accumulation_steps must be a whole number, found None",
+        ),
         (lambda: TrainOptions(lr="auto"), "lr must be a number, found 'auto'"),
-        (lambda: make_scheduler("random", batch_size="auto"), "batch_size must be a whole number, found 'auto'"),
+        (
+            lambda: make_scheduler("random", batch_size="auto"),
+            "batch_size must be a whole number, found 'auto'",
+        ),
         (lambda: make_scheduler("budget", max_batch_size=None), "max_batch_size must be a whole number"),
     ],
 )
