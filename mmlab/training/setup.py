@@ -64,7 +64,7 @@ class TrainerSetup:
     ) -> None:
         if objectives is not None and not isinstance(objectives, Mapping):
             changes["objectives"] = tuple(objectives)
-        if isinstance(weighting, str):
+        if weighting is not None and not isinstance(weighting, Weighting):
             changes["weighting"] = weighting
         self.options = change_options(options, changes)
         self.strategy = strategy or alone()
@@ -120,6 +120,10 @@ class TrainerSetup:
 
     def _make_weighting(self, asked: str | Weighting | None) -> Weighting:
         if isinstance(asked, Weighting):
+            if asked.shares.keys() != self.objectives.keys():
+                raise OptionError(
+                    f"weighting is of {', '.join(asked.shares)}, not of {', '.join(self.objectives)}"
+                )
             return asked
         bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
         return make_weighting(self.options.weighting, list(self.objectives), **bounds)

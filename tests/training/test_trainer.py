@@ -21,7 +21,7 @@ from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.masked_language import MaskedLanguage
-from mmlab.training.weighting import make_weighting
+from mmlab.training.weighting import Weighting, make_weighting
 from tests.batches import make_batch, merge
 
 SIZES = [
@@ -398,6 +398,19 @@ def test_biases_norms_and_temperature_do_not_decay():
 def test_numbers_that_cannot_train_are_refused(options, message):
     with pytest.raises(OptionError, match=message):
         FusionTrainer(tiny_model(), device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "message"),
+    [
+        ({"contrastive": 5.0, "matching": 1.0}, r"unknown weighting \{'contrastive': 5.0"),
+        (Weighting(["contrastive"], max_share=1.0), "is of contrastive, not of contrastive, matching"),
+        (Weighting(["contrastive", "matching", "other"]), "is of contrastive, matching, other, not of"),
+    ],
+)
+def test_a_weighting_that_is_not_of_these_objectives_is_refused(weighting, message):
+    with pytest.raises(OptionError, match=message):
+        FusionTrainer(tiny_model(), device="cpu", objectives=["contrastive", "matching"], weighting=weighting)
 
 
 def test_options_out_of_range_are_refused():
