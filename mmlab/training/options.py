@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from mmlab.errors import OptionError, check_name, check_numbers
@@ -68,8 +69,9 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "objectives", tuple(self.objectives))
-        object.__setattr__(self, "freeze", tuple(self.freeze))
+        for name in ("objectives", "freeze"):  # a text is one name, not its letters
+            found = getattr(self, name)
+            object.__setattr__(self, name, (found,) if isinstance(found, str) else tuple(found or ()))
         object.__setattr__(self, "device", None if self.device is None else str(self.device))
         check_name("policy for out-of-memory", self.on_out_of_memory, ("auto", "split", "raise"))
         check_name("policy for losses that are not finite", self.on_nonfinite, ("raise", "skip"))
@@ -78,7 +80,7 @@ class TrainOptions:
         by_part = limits if isinstance(limits, Mapping) else dict.fromkeys(PARTS, limits)
         for part, limit in by_part.items():
             check_name("part of the model", part, PARTS)
-            if not limit > 0:
+            if not isinstance(limit, Real) or not limit > 0:
                 raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {limits}")
 
 

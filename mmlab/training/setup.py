@@ -63,7 +63,7 @@ class TrainerSetup:
         **changes: Any,
     ) -> None:
         if objectives is not None and not isinstance(objectives, Mapping):
-            changes["objectives"] = tuple(objectives)
+            changes["objectives"] = objectives
         if weighting is not None and not isinstance(weighting, Weighting):
             changes["weighting"] = weighting
         self.options = change_options(options, changes)

@@ -21,6 +21,7 @@ from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.losses.masked_language import MaskedLanguage
+from mmlab.training.options import TrainOptions
 from mmlab.training.weighting import Weighting, make_weighting
 from tests.batches import make_batch, merge
 
@@ -393,6 +394,10 @@ def test_biases_norms_and_temperature_do_not_decay():
         ({"max_grad_norm": {"text": 0.0}}, "max_grad_norm must be above 0"),
         ({"freeze": ["*"]}, "FusionModel has nothing to train"),
         ({"objectives": ()}, "no objective; known are contrastive"),
+        ({"objectives": None, "options": TrainOptions(objectives=None)}, "no objective; known are"),
+        ({"objectives": {"contrastive": Contrastive}}, "objective 'contrastive' must have .*found a type"),
+        ({"max_grad_norm": None}, "max_grad_norm must be above 0 .*found None"),
+        ({"max_grad_norm": {"text": "1"}}, "max_grad_norm must be above 0"),
     ],
 )
 def test_numbers_that_cannot_train_are_refused(options, message):
@@ -411,6 +416,15 @@ def test_numbers_that_cannot_train_are_refused(options, message):
 def test_a_weighting_that_is_not_of_these_objectives_is_refused(weighting, message):
     with pytest.raises(OptionError, match=message):
         FusionTrainer(tiny_model(), device="cpu", objectives=["contrastive", "matching"], weighting=weighting)
+
+
+def test_a_text_is_one_objective_or_pattern_and_not_its_letters():
+    trainer = FusionTrainer(tiny_model(), device="cpu", objectives="matching", freeze="image_encoder.*")
+    assert list(trainer.objectives) == ["matching"]
+    assert {
+        name.split(".")[0] for name, weight in trainer.model.named_parameters() if not weight.requires_grad
+    } == {"image_encoder"}
+    assert TrainOptions(objectives="contrastive").objectives == ("contrastive",)
 
 
 def test_options_out_of_range_are_refused():

@@ -58,7 +58,7 @@ def parse_objectives(
         tokenizer: of the data; "masked_language" needs it.
 
     Raises:
-        OptionError: an unknown name, no name, "contrastive" twice, or negatives from all ranks for a model
+        OptionError: an unknown name, no name, "contrastive" with both kinds of negatives, or negatives from all ranks for a model
             that computes its own loss.
     """
     asked = (asked,) if isinstance(asked, str) else asked
@@ -76,7 +76,7 @@ def parse_objectives(
         raise OptionError(f"no objective; known are {', '.join(OBJECTIVES)}")
     if isinstance(asked, Mapping):
         for name, goal in asked.items():
-            if not (callable(goal) and hasattr(goal, "count")):
+            if isinstance(goal, type) or not (callable(goal) and hasattr(goal, "count")):
                 raise OptionError(
                     f"objective {name!r} must have count(batch) and __call__(output, batch), as "
                     f"mmlab.training.losses.base.Objective says; found a {type(goal).__name__}"
