@@ -166,8 +166,8 @@ class Precision:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume with a scaler's state."""
-        if self.scales:
+        """Resume with a scaler's state; a run of another precision has none."""
+        if self.scales and state:
             self.scaler.load_state_dict(state)
 
 
