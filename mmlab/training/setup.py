@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmlab.errors import OptionError, RunError
+from mmlab.errors import DataError, OptionError, RunError
 from mmlab.machine import resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
@@ -210,6 +210,10 @@ class TrainerSetup:
         """Optimizer steps until `last_epoch` epochs are done, if all are as long as this one."""
         if last_epoch <= self.epoch:
             return 0
+        if not hasattr(loader, "__len__"):
+            raise OptionError(
+                f"a {type(loader).__name__} has no length, from which the schedule follows: give total_steps"
+            )
         num_batches, each = len(loader), self.options.accumulation_steps  # type: ignore[arg-type]
         rest = math.ceil((num_batches - self.epoch_batches) / each)
         whole = math.ceil(getattr(loader, "whole_epoch", num_batches) / each)
@@ -287,6 +291,7 @@ class TrainerSetup:
         """
         return {
             **self.strategy.state_dict(self.model, self.optimizer),
+            "trained": {name: weight.requires_grad for name, weight in self.model.named_parameters()},
             "precision": self.precision.state_dict(),
             "weighting": self.weighting.state_dict(),
             "progress": {
@@ -296,7 +301,24 @@ class TrainerSetup:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`."""
+        """Resume from a `state_dict`.
+
+        Raises:
+            DataError: it is not the state of a trainer, or its run trained other weights of this model.
+        """
+        if not state.keys() >= {"model", "optimizer", "precision", "weighting", "progress"}:
+            raise DataError(
+                f"this is not what a trainer's state_dict() returned: it has {', '.join([*state][:5])}"
+            )
+        saved = state.get("trained", {})
+        for (
+            name,
+            weight,
+        ) in self.model.named_parameters():  # moments are kept by place: others would go to other weights
+            if saved.get(name, weight.requires_grad) != weight.requires_grad:
+                raise DataError(
+                    f"{name} was {'trained' if saved[name] else 'frozen'} in the saved run; give the same freeze"
+                )
         self.strategy.load_state_dict(self.model, self.optimizer, state)
         self.precision.load_state_dict(state["precision"])
         self.weighting.load_state_dict(state["weighting"])

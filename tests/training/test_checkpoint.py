@@ -273,6 +273,23 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         checkpoints.restore(FusionTrainer(tiny_model(embed_dim=8), device="cpu"))
 
 
+def test_moments_never_go_to_other_weights_and_only_a_trainers_state_is_loaded(tmp_path):
+    first, second = (f"image_encoder.embed.convs.{number}.weight" for number in (0, 1))
+    state = FusionTrainer(tiny_model(), device="cpu", freeze=[first]).state_dict()
+    trainer = FusionTrainer(tiny_model(), device="cpu", freeze=[second])
+    with pytest.raises(DataError, match=f"{first} was frozen in the saved run; give the same freeze"):
+        trainer.load_state_dict(state)
+    with pytest.raises(DataError, match=r"this is not what a trainer's state_dict\(\) returned: it has log"):
+        trainer.load_state_dict(trainer.model.state_dict())
+
+
+def test_a_run_without_a_loss_scale_can_be_resumed_with_one(tmp_path):
+    checkpoints, trainer = save_some(tmp_path, [1.0])
+    resumed = FusionTrainer(tiny_model(), device="cpu", precision="fp16")
+    checkpoints.restore(resumed)
+    assert (resumed.step, resumed.precision.scaler.get_scale()) == (trainer.step, 65536.0)
+
+
 def test_weights_are_a_plain_safetensors_file_with_tied_weights_once(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
     model[1].weight = model[0].weight

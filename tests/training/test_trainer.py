@@ -432,6 +432,8 @@ def test_options_out_of_range_are_refused():
         FusionTrainer(tiny_model(), device="gpu")
     with pytest.raises(OptionError, match=r"num_epochs must be a whole number, found 1.5"):
         FusionTrainer(tiny_model(), device="cpu").fit([], num_epochs=1.5)
+    with pytest.raises(OptionError, match=r"a generator has no length.*give total_steps"):
+        FusionTrainer(tiny_model(), device="cpu").fit(batch for batch in micro_batches())
     with pytest.raises(OptionError, match="unknown objective 'contrastiv'; did you mean 'contrastive'"):
         FusionTrainer(tiny_model(), objectives=["contrastiv"])
     with pytest.raises(OptionError, match="accumulation_steps must be at least 1, found 0"):
