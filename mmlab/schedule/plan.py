@@ -57,8 +57,17 @@ class BatchPlan:
     def from_batches(
         cls, batches: Sequence[Sequence[int]], sizes: SampleSizes, limits: Limits = NO_LIMITS
     ) -> BatchPlan:
-        """A plan of given batches, to report on or train with batches that were made elsewhere."""
-        order = np.concatenate([np.empty(0, np.int64), *(np.asarray(batch, np.int64) for batch in batches)])
+        """A plan of given batches, to report on or train with batches that were made elsewhere.
+
+        Raises:
+            OptionError: a batch that is empty, or has anything but row numbers from 0 to N - 1.
+        """
+        rows = [np.asarray(batch) for batch in batches]
+        for number, batch in enumerate(rows):
+            is_rows = batch.ndim == 1 and batch.dtype.kind in "iu" and len(batch)
+            if not is_rows or batch.min() < 0 or batch.max() >= len(sizes):
+                raise OptionError(f"batch {number} must hold rows from 0 to {len(sizes) - 1}, found {batch}")
+        order = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
         ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
         return cls(FixedBatches(Block(order, ends), limits), sizes)
 

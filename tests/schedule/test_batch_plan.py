@@ -91,6 +91,12 @@ def test_a_stateful_loader_goes_on_where_it_stopped(num_steps, num_workers):
     assert seen + list(second) == list(plan)
 
 
+@pytest.mark.parametrize("batch", [[True, False, True], [0.7], [-1, 0], [500], []], ids=str)
+def test_batches_of_anything_but_rows_are_refused(batch):
+    with pytest.raises(OptionError, match="batch 1 must hold rows from 0 to 499, found "):
+        BatchPlan.from_batches([[0, 1], batch, [2]], SIZES)
+
+
 def test_a_state_is_a_few_integers():
     plan = any_scheduler("budget", SIZES, world_size=2, seed=4).plan(SIZES, epoch=3)
     state = plan.shard(1, 2).state_dict(5)
