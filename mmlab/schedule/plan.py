@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.epoch import EpochBlocks, FixedBatches
@@ -171,7 +171,13 @@ class BatchPlan:
             num_ranks: ranks that share consecutive batches; None takes those it was planned for, or 8; 1 for one rank's share.
             following: the next epoch's plan, for `randomness`; None makes it, if this is the plan of a whole
                 epoch.
+
+        Raises:
+            OptionError: a budget or a number of ranks out of range, or a `following` of other data.
         """
+        check_numbers({"budget": budget, "ranks": num_ranks})
+        if following is not None and len(following.sizes) != len(self.sizes):
+            raise OptionError(f"following plans {len(following.sizes)} samples, this plan {len(self.sizes)}")
         source, whole = self.source, self._world_size == 1 and self._start == _START
         if following is None and whole and isinstance(source, EpochBlocks):
             following = BatchPlan(source.next_epoch(self.sizes), self.sizes)
