@@ -131,7 +131,7 @@ class EpochBlocks:
             DataError: the state is of another data set, seed or configuration.
         """
         for name, value in self._identity.items():
-            if state[name] != value:
+            if state.get(name, value) != value:
                 raise DataError(
                     f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; "
                     "keep data, seed and scheduler options; world_size may differ, but under ddp with memory or fastest not from or to 1"
@@ -142,11 +142,17 @@ class EpochBlocks:
             batch, taken = taken[-1][1], taken[:-1]
         return replace(self, epoch=state["epoch"], first=state["block"], taken=taken), Position(0, batch)
 
-    @property
+    @cached_property
     def _identity(self) -> dict[str, int]:
-        """What must be the same for a state to fit."""
-        options = _fingerprint(self.scheduler)
-        return {"num_samples": len(self.sizes), "seed": self.scheduler.seed, "options": options}
+        """What must be the same for a state to fit; the rows drawn depend on weights and sources."""
+        options, checksum = (
+            _fingerprint(self.scheduler),
+            zlib.crc32(b"" if self.drawn is None else self.drawn),
+        )
+        for name in self.sizes.__slots__:
+            checksum = zlib.crc32(getattr(self.sizes, name), checksum)
+        about = {"num_samples": len(self.sizes), "seed": self.scheduler.seed, "options": options}
+        return {**about, "checksum": checksum}
 
     @cached_property
     def _in_epoch(self) -> int:

@@ -12,6 +12,7 @@ import mmlab
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.schedule.cost import PaddedTokens
+from mmlab.schedule.mixing import Weighted
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.types import BatchShape, Record, SampleSizes
@@ -118,6 +119,31 @@ def test_a_state_of_something_else_is_refused(scheduler, num_samples, named):
         scheduler.resume(SIZES.take(range(num_samples)), state)
     with pytest.raises(DataError, match="not the state of a plan; give what a plan's state_dict"):
         scheduler.resume(SIZES, {})
+
+
+def test_a_state_of_other_sizes_or_weights_is_refused():
+    scheduler = make_scheduler("budget")
+    state = scheduler.plan(SIZES).state_dict(3)
+    assert len(scheduler.resume(SIZES, state)) == len(scheduler.plan(SIZES)) - 3
+    with pytest.raises(DataError, match="saved with checksum"):
+        scheduler.resume(make_sizes(500, seed=1), state)
+    state = Weighted(weights=np.arange(1, 501)).plan(SIZES).state_dict(3)
+    with pytest.raises(DataError, match="saved with checksum"):
+        Weighted(weights=np.arange(501, 1, -1)).resume(SIZES, state)
+
+
+def test_a_report_refuses_numbers_out_of_range_and_the_plan_of_other_data():
+    plan = make_scheduler("budget").plan(SIZES)
+    for options, message in [
+        ({"num_ranks": 0}, "ranks must be at least 1, found 0"),
+        ({"budget": -5}, "budget must be above 0, found -5"),
+        (
+            {"following": make_scheduler("budget").plan(SIZES.take(range(50)))},
+            "plans 50 samples, this plan 500",
+        ),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            plan.report(**options)
 
 
 def test_an_iterator_refuses_the_state_of_another_plan():
