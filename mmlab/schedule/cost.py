@@ -38,8 +38,8 @@ class MaxPolynomial:
         patch: side of a patch in pixels.
 
     Raises:
-        OptionError: shapes that do not fit together, a power of B above 2, a coefficient that is no number, a patch
-            without pixels.
+        OptionError: shapes that do not fit together, a power that is no whole number >= 0, one of B above 2, a
+            coefficient that is no number, a patch without pixels.
     """
 
     coefficients: NDArray[np.float64]
@@ -57,8 +57,11 @@ class MaxPolynomial:
             )
         if not np.isfinite(coefficients).all() or not isinstance(self.patch, int) or self.patch < 1:
             raise OptionError("coefficients must be finite, and the side of a patch a whole number >= 1")
-        if exponents.min() < 0 or exponents[:, 0].max() > 2:
-            raise OptionError("exponents must not be negative, and that of the batch size must be at most 2")
+        whole = np.array_equal(exponents, np.asarray(self.exponents))
+        if not whole or exponents.min(initial=0) < 0 or exponents[:, 0].max(initial=0) > 2:
+            raise OptionError(
+                "exponents must be whole, must not be negative, and that of the batch size must be at most 2"
+            )
         object.__setattr__(self, "coefficients", coefficients)
         object.__setattr__(self, "exponents", exponents)
 
