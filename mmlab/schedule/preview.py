@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, check_name, check_numbers
+from mmlab.errors import DataError, OptionError, check_name, check_numbers
 from mmlab.machine import regular
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.cost import PaddedTokens
@@ -140,11 +140,18 @@ def preview(
         changes: options of schedulers, such as `window=4096`; each scheduler takes those that it has.
 
     Raises:
-        OptionError: an unknown name, a number out of range, or a budget below the costliest sample.
+        OptionError: an unknown name, a number out of range, a budget below the costliest sample; or, beside
+            schedulers, a budget, options, or other `ranks` than they plan for.
     """
     check_numbers(locals())
     sizes = sizes_of(samples)
     if isinstance(schedulers, Mapping):
+        own = {kind.world_size for kind in schedulers.values()}
+        if budget is not None or changes or not own <= {ranks}:
+            raise OptionError(
+                f"these schedulers have options of their own, and plan for {', '.join(map(str, own))} ranks: "
+                "give that as ranks, and neither a budget nor options"
+            )
         figures = {name: _measure(kind, sizes, None, epochs, prices) for name, kind in schedulers.items()}
         return Preview(figures, None, f"ranks: {ranks}; epochs: {epochs}")
     length = np.add(*lengths(sizes, patch))

@@ -56,6 +56,14 @@ def test_options_that_make_no_sense_are_refused():
         preview(make_sizes(100), ["budget"], budget=10)
 
 
+@pytest.mark.parametrize("options", [{"ranks": 1}, {"ranks": 2, "budget": 500}, {"ranks": 2, "window": 64}])
+def test_options_that_a_users_own_schedulers_would_ignore_are_refused(options):
+    own = {"mine": make_scheduler("random", batch_size=8, world_size=2)}
+    assert "ranks: 2" in preview(make_sizes(100), own, ranks=2).setting
+    with pytest.raises(OptionError, match="options of their own, and plan for 2 ranks: give that as ranks"):
+        preview(make_sizes(100), own, **options)
+
+
 def test_lengths_are_read_with_and_without_images(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("image_id,num_tokens,width,height\nb,5,20,10\na,6,20,10\nb,7,30,40\n")
