@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +46,19 @@ class Drawing(Scheduler):
 
     Args:
         inner: forms batches of what was drawn, under this scheduler's `seed` and `world_size`.
+
+    Raises:
+        OptionError: `inner` is no scheduler, or draws itself.
     """
 
     inner: Scheduler = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.inner, Scheduler):
+            raise OptionError(
+                f"inner must be a scheduler, as make_scheduler() gives it, found {self.inner!r}"
+            )
         if isinstance(self.inner, Drawing) and self.inner.draws:
             raise OptionError(
                 f"{type(self).__name__} cannot wrap {type(self.inner).__name__}: the inner draw would be lost"
@@ -150,6 +158,12 @@ class Mixed(Drawing):
         if epochs != sorted(set(epochs)):
             raise OptionError(f"the points of ratios must be at ascending epochs, found {epochs}")
         for epoch, shares in self._points:
+            if not isinstance(shares, Mapping) or not all(
+                isinstance(share, Real) for share in shares.values()
+            ):
+                raise OptionError(
+                    f"a point of ratios must be (epoch, {{source: share}}), found {(epoch, shares)}"
+                )
             if min(shares.values(), default=0.0) < 0 or not 0 < sum(shares.values()) < np.inf:
                 raise OptionError(f"ratios must not be negative or all zero, found {shares} at epoch {epoch}")
             if shares.keys() != self._points[0][1].keys():
@@ -268,7 +282,7 @@ class Weighted(Drawing):
         num_samples: of an epoch; None draws as many as there are.
 
     Raises:
-        OptionError: weights that are not positive and finite.
+        OptionError: weights that are not one number a sample, positive and finite.
 
     Source: systematic sampling with unequal probabilities, Madow 1949 (Annals of Mathematical Statistics 20).
     """
@@ -278,7 +292,10 @@ class Weighted(Drawing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weights = np.asarray(self.weights, dtype=np.float64)
+        weights = np.asarray(self.weights)
+        if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+            raise OptionError(f"weights must be numbers, one a sample, found {weights.dtype} {weights.shape}")
+        weights = weights.astype(np.float64)
         wrong = np.flatnonzero(~((weights > 0) & np.isfinite(weights)))
         if len(wrong):
             raise OptionError(f"weights must be finite, above 0, found {weights[wrong[0]]} in row {wrong[0]}")

@@ -198,11 +198,20 @@ def test_ranks_share_a_mixed_plan():
         ({"ratios": [(0, EQUAL), (1, {"image-text": 1})]}, "must name the same sources"),
         ({"length": "longer"}, "unknown length 'longer'"),
         ({"inner": Mixed(ratios=EQUAL)}, "cannot wrap Mixed"),
+        ({"inner": "random"}, "inner must be a scheduler, .*found 'random'"),
+        ({"ratios": [("image-text", 0.5)]}, "a point of ratios must be"),
+        ({"ratios": {"image-text": "1"}}, "a point of ratios must be"),
     ],
 )
 def test_impossible_options_are_named(options, message):
     with pytest.raises(OptionError, match=message):
         Mixed(**options)
+
+
+@pytest.mark.parametrize("weights", [None, 1.0, ["a"] * 3, np.ones((3, 2))], ids=str)
+def test_weights_that_are_not_one_number_a_sample_are_refused(weights):
+    with pytest.raises(OptionError, match="weights must be numbers, one a sample, found"):
+        Weighted(weights=weights)
 
 
 @pytest.mark.parametrize(
