@@ -46,7 +46,9 @@ class Scheduler:
             epoch: changes composition and order, except under a scheduler that says otherwise.
 
         Raises:
-            OptionError: a sample that no batch may hold under this scheduler's budget.
+            DataError: these are no samples.
+            OptionError: a sample that no batch may hold under this scheduler's budget; or, when the batches are read,
+                too few samples for `world_size` ranks.
         """
         sizes = sizes_of(samples)
         return BatchPlan(EpochBlocks.of(self, sizes, epoch), sizes)
@@ -98,10 +100,21 @@ class Scheduler:
 
 
 def sizes_of(samples: Samples) -> SampleSizes:
-    """The planner's columns of any kind of samples."""
+    """The planner's columns of any kind of samples.
+
+    Raises:
+        DataError: they are none.
+    """
     if isinstance(samples, SampleSizes):
         return samples
     if isinstance(samples, HasSizes):
         return samples.sizes()
     columns = ("num_tokens", "height", "width", "group")
-    return SampleSizes(**{name: np.array([getattr(record, name) for record in samples]) for name in columns})
+    try:
+        found = {name: np.array([getattr(record, name) for record in samples]) for name in columns}
+    except (AttributeError, TypeError) as error:
+        kind = type(samples).__name__
+        raise DataError(
+            f"samples must be records, SampleSizes, or have sizes(); found a {kind}: {error}"
+        ) from None
+    return SampleSizes(**found)

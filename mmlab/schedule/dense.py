@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +57,10 @@ class Budget(Scheduler):
         window: samples ordered together; a larger one pads less, a smaller one mixes more. None takes a third of the
             epoch, at most 32,768.
         max_batch_size: the most samples a batch may have.
+
+    Raises:
+        OptionError: a number out of range, a cost that is no polynomial, or a time that is not in seconds or
+            counts other patches.
     """
 
     budget: float | None = None
@@ -70,13 +75,13 @@ class Budget(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not hasattr(self.cost, "as_polynomial"):
+        if not hasattr(self.cost, "as_polynomial") or isinstance(self.cost, type):
             raise OptionError(
                 f"cost must have as_polynomial(), found {type(self.cost).__name__}; write it as a MaxPolynomial"
             )
         if (time := self.time) is not None:
-            if time.unit != "seconds":
-                raise OptionError(f"time must predict seconds, found {type(time).__name__} in {time.unit}")
+            if (unit := getattr(time, "unit", "no unit")) != "seconds":
+                raise OptionError(f"time must predict seconds, found {type(time).__name__} in {unit}")
             if (patch := getattr(time, "patch", PATCH)) != self._patch:
                 raise OptionError(
                     f"time counts image patches of {patch} pixels and cost those of {self._patch}; give both for one model"
@@ -191,7 +196,7 @@ class Memory(Budget):
                 f"scheduler 'memory' needs a cost model in bytes and a budget, found a cost in {self.cost.unit} and "
                 f"budget={self.budget}; give cost=<memory model>, budget=<bytes of the device> (in mmlab plan: --model)"
             )
-        if not 0 < self.target_ratio <= 1:
+        if not isinstance(self.target_ratio, Real) or not 0 < self.target_ratio <= 1:
             raise OptionError(f"target_ratio must lie in (0, 1], found {self.target_ratio}")
 
     def limits(self, sizes: SampleSizes) -> Limits:

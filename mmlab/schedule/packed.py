@@ -44,6 +44,9 @@ class Packed(Scheduler):
         patch: side of an image patch in pixels.
         allow_collisions: whether a pack may hold two samples of one image.
 
+    Raises:
+        OptionError: a number out of range, or a cost that is no polynomial or comes without a budget.
+
     Source:
         Two-dimensional bin packing over a bounded pool, first fit followed by exchanges.
     """
@@ -55,6 +58,8 @@ class Packed(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.cost is not None and not hasattr(self.cost, "as_polynomial"):
+            raise OptionError(f"cost must have as_polynomial(), found {type(self.cost).__name__}")
         if self.cost is not None and self.budget is None:
             raise OptionError(f"cost goes with a budget in {self.cost.unit}; give both")
 

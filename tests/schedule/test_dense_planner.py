@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmlab.errors import OptionError
+from mmlab.errors import DataError, OptionError
 from mmlab.schedule._dense_loops import cut_optimally
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.metrics import straggler
@@ -201,6 +201,19 @@ def test_memory_plans_below_its_share_of_the_device():
         make_scheduler("memory", budget=1e9)
     with pytest.raises(OptionError, match=r"target_ratio must lie in \(0, 1\], found 1.5"):
         make_scheduler("memory", cost=BYTES, budget=1e9, target_ratio=1.5)
+    with pytest.raises(OptionError, match=r"target_ratio must lie in \(0, 1\], found None"):
+        make_scheduler("memory", cost=BYTES, budget=1e9, target_ratio=None)
+
+
+def test_costs_that_are_none_and_samples_that_are_none_are_refused():
+    with pytest.raises(OptionError, match="time must predict seconds, found float in no unit"):
+        make_scheduler("fastest", time=3.0)
+    for name in ("budget", "packed"):
+        with pytest.raises(OptionError, match=r"cost must have as_polynomial\(\), found float"):
+            make_scheduler(name, cost=3.0)
+    for samples in ("lengths.csv", None, [{"height": 16}]):
+        with pytest.raises(DataError, match="samples must be records, SampleSizes, or have sizes"):
+            make_scheduler("budget").plan(samples)
 
 
 def test_the_fastest_plan_needs_a_time_model():
