@@ -64,7 +64,8 @@ def run_on_ranks(
         What each rank returned, by rank.
 
     Raises:
-        DataError, OptionError: a rank raised it; or the function or an argument cannot be sent.
+        DataError, OptionError: a rank raised it; or the function or an argument cannot be sent, or the number of
+            processes is out of range.
         RunError: a rank failed otherwise, or was killed.
     """
     _check(function, arguments, num_processes)
@@ -156,11 +157,12 @@ def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_process
             "a rank imports the script that started it, and must not start others: put the call under "
             "if __name__ == '__main__':"
         )
+    if not callable(function):
+        raise OptionError(f"the first argument must be a function, found {function!r}")
+    name = getattr(function, "__qualname__", "")  # a functools.partial has none
     in_a_cell = function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
-    if in_a_cell or "<" in function.__qualname__:
-        raise OptionError(
-            f"{function.__qualname__} cannot be found by other processes; put it into a module and import it"
-        )
+    if in_a_cell or "<" in name:
+        raise OptionError(f"{name} cannot be found by other processes; put it into a module and import it")
     try:
         pickle.dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

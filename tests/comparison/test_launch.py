@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -96,9 +97,15 @@ def test_ranks_see_the_variables_of_the_call_and_their_own(monkeypatch: pytest.M
     assert run_on_ranks(os.getenv, "RANK") == ["0", "1"]
 
 
+def test_a_partial_function_can_be_called_on_ranks() -> None:
+    assert run_on_ranks(partial(summed, 10)) == run_on_ranks(summed, 10)
+
+
 def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="put it into a module and import it"):
         run_on_ranks(lambda: None)
+    with pytest.raises(OptionError, match="the first argument must be a function, found 3"):
+        run_on_ranks(3)
     with pytest.raises(OptionError, match="cannot send these arguments to other processes"):
         run_on_ranks(summed, (number for number in range(3)))
     with pytest.raises(OptionError, match="num_processes must be at least 1, found 0"):
