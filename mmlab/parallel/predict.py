@@ -136,10 +136,12 @@ def predict(
         ahead: number of micro-batches that the image device may be ahead (`branch`).
 
     Raises:
-        OptionError: an unknown strategy, or a number of devices that it cannot use.
+        OptionError: an unknown strategy, a number out of range, or a number of devices that it cannot use.
     """
     check_name("strategy", strategy, STRATEGIES)
-    check_numbers({"num_devices": num_devices})
+    check_numbers({"num_devices": num_devices, "micro_batches": num_micro_batches, "ahead": ahead})
+    if not batch_size > 0:
+        raise OptionError(f"batch_size must be above 0, found {batch_size}")
     if strategy == "branch" and num_devices > 1:
         if num_devices % 2:
             raise OptionError(f"branch takes pairs of devices: num_devices must be even, found {num_devices}")

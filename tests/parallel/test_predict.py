@@ -204,6 +204,10 @@ def test_what_cannot_be_is_refused() -> None:
         predict("pipeline", WORK, FREE, num_devices=2, batch_size=8)
     with pytest.raises(OptionError, match="num_devices must be at least 1, found 0"):
         predict("ddp", WORK, FREE, num_devices=0, batch_size=8)
+    with pytest.raises(OptionError, match="micro_batches must be at least 1, found 0"):
+        predict("ddp", WORK, FREE, num_devices=2, batch_size=8, num_micro_batches=0)
+    with pytest.raises(OptionError, match="batch_size must be above 0, found -5"):
+        predict("ddp", WORK, FREE, num_devices=2, batch_size=-5)
 
 
 def test_a_ring_of_one_sends_nothing() -> None:
