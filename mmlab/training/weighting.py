@@ -38,7 +38,8 @@ class Weighting:
         min_share, max_share: bounds on an objective's target share of the weights' sum.
 
     Raises:
-        OptionError: no objective, a weight that is not above zero, or bounds that the shares cannot all keep.
+        OptionError: no objective, a weight that is not above zero, bounds that the shares cannot all keep, or a number
+            out of range.
     """
 
     wants_norms = False
@@ -52,10 +53,11 @@ class Weighting:
         min_share: float = 0.05,
         max_share: float = 0.9,
     ) -> None:
+        start = [start] if isinstance(start, str) else start
         weights = dict(start) if isinstance(start, Mapping) else dict.fromkeys(start, 1.0)
         if not weights or not all(0 < weight < math.inf for weight in weights.values()):
             raise OptionError(f"every objective needs a weight above 0, found {weights or 'no objective'}")
-        if interval < 1 or not 0 < smoothing <= 1:
+        if not interval >= 1 or not 0 < smoothing <= 1:
             raise OptionError(
                 f"interval must be at least 1 and smoothing above 0 and at most 1, found {interval} and {smoothing}"
             )
@@ -204,9 +206,11 @@ def make_weighting(name: str, start: Sequence[str] | Numbers, **options: Any) ->
     10
 
     Raises:
-        OptionError: an unknown name or a number out of range.
+        OptionError: an unknown name or option, or a number out of range.
     """
     check_name("weighting", name, WEIGHTINGS)
+    for option in options:
+        check_name("option of a weighting", option, ("interval", "smoothing", "min_share", "max_share"))
     return WEIGHTINGS[name](start, **options)
 
 
