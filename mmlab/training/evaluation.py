@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-from mmlab.errors import RunError
+from mmlab.errors import DataError, RunError
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.huggingface import LossModel
 from mmlab.model.masking import can_hide, num_hidden
@@ -42,6 +42,7 @@ def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bo
             batch. A model's own loss is already `loss`.
 
     Raises:
+        DataError: no batch; or no pair, where the model gives embeddings.
         RunError: a sample does not fit by itself, or a batch whose loss compares samples does not fit.
     """
     model, strategy = trainer.model.eval(), trainer.strategy
@@ -55,6 +56,8 @@ def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bo
         return _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, own) if strategy.world_size > 1 else own
 
     found = [part for own in strategy.gather_objects(measure_own, "evaluate") for part in own]
+    if not found:
+        raise DataError("there is no batch to evaluate on; give a loader that can be iterated anew each time")
 
     def figures() -> dict[str, Any]:
         parts = [part.pairs for part in found if part.pairs is not None]

@@ -143,9 +143,15 @@ class FusionTrainer(TrainerSetup):
             The values of a `step` event.
 
         Raises:
+            OptionError: no batch, or something else than a `Batch`.
             RunError: under `on_nonfinite="raise"` the loss, or the gradient unless fp16 scales the loss, is
                 not finite; the weights are as before the step.
         """
+        kinds = [type(batch) for batch in batches] if isinstance(batches, Sequence) else []
+        if not kinds or not all(issubclass(kind, Batch) for kind in kinds):
+            raise OptionError(
+                f"a step takes a list of Batch, as mmlab's loaders give, found {kinds or batches}"
+            )
         self.meter.begin()
         lr, num_failures = self._begin_step(), self.num_out_of_memory
         weights, norms = self.weighting.weights(), None

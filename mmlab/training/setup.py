@@ -234,7 +234,7 @@ class TrainerSetup:
             model gives embeddings (CLIP does).
 
         Raises:
-            DataError: retrieval without a single pair.
+            DataError: no batch; or no pair, where the model gives embeddings.
         """
         started = clock(self.device)
         self.strategy.note(self.step, "evaluating")

@@ -418,6 +418,17 @@ def test_a_weighting_that_is_not_of_these_objectives_is_refused(weighting, messa
         FusionTrainer(tiny_model(), device="cpu", objectives=["contrastive", "matching"], weighting=weighting)
 
 
+def test_what_is_no_batch_and_an_evaluation_without_one_are_refused():
+    trainer = FusionTrainer(tiny_model(), device="cpu")
+    for batches in ([], micro_batches()[0], [{"pixel_values": torch.zeros(1)}]):
+        with pytest.raises(OptionError, match="a step takes a list of Batch, as mmlab's loaders give, found"):
+            trainer.train_step(batches)
+    once = iter(micro_batches())
+    with pytest.raises(DataError, match="no batch to evaluate on; give a loader that can be iterated anew"):
+        trainer.fit(micro_batches(), num_epochs=2, eval_loader=once)
+    assert trainer.epoch == 2
+
+
 def test_a_text_is_one_objective_or_pattern_and_not_its_letters():
     trainer = FusionTrainer(tiny_model(), device="cpu", objectives="matching", freeze="image_encoder.*")
     assert list(trainer.objectives) == ["matching"]
