@@ -197,6 +197,13 @@ def test_what_cannot_be_hidden_says_why():
         parse_objectives(make_model(), ["masked_language"])
     with pytest.raises(OptionError, match=r"mask_ratio must lie in \(0, 1\], found 0"):
         MaskedLanguage(mask_id=MASK, mask_ratio=0.0)
+    with pytest.raises(OptionError, match=r"mask_ratio must lie in \(0, 1\], found None"):
+        MaskedLanguage(mask_id=MASK, mask_ratio=None)
+    for mask_id in (-1, 1.5):
+        with pytest.raises(OptionError, match="needs the tokenizer's mask token"):
+            MaskedLanguage(mask_id=mask_id)
+    with pytest.raises(OptionError, match="needs the tokenizer's mask token"):
+        MaskedLanguage.of(object())
     batch = make_batch([(3, 16, 16)])
     output = dataclasses.replace(make_model()(batch), predictor=None)
     with pytest.raises(OptionError, match="the text encoder has no `embedding`"):

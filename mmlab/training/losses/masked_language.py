@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class MaskedLanguage:
         mask_ratio: share of the other tokens that is hidden, at least one.
 
     Raises:
-        OptionError: no mask token, or a share outside (0, 1].
+        OptionError: a mask token that is no whole number >= 0, or a share outside (0, 1].
 
     Source: Devlin et al. 2019 (arXiv:1810.04805); conditioned on the image as in Li et al. 2021 (arXiv:2107.07651).
     """
@@ -43,12 +44,12 @@ class MaskedLanguage:
     mask_ratio: float = 0.15
 
     def __post_init__(self) -> None:
-        if self.mask_id is None:
+        if not isinstance(self.mask_id, Integral) or self.mask_id < 0:
             raise OptionError(
                 "masked_language needs the tokenizer's mask token: "
                 'objectives={"masked_language": MaskedLanguage.of(tokenizer)}'
             )
-        if not 0 < self.mask_ratio <= 1:
+        if not isinstance(self.mask_ratio, Real) or not 0 < self.mask_ratio <= 1:
             raise OptionError(f"mask_ratio must lie in (0, 1], found {self.mask_ratio}")
 
     @classmethod
@@ -58,8 +59,9 @@ class MaskedLanguage:
         Raises:
             OptionError: it has no mask token.
         """
-        special_ids = tuple(sorted(tokenizer.all_special_ids))
-        return cls(mask_id=tokenizer.mask_token_id, special_ids=special_ids, mask_ratio=mask_ratio)
+        mask_id = getattr(tokenizer, "mask_token_id", None)
+        special_ids = () if mask_id is None else tuple(sorted(tokenizer.all_special_ids))
+        return cls(mask_id=mask_id, special_ids=special_ids, mask_ratio=mask_ratio)
 
     def count(self, batch: Batch) -> int:
         """Number of tokens to hide."""
