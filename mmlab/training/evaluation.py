@@ -166,7 +166,7 @@ def _masked_losses(
 
 @torch.no_grad()
 def nonfinite_samples(trainer: TrainerSetup, batches: Iterable[Batch]) -> list[str]:
-    """Ids of the samples for which a model's output is not finite, each run by itself.
+    """Ids of the samples for which a model's output, an input or the weight is not finite, each run by itself.
 
     Leaves the model in evaluation mode: batch normalisation neither learns from these samples nor refuses a lone one.
     """
@@ -176,7 +176,7 @@ def nonfinite_samples(trainer: TrainerSetup, batches: Iterable[Batch]) -> list[s
         for row in range(len(batch)):
             sample = batch.part(slice(row, row + 1)).to(trainer.device)
             with trainer.precision.autocast():
-                tensors = Leaves.of(model(sample)).tensors
+                tensors = [*Leaves.of(model(sample)).tensors, *sample.tensors()]
             if not all(tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()):
                 ids += sample.record_ids
     return ids

@@ -429,6 +429,14 @@ def test_what_is_no_batch_and_an_evaluation_without_one_are_refused():
     assert trainer.epoch == 2
 
 
+def test_a_sample_whose_weight_is_not_finite_is_named():
+    batch = make_batch(SIZES)
+    batch.weights = torch.ones(len(SIZES))
+    batch.weights[3] = math.nan
+    with pytest.raises(RunError, match="not finite for samples sample 3; fix or remove"):
+        FusionTrainer(tiny_model(), device="cpu").train_step([batch])
+
+
 def test_a_text_is_one_objective_or_pattern_and_not_its_letters():
     trainer = FusionTrainer(tiny_model(), device="cpu", objectives="matching", freeze="image_encoder.*")
     assert list(trainer.objectives) == ["matching"]
