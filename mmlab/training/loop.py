@@ -90,7 +90,10 @@ class FusionTrainer(TrainerSetup):
             The values of the last 10,000 steps at most, in order. Events have them all.
 
         Raises:
-            OptionError: an invalid `num_epochs`; an epoch without a batch, or without anything to learn from.
+            DataError: another number of ranks stopped in mid-epoch, and the loader cannot tell which samples are left.
+            OptionError: an invalid `num_epochs`; a loader without a length; batches planned for another number of
+                ranks; an epoch without a batch, or without anything to learn from.
+            RunError: as `train_step`.
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})

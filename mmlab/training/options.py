@@ -33,7 +33,8 @@ class TrainOptions:
         total_steps: length of the schedule; None lets `fit` work it out. `train_step` alone then keeps `lr` constant.
         accumulation_steps: micro-batches in one optimizer step.
         max_grad_norm: L2 limit of the whole gradient, or a limit for each part (image, text, fusion, heads).
-        freeze: names of parameters that are not trained, with wildcards (`image_encoder.*`).
+        freeze: names of parameters that are not trained, with wildcards (`image_encoder.*`); a text is one name, here and
+            in `objectives`.
         checkpointing: recompute activations in the backward pass instead of keeping them.
         compile: True calls the model through `torch.compile`, see `mmlab.model.compiling`; a name chooses the backend.
             Evaluation is not compiled.
@@ -45,7 +46,7 @@ class TrainOptions:
         seed: of dropout and drawn negatives.
 
     Raises:
-        OptionError: an unknown name, or a number out of range.
+        OptionError: an unknown policy or part of the model, or a number out of range. The trainer checks the other names.
     """
 
     objectives: tuple[str, ...] = ("contrastive",)

@@ -1,11 +1,12 @@
 """One checkpoint: a folder of safetensors and JSON, checked against a manifest.
 
 weights.safetensors    the model's weights by name
-optimizer.safetensors  the optimizer's tensors: `WEIGHT.exp_avg`
+optimizer.safetensors  the optimizer's tensors: `NUMBER.exp_avg`, by the weight's number in state.json's parameter groups
 shards/                in place of both if ranks hold shares: a file from each rank, with `model.WEIGHT` and
                        `optimizer.state.WEIGHT.exp_avg`, by `torch.distributed.checkpoint`; any number of
                        ranks can read them
-state.json             everything else: options of the optimizer, precision, weighting, progress, the loader
+state.json             everything else: options of the optimizer, which weights are trained, precision, weighting,
+                       progress, the loader
 manifest.json          size and SHA-256 of every file, and the values of an evaluation
 
 No file holds a pickle. Writing shards costs a copy of a rank's share in host memory.

@@ -188,8 +188,9 @@ class Checkpoints(CheckpointOptions):
             The checkpoint, or None where there is none.
 
         Raises:
-            DataError: all are damaged, or the newest belongs to another model, other data or another
-                scheduler.
+            DataError: all are damaged, or the newest belongs to another model, other trained weights, other data or
+                another scheduler.
+            OptionError: it has other objectives.
         """
         path = self.newest(trainer.strategy)
         if path is not None:
@@ -220,7 +221,7 @@ def restore(trainer: Any, loader: Any, path: Path) -> None:
     """Load a whole checkpoint's state into a trainer and its loader; see `check`.
 
     Raises:
-        DataError: it belongs to another model, other data or another scheduler.
+        DataError: it belongs to another model, other trained weights, other data or another scheduler.
         OptionError: it has other objectives.
     """
     try:
