@@ -67,11 +67,9 @@ class Scheduler:
         Raises:
             DataError: the state is of other data, another seed or other options, or of no plan.
         """
-        if "taken" not in state:
-            raise DataError("this is not the state of a plan; give what a plan's state_dict() returned")
         scheduler = self if world_size is None else replace(self, world_size=world_size)
         sizes = sizes_of(samples)
-        rest, position = EpochBlocks.of(scheduler, sizes, state["epoch"]).resumed(state)
+        rest, position = EpochBlocks.of(scheduler, sizes, state.get("epoch", 0)).resumed(state)
         return BatchPlan(rest, sizes, start=position)
 
     def draw(self, sizes: SampleSizes, epoch: int) -> Ints | None:

@@ -44,6 +44,10 @@ class FixedBatches:
         return position._asdict()
 
     def locate(self, state: Mapping[str, Any]) -> Position:
+        if state.keys() != {"block", "batch"}:
+            raise DataError(
+                "this is not the state of a plan of given batches; give what its state_dict() returned"
+            )
         return Position(state["block"], state["batch"])
 
 
@@ -128,8 +132,10 @@ class EpochBlocks:
         """The blocks that are left after `state`, and where to start in them.
 
         Raises:
-            DataError: the state is of another data set, seed or configuration.
+            DataError: the state is of another data set, seed or configuration, or of no scheduler's plan.
         """
+        if not state.keys() >= {"epoch", "block", "taken"}:
+            raise DataError("this is not the state of a plan; give what a plan's state_dict() returned")
         for name, value in self._identity.items():
             if state.get(name, value) != value:
                 raise DataError(

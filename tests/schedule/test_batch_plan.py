@@ -119,6 +119,13 @@ def test_a_state_of_something_else_is_refused(scheduler, num_samples, named):
         scheduler.resume(SIZES.take(range(num_samples)), state)
     with pytest.raises(DataError, match="not the state of a plan; give what a plan's state_dict"):
         scheduler.resume(SIZES, {})
+    planned, given = (
+        make_scheduler("random", batch_size=8).plan(SIZES),
+        BatchPlan.from_batches([[0], [1]], SIZES),
+    )
+    for plan, other in ((planned, given), (given, planned)):
+        with pytest.raises(DataError, match="not the state of a plan"):
+            iter(plan).load_state_dict(other.state_dict(1))
 
 
 def test_a_state_of_other_sizes_or_weights_is_refused():
