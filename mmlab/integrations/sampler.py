@@ -132,7 +132,8 @@ class PlannedSampler(Sampler[list[int]]):
                 mid-epoch to another number of epochs.
         """
         self._begin(state["epoch"])
-        if (state["world_size"], state["plan"]) != (self.world_size, self._plan(self.epoch).state_dict(0)):
+        plan = self._plan(self.epoch).state_dict(0)
+        if (state["world_size"], {**plan, **state["plan"]}) != (self.world_size, plan):
             raise DataError(
                 f"cannot resume: the state is of other data, seed, scheduler options or ranks ({state['world_size']}, "
                 f"here {self.world_size}); resume with the same"

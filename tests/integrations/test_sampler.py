@@ -106,6 +106,7 @@ def test_a_state_of_other_options_is_refused() -> None:
         PlannedSampler(sizes(), make_scheduler("budget", budget=200, seed=1)),
         PlannedSampler(sizes(), budget(), rank=0, world_size=2),
         PlannedSampler(sample_sizes(LENGTHS[:-1]), budget()),
+        PlannedSampler(sample_sizes(LENGTHS[::-1]), budget()),
     ):
         with pytest.raises(DataError, match="cannot resume"):
             other.load_state_dict(state)

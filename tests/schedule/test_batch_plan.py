@@ -153,6 +153,15 @@ def test_a_report_refuses_numbers_out_of_range_and_the_plan_of_other_data():
             plan.report(**options)
 
 
+def test_a_state_of_the_same_samples_in_another_order_is_refused():
+    scheduler = make_scheduler("bucket", batch_size=8)
+    state = scheduler.plan(SIZES).state_dict(3)
+    with pytest.raises(DataError, match="cannot resume: the state was saved with checksum"):
+        scheduler.resume(SIZES.take(np.arange(500)[::-1]), state)
+    del state["checksum"]  # of an earlier version
+    assert len(scheduler.resume(SIZES, state)) == len(scheduler.plan(SIZES)) - 3
+
+
 def test_an_iterator_refuses_the_state_of_another_plan():
     scheduler = in_blocks(make_scheduler("random", batch_size=8), 100)
     rest = scheduler.resume(SIZES, scheduler.plan(SIZES).state_dict(3), world_size=2)

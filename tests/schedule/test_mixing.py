@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmlab.errors import OptionError
+from mmlab.errors import DataError, OptionError
 from mmlab.schedule.mixing import MODALITIES, Mixed, Weighted, modality_of, systematic_counts
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
 from mmlab.types import SampleSizes
@@ -178,6 +178,23 @@ def test_plans_are_pure_shard_and_resume(scheduler):
     assert list(plan.skip(3)) == first[3:]
     rest = Counter(row for batch in scheduler.resume(SIZES, state, world_size=4) for row in batch)
     assert rest == Counter(row for batch in first[3:] for row in batch)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Weighted(weights=np.ones(500)), Weighted(weights=np.arange(1, 501))),
+        (
+            Mixed(ratios={"a": 1, "b": 2}, sources=["a"] * 250 + ["b"] * 250),
+            Mixed(ratios={"a": 1, "b": 2}, sources=["b"] * 250 + ["a"] * 250),
+        ),
+    ],
+    ids=["weights", "sources"],
+)
+def test_a_state_of_other_weights_or_sources_is_refused(before, after):
+    state = before.plan(SIZES).state_dict(3)
+    with pytest.raises(DataError, match="cannot resume: the state was saved with checksum"):
+        after.resume(SIZES, state)
 
 
 def test_ranks_share_a_mixed_plan():
