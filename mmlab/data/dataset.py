@@ -111,6 +111,12 @@ class MultimodalDataset(Dataset[Sample]):
         self.records = records.with_num_tokens(lengths)
         self._offsets = np.concatenate(([0], np.cumsum(lengths)))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("records", "tokenizer", "image_policy") and hasattr(self, "_offsets"):
+            told = "token ids, plans and cache are made from it; make another MultimodalDataset"
+            raise OptionError(f"the {name} of a data set cannot be replaced: {told}")
+        super().__setattr__(name, value)
+
     @property
     def cache(self) -> Any:
         """A `SampleCache`, or another object with its `get`, `put` and `announce`; None without one.

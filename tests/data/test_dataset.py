@@ -31,6 +31,13 @@ def test_decoded_sizes_and_lengths_are_those_that_planning_used(records: Records
         assert len(sample["input_ids"]) == sizes.num_tokens[row]
 
 
+@pytest.mark.parametrize("name", ["records", "tokenizer", "image_policy"])
+def test_what_token_ids_plans_and_cache_are_made_from_cannot_be_replaced(records: Records, name: str) -> None:
+    dataset = MultimodalDataset(records, image_policy=Square(32))
+    with pytest.raises(OptionError, match=f"the {name} of a data set cannot be replaced.*make another"):
+        setattr(dataset, name, getattr(dataset, name))
+
+
 def test_takes_paths_and_texts_as_the_articles_do(tmp_path: Path) -> None:
     paths = []
     for index in range(3):

@@ -81,7 +81,7 @@ def test_an_augmentation_may_give_back_a_view_of_what_it_took(cached: Multimodal
     def turn(image: torch.Tensor, **key: object) -> torch.Tensor:
         return image.transpose(1, 2) if image.shape[1] == image.shape[2] else image.flip(2)
 
-    cached.image_policy = Square(48)
+    vars(cached)["image_policy"] = Square(48)
     plain = copy.copy(cached)
     plain.cache = None
     cached.cache = SampleCache(cached.cache.folder.parent / "square", key=cache_key(cached))
