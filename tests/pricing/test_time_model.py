@@ -200,6 +200,16 @@ def test_an_epoch_is_the_sum_of_its_steps():
     assert MODEL.epoch_s(plan, num_ranks=3) == pytest.approx(sum(map(max, pairs)))
 
 
+@pytest.mark.parametrize(("name", "other"), [("precision", "bf16"), ("checkpointing", True)])
+def test_time_and_memory_of_different_steps_are_refused(name, other):
+    time = replace(MODEL, conditions={"precision": "fp32", "checkpointing": False})
+    memory = MemoryModel(rows=FREE, fingerprint="0123", conditions={**time.conditions, name: other})
+    with pytest.raises(
+        OptionError, match=f"time is of {name} {time.conditions[name]}, cost of {name} {other}"
+    ):
+        make_scheduler("fastest", time=time, cost=memory, budget=1e9)
+
+
 def test_slow_data_count_where_they_take_longer_than_the_step():
     plan = BatchPlan.from_batches([range(40), [40]], SIZES)
     slow = TimeModel(rows=TRUE, fingerprint="0123", conditions={}, data_s_per_sample=0.01)
