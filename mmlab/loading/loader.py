@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from mmlab.data.conversation_dataset import ConversationBatch
-from mmlab.errors import DataError, RunError, check_name, check_numbers
+from mmlab.errors import DataError, OptionError, RunError, check_name, check_numbers
 from mmlab.loading.backends import Backend, Copier, Setting, ThreadBackend
 from mmlab.loading.batches import Augmentation, BadSample, BatchRequest, LoadedBatch, SampleLoader
 from mmlab.loading.cache.store import SampleCache
@@ -73,7 +73,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             bad samples and dead workers are Python warnings.
 
     Raises:
-        OptionError: an unknown backend, policy or device, or a number out of range.
+        OptionError: an unknown backend, policy or device, a number out of range, or a data set without `sizes`.
     """
 
     weights: NDArray[np.float64] | None = None  # (N,) of each sample's loss; batches carry them where given
@@ -103,6 +103,10 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         check_numbers({"max_bad_samples": max_bad_samples})
         if pin_memory and not torch.cuda.is_available():
             warnings.warn("pin_memory=True has no effect: no GPU is available", stacklevel=2)
+        if not hasattr(dataset, "sizes"):
+            raise OptionError(
+                f"{type(dataset).__name__} has no sizes: give a MultimodalDataset, for a part one of records.select(rows)"
+            )
         if cache is not None:
             dataset.cache = cache
         self.dataset, self.scheduler = dataset, scheduler
@@ -222,18 +226,26 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
                 "resume with the same data, the same limit and the same image policy"
             )
+        if place is not None and not is_same["rows"]:
+            told = "the samples or their sizes are not those of the saved state: what is held out of them now may have been trained on"
+            warn(self._emit, told, source="loader")
         self._num_done, self._num_bad = num_batches, state["num_bad_samples"]
         self._place, self._goes_on = place, True
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Checksum of the vocabulary: where two differ, token ids stand for other words."""
+        words = sorted(getattr(self._loader.dataset.tokenizer, "get_vocab", dict)().items())
+        return crc32(json.dumps(words).encode())
 
     @cached_property
     def _identity(self) -> dict[str, int]:
         """Checksums of the vocabulary, and of the rows' ids and sizes."""
         dataset, sizes = self._loader.dataset, self._loader.sizes
-        words = sorted(getattr(dataset.tokenizer, "get_vocab", dict)().items())
         rows = crc32(json.dumps(list(dataset.records.ids)).encode())
         for column in (sizes.num_tokens, sizes.height, sizes.width):
             rows = crc32(np.ascontiguousarray(column), rows)
-        return {"vocabulary": crc32(json.dumps(words).encode()), "rows": rows}
+        return {"vocabulary": self.vocabulary, "rows": rows}
 
     def stage_report(self) -> StageReport:
         """How busy each stage was in the current or last epoch, and which one is the bottleneck."""

@@ -10,6 +10,7 @@ import torch
 from mmlab.data.collate import Sample, collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
+from mmlab.errors import OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect
@@ -73,6 +74,12 @@ def test_batches_are_those_of_the_plan_in_every_epoch(dataset: MultimodalDataset
         for batch, (rows, shape) in zip(batches, planned, strict=True):
             assert batch.record_ids == [dataset.records.ids[row] for row in rows]
             assert batch.shape == shape
+
+
+def test_a_data_set_without_sizes_is_refused(dataset: MultimodalDataset) -> None:
+    part = torch.utils.data.Subset(dataset, range(10))
+    with pytest.raises(OptionError, match=r"Subset has no sizes: give a MultimodalDataset.*records.select"):
+        PlannedLoader(part, make_scheduler("random", batch_size=4))
 
 
 def test_iterating_leaves_the_global_generator_alone(dataset: MultimodalDataset) -> None:

@@ -168,3 +168,14 @@ def test_other_rows_and_other_words_are_refused(dataset) -> None:
     retrained = MultimodalDataset(dataset.records, image_policy=dataset.image_policy, tokenizer=others)
     with pytest.raises(DataError, match="the vocabulary differs"):
         make_loader(retrained).load_state_dict(state)
+
+
+def test_other_rows_after_an_epoch_are_a_warning(dataset) -> None:
+    """What was drawn to be held out of them may have been trained on."""
+    loader = make_loader(dataset)
+    list(loader)
+    other = MultimodalDataset(
+        dataset.records[:-8], image_policy=dataset.image_policy, tokenizer=dataset.tokenizer
+    )
+    with pytest.warns(RuntimeWarning, match="not those of the saved state.*may have been trained on"):
+        make_loader(other).load_state_dict(saved(loader.state_dict()))
