@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mmlab.errors import OptionError
+from mmlab.machine import place_of_process
 from mmlab.parallel.branch import BranchStrategy
 from mmlab.parallel.ddp import DDPStrategy
 from mmlab.parallel.process_group import ProcessGroup
@@ -16,11 +18,16 @@ def make_strategy(options: str | ParallelOptions = "ddp") -> Strategy:
     1
 
     Raises:
-        OptionError: an unknown name.
+        OptionError: an unknown name, or ranks that `torchrun` started and that have not joined.
     """
     if isinstance(options, str):
         options = ParallelOptions(strategy=options)
     if ProcessGroup().world_size == 1:
+        if (started := place_of_process()[1]) > 1:
+            raise OptionError(
+                f"the {started} ranks have not joined, so each would train a model of its own: call "
+                "torch.distributed.init_process_group() first"
+            )
         return Strategy()
     if options.strategy == "fsdp":
         from mmlab.parallel.fsdp import FSDPStrategy  # 1.4 s to import

@@ -92,11 +92,17 @@ class FusionTrainer(TrainerSetup):
         Raises:
             DataError: another number of ranks stopped in mid-epoch, and the loader cannot tell which samples are left.
             OptionError: an invalid `num_epochs`; a loader without a length; batches planned for another number of
-                ranks; an epoch without a batch, or without anything to learn from.
+                ranks; an epoch without a batch, or without anything to learn from; an `eval_loader` whose tokenizer
+                has other words.
             RunError: as `train_step`.
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
+        self._refuse_shares(eval_loader)
+        words = {getattr(one, "vocabulary", None) for one in (loader, eval_loader)} - {None}
+        if len(words) > 1 and {"input_ids", "batch"} & {*getattr(self.model, "accepted", ("batch",))}:
+            told = "MultimodalDataset(held_out, tokenizer=dataset.tokenizer)"
+            raise OptionError(f"token ids of eval_loader stand for other words than in training: give {told}")
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
         eval_every = self.options.eval_every
         with self._stoppable(checkpoints, control) as should_stop:

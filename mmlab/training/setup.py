@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import DataError, OptionError, RunError
-from mmlab.machine import resolve_device, signals_held
+from mmlab.machine import place_of_process, resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
 from mmlab.model.huggingface import accept_batches
@@ -197,6 +197,11 @@ class TrainerSetup:
                 f"the batches are planned for {planned_for} rank, so each of {num_shares} would train all samples: "
                 f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
             )
+        if num_shares == 1 < min(planned_for, place_of_process()[1]):
+            raise OptionError(
+                "each rank would train a model of its own on its share of the batches: call "
+                "torch.distributed.init_process_group() and give FusionTrainer strategy=make_strategy('ddp')"
+            )
         others, same_end = self.saved_on != num_shares and self.step > 0, last_epoch == self.last_epoch
         if self.options.total_steps is None and (self.total_steps is None or not same_end or others):
             if others and self.total_steps is not None and same_end:
@@ -235,7 +240,9 @@ class TrainerSetup:
 
         Raises:
             DataError: no batch; or no pair, where the model gives embeddings.
+            OptionError: the loader gives each rank its share alone.
         """
+        self._refuse_shares(loader)
         started = clock(self.device)
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
@@ -244,6 +251,12 @@ class TrainerSetup:
         means = measured.get("by_objective", {})
         measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
         return {"epoch": self.epoch, "eval_s": clock(self.device) - started, **measured}
+
+    def _refuse_shares(self, loader: Any) -> None:
+        if min(self.strategy.world_size, getattr(getattr(loader, "scheduler", None), "world_size", 1)) > 1:
+            raise OptionError(
+                "an evaluation itself shares the batches among the ranks: plan those of eval_loader with world_size=1"
+            )
 
     @contextmanager
     def _stoppable(

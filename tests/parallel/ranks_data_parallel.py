@@ -216,6 +216,9 @@ def samples_are_shared(rank: int) -> None:
     ids = [record_id for batch in loader for record_id in batch.record_ids]
     found = trainer.strategy.gather_objects(lambda: ids, "compare")
     assert sorted([*found[0], *found[1]]) == sorted(records.ids)
+    for evaluate in (trainer.evaluate, lambda own: trainer.fit(loader, eval_loader=own)):
+        with pytest.raises(OptionError, match="plan those of eval_loader with world_size=1"):
+            evaluate(loader)
     assert len(trainer.fit(loader)) == len(loader)
 
 

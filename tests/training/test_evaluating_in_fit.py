@@ -7,12 +7,16 @@ import torch
 
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import OptionError
+from mmlab.loading.loader import PlannedLoader
 from mmlab.model.presets import build_model
 from mmlab.runs.events import RunEvent, RunLog, read_events
+from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.weighting import make_weighting
+from mmlab.types import Square
 from tests.batches import make_batch
 from tests.comparison.test_training import CONFIG, assert_equal, final_state
 
@@ -102,3 +106,17 @@ def test_a_run_from_a_file_evaluates_in_mid_epoch_and_trains_the_same(tmp_path, 
 def test_no_evaluation_every_zero_steps():
     with pytest.raises(OptionError, match="eval_every must be at least 1, found 0"):
         make_trainer(eval_every=0)
+
+
+def test_held_out_texts_of_another_tokenizer_are_refused(records):
+    train, held_out = records.hold_out(0.3)
+    datasets = [MultimodalDataset(part, image_policy=Square(32)) for part in (train, held_out)]
+    loader, other = (
+        PlannedLoader(one, make_scheduler("random", batch_size=8), num_workers=0) for one in datasets
+    )
+    model = build_model("tiny", vocab_size=1000, **TINY)
+    with pytest.raises(OptionError, match="token ids of eval_loader stand for other words than in training"):
+        FusionTrainer(model, device="cpu").fit(loader, eval_loader=other)
+    alike = MultimodalDataset(held_out, image_policy=Square(32), tokenizer=datasets[0].tokenizer)
+    same = PlannedLoader(alike, make_scheduler("random", batch_size=8), num_workers=0)
+    FusionTrainer(model, device="cpu").fit(loader, eval_loader=same)
