@@ -171,7 +171,12 @@ def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase
         raise DataError(f"{folder}: no checkpoint of a model of pairs there; give a run of mmlab train")
     tokenizer = load_tokenizer(str(folder / _TOKENIZER))
     model = build_model(**config.model, vocab_size=len(tokenizer))
-    model.load_state_dict(read_checkpoint(path)["model"])
+    try:
+        model.load_state_dict(read_checkpoint(path)["model"])
+    except RuntimeError as error:
+        raise DataError(
+            f"{path} is of another model than {folder / _CONFIG} describes; restore that file"
+        ) from error
     return model.eval(), tokenizer
 
 

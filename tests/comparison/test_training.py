@@ -276,6 +276,11 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(
     assert_equal(model.state_dict(), read_checkpoint(str(more.best_checkpoint))["model"])
     with pytest.raises(DataError, match=r"config\.toml"):
         load_trained(tmp_path / "small" / "checkpoints")
+    kept = (tmp_path / "small" / "config.toml").read_text()
+    (tmp_path / "small" / "config.toml").write_text(kept.replace("embed_dim = 16", "embed_dim = 24"))
+    with pytest.raises(DataError, match=r"is of another model than .*config\.toml describes"):
+        load_trained(tmp_path / "small")
+    (tmp_path / "small" / "config.toml").write_text(kept)
     with pytest.raises(OptionError, match=r"trainer\.seed was \d+, which held samples out"):
         train(load_config(config, [*small, "trainer.seed=5"]), runs=tmp_path, resume="auto", progress=False)
     monkeypatch.chdir(tmp_path / "small")  # where "never" could be the name of a folder of the run
