@@ -94,7 +94,7 @@ class MultimodalDataset(Dataset[Sample]):
         self.image_policy = policy if policy is not None else Square(224)
         if (kind := type(self.image_policy)).__hash__ is None:  # decoding caches the target of each size
             raise OptionError(f"image policy {kind.__name__} is not hashable; make it a frozen dataclass")
-        if not hasattr(self.image_policy, "target_sizes"):
+        if not (hasattr(kind, "target_sizes") and hasattr(kind, "kept")):
             raise OptionError(f"{policy!r:.40} is no image policy; square:224 is one, and aspect:224")
         special = set(tokenizer.all_special_ids)  # type: ignore[union-attr]
         column, lengths, self.num_truncated = array("i"), np.zeros(len(records), np.int64), 0

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mmlab.data.collate import Pixels, Sample, put
-from mmlab.errors import DataError
+from mmlab.errors import DataError, OptionError
 from mmlab.types import Batch, Region, SampleSizes
 
 # copying a large image from memory takes less, unless other threads or programs are in the way
@@ -218,6 +218,10 @@ class SampleLoader:
             else:
                 sample = self.dataset.decode(row, found)
                 sample["image"] = augment(sample["image"], **key)
+            image, planned = sample["image"], (3, int(self.sizes.height[row]), int(self.sizes.width[row]))
+            if not isinstance(image, torch.Tensor) or (image.dtype, image.shape) != (torch.uint8, planned):
+                found = getattr(image, "dtype", type(image).__name__), *getattr(image, "shape", ())
+                raise OptionError(f"augment must return uint8 of shape {planned}, as it got, not {found}")
             if out is not None:
                 sample["image"] = torch.from_numpy(put(sample["image"].numpy(), out))
         except Exception as error:

@@ -36,14 +36,14 @@ class Loss(NamedTuple):
 
 
 def accept_batches(model: nn.Module) -> nn.Module:
-    """The model where its forward has an argument `batch`, else a `LossModel` of it.
+    """The model where its forward's first argument is `batch`, else a `LossModel` of it.
 
     Raises:
         OptionError: it is no module, such as a name, or takes none of a batch's tensors.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"expected a model (torch.nn.Module), found {model!r}; build_model makes a preset")
-    return model if "batch" in inspect.signature(model.forward).parameters else LossModel(model)
+    return model if [*inspect.signature(model.forward).parameters][:1] == ["batch"] else LossModel(model)
 
 
 class LossModel(nn.Module):

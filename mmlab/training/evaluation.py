@@ -122,7 +122,7 @@ def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, he
             alike = replace(batch, weights=None)
             losses.append((_EACH + name, float(objective(output, alike)), objective.count(alike)))
     pairs = of_pairs(batch, output.image_embedding, output.text_embedding)
-    return _Found(len(batch), pairs, output.logit_scale, losses)
+    return _Found(len(batch), pairs, torch.as_tensor(output.logit_scale), losses)
 
 
 def _in_parts(measure: Callable[[Batch], _Found], batch: Batch, trainer: TrainerSetup) -> list[_Found]:

@@ -48,7 +48,7 @@ class FusionTrainer(TrainerSetup):
     Example: `FusionTrainer(model, lr=1e-3).fit(loader, num_epochs=3)`.
 
     Args:
-        model: if its forward takes one argument `batch`, it gets the `Batch`, and its output goes to the
+        model: if the first argument of its forward is `batch`, it gets the `Batch`, and its output goes to the
             objectives; any other module is wrapped in `LossModel`.
         options: see `TrainOptions`; options given by name replace those.
         objectives: names, or objects by name, in place of the options'.

@@ -123,6 +123,10 @@ def test_an_image_policy_that_cannot_be_hashed_is_refused(records: Records) -> N
     size: Any = 224
     with pytest.raises(OptionError, match=r"^224 is no image policy; square:224 is one"):
         MultimodalDataset(records, image_policy=size)
+    half_type: Any = type("Half", (), {"target_sizes": Square(8).target_sizes})
+    for policy in (half_type(), Square):
+        with pytest.raises(OptionError, match="is no image policy; square:224 is one"):
+            MultimodalDataset(records, image_policy=policy)
 
 
 def words_tokenizer(texts: list[str | None], **special: str) -> Any:

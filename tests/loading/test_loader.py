@@ -98,3 +98,18 @@ def test_a_loader_that_is_let_go_of_ends_its_workers_at_once(dataset: Multimodal
     (worker,) = multiprocessing.active_children()
     del loader
     assert not worker.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("augment", "found"),
+    [
+        (lambda image, **key: image.float() / 255, "float32"),  # cut to whole numbers it would be black
+        (lambda image, **key: image[:, 1:], "uint8, 3"),
+        (lambda image, **key: image.numpy(), "uint8"),
+    ],
+)
+def test_an_augmentation_that_returns_another_kind_or_size_is_refused(dataset, augment, found) -> None:
+    scheduler = make_scheduler("random", batch_size=4)
+    loader = PlannedLoader(dataset, scheduler, augment=augment, num_workers=0)
+    with pytest.raises(OptionError, match=f"augment must return uint8 of shape .* not .*{found}"):
+        next(iter(loader))

@@ -438,3 +438,32 @@ def test_the_two_halves_of_a_clips_held_out_loss_have_its_temperature(tokenizer)
     assert found["image_to_text_loss"] + found["text_to_image_loss"] == pytest.approx(
         2 * found["loss"], rel=1e-4
     )
+
+
+def test_a_batch_that_is_not_the_first_argument_is_given_by_name():
+    class Later(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(50, 4)
+
+        def forward(self, input_ids, batch):
+            assert batch.input_ids is input_ids
+            return self.embedding(input_ids).square().mean()
+
+    step = FusionTrainer(Later(), device="cpu").train_step([make_batch([(4, 32, 32)])])
+    assert math.isfinite(step["loss"])
+
+
+def test_a_scale_that_is_a_plain_number_is_evaluated(dataset, tokenizer):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(len(tokenizer), 3)
+
+        def forward(self, batch):
+            text = F.normalize(self.embedding(batch.input_ids).mean(1), dim=-1)
+            image = F.normalize(batch.pixel_values.float().mean((2, 3)), dim=-1)
+            return SimpleNamespace(image_embedding=image, text_embedding=text, logit_scale=10.0)
+
+    loader = PlannedLoader(dataset, make_scheduler("random", batch_size=8), num_workers=0)
+    assert math.isfinite(FusionTrainer(Plain(), device="cpu").evaluate(loader)["loss"])
