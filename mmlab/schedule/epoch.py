@@ -154,7 +154,9 @@ class EpochBlocks:
         options, checksum = _fingerprint(self.scheduler), 0
         step = -(-len(self.sizes) // 100_000) or 1
         for column in (self.drawn, *(getattr(self.sizes, name) for name in self.sizes.__slots__)):
-            checksum = checksum if column is None else zlib.crc32(np.ascontiguousarray(column[::step]), checksum)
+            checksum = (
+                checksum if column is None else zlib.crc32(np.ascontiguousarray(column[::step]), checksum)
+            )
         about = {"num_samples": len(self.sizes), "seed": self.scheduler.seed, "options": options}
         return {**about, "checksum": checksum}
 
