@@ -209,7 +209,9 @@ class Comparison:
             f"has the largest batches that are predicted to fit. At most: {sizes}."
         ]
         if config.get("processor") is None and any(arm.scheduler == "packed" for arm in self.arms):
-            notes.append("packed, whose bytes are not predicted, has the tokens of random's largest batch.")
+            notes.append(
+                "packed, whose bytes are not predicted: its largest packs were measured, and made smaller to fit."
+            )
         speeds = [(arm.predicted_samples_per_s, arm.samples_per_s) for arm in self.arms]
         if wrong := ", ".join(f"{faster} is faster than {slower}" for faster, slower in self.misranked):
             spread = f"{config['time_model']['spread_ratio']:.0%}"

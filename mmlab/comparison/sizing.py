@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,14 @@ from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import COST, augmentation, model_of, with_sampling
 from mmlab.machine import memory_limit
 from mmlab.model.conversation_model import ConversationModel
+from mmlab.model.packing import enable_packing
 from mmlab.pricing.equal_memory import EqualMemory
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.plan_prices import prices_of
-from mmlab.pricing.step_prices import packing, price_dataset
+from mmlab.pricing.step_prices import packing, peak_of, price_dataset
 from mmlab.pricing.time_model import TimeModel
-from mmlab.pricing.timing import fit_time, loading_seconds
+from mmlab.pricing.timing import fit_time, loading_seconds, timed_trainer
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs, check_samples_fit
 from mmlab.schedule.dense import Memory
@@ -126,7 +127,28 @@ class _Sizing:
         if "packed" in names and isinstance(model, ConversationModel):
             packs = self._price(packing(model, dataset))
         planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs)
+        if "packed" in names and packs is None:
+            planners["packed"] = self._within(planners["packed"], limit_bytes)
         return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=packs)
+
+    def _within(self, packed: Scheduler, limit_bytes: float) -> Scheduler:
+        """`packed`, of smaller packs if one of the first epoch's largest needs more; that is measured, not predicted."""
+        model = enable_packing(model_of(self.options, self.dataset))
+        trainer = timed_trainer(model, device=self.options.device, precision=self.options.precision)
+        while True:
+            plan, most = next(self._plans(packed)), 0
+            area = plan.shape_columns[:, [0, 2, 3]].prod(
+                axis=1
+            )  # images are packed only after the first layer
+            for place in {int(area.argmax()), int(plan.costs(COST).argmax())}:
+                batch = [self.dataset.collate([self.dataset[row] for row in list(plan)[place]])]
+                trainer.train_step(batch)  # makes the optimizer's state
+                most = max(most, peak_of(trainer.train_step, batch, (trainer.model, trainer.optimizer)))
+            if most <= limit_bytes:
+                return packed
+            # bytes fall faster than the budget: smaller packs mix fewer shapes
+            smaller = int(0.98 * packed.budget * (limit_bytes / most) ** 0.7)  # type: ignore[attr-defined]
+            packed = replace(packed, budget=smaller)  # type: ignore[call-arg]
 
     @property
     def _shared(self) -> dict[str, Any]:
