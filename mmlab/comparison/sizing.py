@@ -137,9 +137,8 @@ class _Sizing:
         trainer = timed_trainer(model, device=self.options.device, precision=self.options.precision)
         while True:
             plan, most = next(self._plans(packed)), 0
-            area = plan.shape_columns[:, [0, 2, 3]].prod(
-                axis=1
-            )  # images are packed only after the first layer
+            # with padding: images are packed only after the first layer
+            area = plan.shape_columns[:, [0, 2, 3]].prod(axis=1)
             for place in {int(area.argmax()), int(plan.costs(COST).argmax())}:
                 batch = [self.dataset.collate([self.dataset[row] for row in list(plan)[place]])]
                 trainer.train_step(batch)  # makes the optimizer's state

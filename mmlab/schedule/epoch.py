@@ -153,10 +153,9 @@ class EpochBlocks:
         """What must be the same for a state to fit; the checksum is of 100,000 samples at most, in even steps."""
         options, checksum = _fingerprint(self.scheduler), 0
         step = -(-len(self.sizes) // 100_000) or 1
-        for column in (self.drawn, *(getattr(self.sizes, name) for name in self.sizes.__slots__)):
-            checksum = (
-                checksum if column is None else zlib.crc32(np.ascontiguousarray(column[::step]), checksum)
-            )
+        columns = [getattr(self.sizes, name) for name in self.sizes.__slots__]
+        for column in columns if self.drawn is None else [*columns, self.drawn]:
+            checksum = zlib.crc32(np.ascontiguousarray(column[::step]), checksum)
         about = {"num_samples": len(self.sizes), "seed": self.scheduler.seed, "options": options}
         return {**about, "checksum": checksum}
 

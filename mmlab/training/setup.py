@@ -323,11 +323,8 @@ class TrainerSetup:
             raise DataError(
                 f"this is not what a trainer's state_dict() returned: it has {', '.join([*state][:5])}"
             )
-        saved = state.get("trained", {})
-        for (
-            name,
-            weight,
-        ) in self.model.named_parameters():  # moments are kept by place: others would go to other weights
+        saved = state.get("trained", {})  # moments are kept by place: they would go to other weights
+        for name, weight in self.model.named_parameters():
             if saved.get(name, weight.requires_grad) != weight.requires_grad:
                 raise DataError(
                     f"{name} was {'trained' if saved[name] else 'frozen'} in the saved run; give the same freeze"
