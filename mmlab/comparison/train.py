@@ -174,9 +174,7 @@ def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase
     try:
         model.load_state_dict(read_checkpoint(path)["model"])
     except RuntimeError as error:
-        raise DataError(
-            f"{path} is of another model than {folder / _CONFIG} describes; restore that file"
-        ) from error
+        raise DataError(f"{path} is of another model than {folder / _CONFIG}; restore that") from error
     return model.eval(), tokenizer
 
 
