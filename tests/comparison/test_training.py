@@ -278,7 +278,7 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(
         load_trained(tmp_path / "small" / "checkpoints")
     kept = (tmp_path / "small" / "config.toml").read_text()
     (tmp_path / "small" / "config.toml").write_text(kept.replace("embed_dim = 16", "embed_dim = 24"))
-    with pytest.raises(DataError, match=r"is of another model than .*config\.toml describes"):
+    with pytest.raises(DataError, match=r"is of another model than .*config\.toml; restore that"):
         load_trained(tmp_path / "small")
     (tmp_path / "small" / "config.toml").write_text(kept)
     with pytest.raises(OptionError, match=r"trainer\.seed was \d+, which held samples out"):
