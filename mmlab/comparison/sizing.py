@@ -137,10 +137,11 @@ class _Sizing:
         trainer = timed_trainer(model, device=self.options.device, precision=self.options.precision)
         while True:
             plan, most = next(self._plans(packed)), 0
+            batches = list(plan)
             # with padding: images are packed only after the first layer
             area = plan.shape_columns[:, [0, 2, 3]].prod(axis=1)
             for place in {int(area.argmax()), int(plan.costs(COST).argmax())}:
-                batch = [self.dataset.collate([self.dataset[row] for row in list(plan)[place]])]
+                batch = [self.dataset.collate([self.dataset[row] for row in batches[place]])]
                 trainer.train_step(batch)  # makes the optimizer's state
                 most = max(most, peak_of(trainer.train_step, batch, (trainer.model, trainer.optimizer)))
             if most <= limit_bytes:

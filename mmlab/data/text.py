@@ -97,10 +97,15 @@ def encode_texts(
 ) -> Iterator[tuple[int, list[int]]]:
     """Row and token ids of every text, in order; holds the ids of a few thousand texts at a time."""
     rows = [row for row, text in enumerate(texts) if text is not None]
-    options: Any = {"truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
     for start in range(0, len(rows), _BATCH_SIZE):
         part = rows[start : start + _BATCH_SIZE]
-        encoded = tokenizer([texts[row] for row in part], verbose=False, **options)
+        encoded = tokenizer(
+            [texts[row] for row in part],
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
         yield from zip(part, encoded["input_ids"], strict=True)
 
 
