@@ -210,7 +210,8 @@ class Comparison:
         ]
         if config.get("processor") is None and any(arm.scheduler == "packed" for arm in self.arms):
             notes.append(
-                "packed, whose bytes are not predicted: its largest packs were measured, and made smaller to fit."
+                "packed, whose bytes are not predicted: its largest packs were measured, and made smaller to fit; its "
+                "seconds are predicted from steps on some of its packs."
             )
         speeds = [(arm.predicted_samples_per_s, arm.samples_per_s) for arm in self.arms]
         if wrong := ", ".join(f"{faster} is faster than {slower}" for faster, slower in self.misranked):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from mmlab.comparison.options import ComparisonOptions
@@ -27,7 +28,7 @@ from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.plan_prices import prices_of
 from mmlab.pricing.step_prices import packing, peak_of, price_dataset
 from mmlab.pricing.time_model import TimeModel
-from mmlab.pricing.timing import fit_time, loading_seconds, timed_trainer
+from mmlab.pricing.timing import fit_time, loading_seconds, timed_step, timed_trainer
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import batch_costs, check_samples_fit
 from mmlab.schedule.dense import Memory
@@ -37,6 +38,7 @@ from mmlab.types import CostModel
 
 # a short fit of the time model: enough to plan and to rank schedulers, takes seconds for a small model
 SHORT_FIT: dict[str, Any] = {"num_probes": 12, "num_held_out": 4, "seconds": 15.0}
+_TIMED_PACKS, _TIMED_ROUNDS = 5, 4  # packs of pairs that are timed, and how often; the first round prepares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class Sized:
     memory: CostModel | None = None  # predicts a batch's bytes
     limit_bytes: float | None = None
     time: TimeModel | None = None  # predicts a batch's seconds
-    packs: tuple[MemoryModel, TimeModel] | None = None  # both, for packed conversations
+    packs: tuple[MemoryModel | None, TimeModel] | None = None  # both, for packs; no bytes of packed pairs
 
     def prices(self, plan: BatchPlan) -> tuple[CostModel | None, TimeModel | None]:
         """The models that predict bytes and seconds of a plan's batches."""
@@ -81,6 +83,24 @@ def as_configured(
         limit_bytes=None if memory is None else memory.budget,
         time=time,
     )
+
+
+def largest_batches(plan: BatchPlan, memory: CostModel | None) -> dict[str, tuple[float, list[int]]]:
+    """The batches of a plan that may need the most bytes, each with its size by one measure and its samples.
+
+    That is one if `memory` predicts bytes. Else it is the batch with the most tokens and patches, or the one with
+    the most padded pixels: packed images are padded until the first layer has cut them into patches.
+    """
+    if memory is not None:
+        measures = {"bytes": plan.costs(memory)}
+    else:
+        area = plan.shape_columns[:, [0, 2, 3]].prod(axis=1)
+        measures = {"tokens": plan.costs(COST), "pixels": area.astype(np.float64)}
+    found = {}
+    for name, sizes in measures.items():
+        place, batches = int(sizes.argmax()), plan.columns
+        found[name] = float(sizes[place]), batches.order[batches.starts[place] : batches.ends[place]].tolist()
+    return found
 
 
 def _token_budget(options: ComparisonOptions, dataset: Any) -> float:
@@ -128,27 +148,43 @@ class _Sizing:
             packs = self._price(packing(model, dataset))
         planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs)
         if "packed" in names and packs is None:
-            planners["packed"] = self._within(planners["packed"], limit_bytes)
+            planners["packed"], in_packs = self._measure_packs(planners["packed"], limit_bytes, time)
+            return Sized(
+                planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=(None, in_packs)
+            )
         return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=packs)
 
-    def _within(self, packed: Scheduler, limit_bytes: float) -> Scheduler:
-        """`packed`, of smaller packs if one of the first epoch's largest needs more; that is measured, not predicted."""
+    def _measure_packs(
+        self, packed: Scheduler, limit_bytes: float, time: TimeModel
+    ) -> tuple[Scheduler, TimeModel]:
+        """`packed` with packs that fit, and the seconds of its steps: from real steps on packs of the first epoch.
+
+        No closed form has the bytes of packed pairs, and their seconds are a multiple of what the time model says.
+        """
         model = enable_packing(model_of(self.options, self.dataset))
         trainer = timed_trainer(model, device=self.options.device, precision=self.options.precision)
         while True:
             plan, most = next(self._plans(packed)), 0
-            batches = list(plan)
-            # with padding: images are packed only after the first layer
-            area = plan.shape_columns[:, [0, 2, 3]].prod(axis=1)
-            for place in {int(area.argmax()), int(plan.costs(COST).argmax())}:
-                batch = [self.dataset.collate([self.dataset[row] for row in batches[place]])]
+            for _, rows in largest_batches(plan, None).values():
+                batch = [self._load(rows)]
                 trainer.train_step(batch)  # makes the optimizer's state
                 most = max(most, peak_of(trainer.train_step, batch, (trainer.model, trainer.optimizer)))
             if most <= limit_bytes:
-                return packed
+                break
             # bytes fall faster than the budget: smaller packs mix fewer shapes
             smaller = int(0.98 * packed.budget * (limit_bytes / most) ** 0.7)  # type: ignore[attr-defined]
             packed = replace(packed, budget=smaller)  # type: ignore[call-arg]
+        places = np.unique(np.linspace(0, len(plan) - 1, _TIMED_PACKS).astype(int))
+        planned = list(plan)
+        batches = [self._load(planned[place]) for place in places]
+        rounds = [[timed_step(trainer, batch) for batch in batches] for _ in range(_TIMED_ROUNDS)]
+        steps = replace(time, new_shape_s=0.0, data_s_per_sample=0.0, shared_s_per_sample=0.0).batch_s(plan)
+        times = np.median(rounds[1:], axis=0).sum() / (steps[places].sum() or 1.0)
+        return packed, replace(time, rows=replace(time.rows, coefficients=times * time.rows.coefficients))
+
+    def _load(self, rows: Sequence[int]) -> Any:
+        """The batch of these samples."""
+        return self.dataset.collate([self.dataset[row] for row in rows])
 
     @property
     def _shared(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from mmlab.comparison.preparation import (
 )
 from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
-from mmlab.comparison.sizing import Sized
+from mmlab.comparison.sizing import Sized, largest_batches
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import progress_bar
@@ -136,7 +136,7 @@ class ComparisonRun:
         self._num_steps = self._num_counted = 0  # so far, those of this epoch included
         self._trainer: FusionTrainer | None = None  # while it trains
         self.epochs: list[dict[str, float]] = []
-        self._costliest: tuple[float, list[int]] = (-1.0, [])  # batch so far: its cost, and its samples
+        self._largest: dict[str, tuple[float, list[int]]] = {}  # batches so far
 
     def begin(self) -> Run:
         """Write the run's start event; leaving the context that is returned writes how the run ended."""
@@ -177,9 +177,8 @@ class ComparisonRun:
         if self._setup.control.stopped:
             raise KeyboardInterrupt
         shares = costs / (limit or 0.0)
-        costliest = int(needed.argmax())
-        rows = plan.columns.order[plan.columns.starts[costliest] : plan.columns.ends[costliest]]
-        self._costliest = max(self._costliest, (float(needed[costliest]), rows.tolist()))
+        for measure, batch in largest_batches(plan, memory).items():
+            self._largest[measure] = max(batch, self._largest.get(measure, batch))
         held_out_values = trainer.evaluate(held_out)
         above = int((shares > ROUNDING).sum())
         kept = {"peak_over_budget": float(shares.max()), "batches_over_budget": above}
@@ -190,7 +189,8 @@ class ComparisonRun:
     def result(self, num_epochs: int) -> ArmResult:
         """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
         epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
-        peak_bytes, peak_source = self._setup.peak_of_one_step(self._loader.plan, self._costliest[1])
+        peaks = [self._setup.peak_of_one_step(self._loader.plan, rows) for _, rows in self._largest.values()]
+        peak_bytes, peak_source = max(peaks)
         figures: dict[str, Any] = {key: last.get(key) for key in _RETRIEVAL_KEYS}
         figures |= {key: int(sum(epoch[key] for epoch in epochs)) for key in _SUM_KEYS}
         keys = [key for key in _MEDIAN_KEYS if key in last]

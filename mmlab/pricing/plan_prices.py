@@ -63,7 +63,7 @@ class PlanPrices:
 
 
 def prices_of(
-    plan: BatchPlan, memory: Any, time: Any, packs: tuple[MemoryModel, TimeModel] | None
+    plan: BatchPlan, memory: Any, time: Any, packs: tuple[MemoryModel | None, TimeModel] | None
 ) -> tuple[Any, Any]:
     """The models for a plan's bytes and seconds; None for the bytes of packs, unless packs were measured."""
     return (memory, time) if plan.limits.streams is None else packs or (None, time)

@@ -116,6 +116,28 @@ def test_peak_memory_is_measured_on_the_batch_that_needs_the_most_bytes(
     assert list(measured.values()) == [1, 1]
 
 
+def test_peak_memory_of_packs_is_that_of_the_most_tokens_or_of_the_most_pixels(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    areas: list[float] = []
+
+    def peak_of_one_step(setup: Any, plan: Any, rows: list[int]) -> tuple[int, str]:
+        place = [sorted(batch) for batch in plan].index(sorted(rows))
+        area = plan.shape_columns[:, [0, 2, 3]].prod(axis=1)
+        assert place in (area.argmax(), plan.costs().argmax())
+        areas.append(area[place] / area.max())
+        return int(area[place]), "pixels"
+
+    monkeypatch.setattr("mmlab.comparison.turns.ComparisonSetup.peak_of_one_step", peak_of_one_step)
+    planners = {f"seed {seed}": make_scheduler("packed", budget=300, seed=seed) for seed in range(5)}
+    found = compare(records, planners, **{**SMALL, "epochs": 1})
+    assert len(areas) == 2 * len(planners)
+    assert min(areas) < 1, "of one plan, another pack has the most tokens"
+    for arm, two in zip(found.arms, np.reshape(areas, (-1, 2)), strict=True):
+        assert max(two) == 1
+        assert arm.peak_source == "pixels"
+
+
 def test_a_run_has_the_device_to_itself_in_its_turn(records: Records) -> None:
     peaks = []
     for names in (("one",), ("one", "two", "three")):
@@ -511,6 +533,22 @@ def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
             load_comparison(tmp_path)
     with pytest.raises(DataError, match="no comparison in"):
         load_comparison(tmp_path / "comparison.json")
+
+
+def test_seconds_of_packed_pairs_are_those_of_steps_on_packs(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ComparisonOptions(image="aspect:48", batch_size=8, epochs=1, model="speck", device="cpu")
+    dataset = MultimodalDataset(records, image_policy=parse_image_policy("aspect:48"))
+    seconds = {}
+    for step_s in (1.0, 3.0):
+        monkeypatch.setattr("mmlab.comparison.sizing.timed_step", lambda *of, step_s=step_s: step_s)
+        sized = size_schedulers(("random", "packed"), options, dataset, progress=False)
+        _, time = sized.prices(sized.planners["packed"].plan(dataset.sizes))
+        assert time is not None
+        assert sized.time is not None
+        seconds[step_s] = time.rows.coefficients[0, 0] / sized.time.rows.coefficients[0, 0]
+    assert seconds[3.0] == pytest.approx(3 * seconds[1.0])
 
 
 def test_packed_plans_train_without_padding_within_their_budget(records):
