@@ -4,6 +4,7 @@ A wheel has them in `mmlab/tour` (setup.py puts them there), a checkout beside t
 """
 
 from pathlib import Path
+from shlex import quote
 from shutil import copytree, ignore_patterns
 from typing import Annotated
 
@@ -23,5 +24,5 @@ def copy_tour(folder: Annotated[str, "a new or empty folder"]) -> Printed:
     for name in _FOLDERS:
         copytree(source / name, target / name, ignore=_SKIPPED)
     names = sorted(path.relative_to(target).as_posix() for path in target.glob("notebooks/*.ipynb"))
-    text = f"Copied {len(names)} notebooks. Begin with:\n\ncd {folder}\njupyter lab {names[0]}"
+    text = f"Copied {len(names)} notebooks. Begin with:\n\ncd {quote(str(folder))}\njupyter lab {names[0]}"
     return Printed(document={"folder": folder, "notebooks": names}, text=text)
