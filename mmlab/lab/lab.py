@@ -185,7 +185,7 @@ class Lab:
             return run.wait()
         if self.state == "idle":
             raise RunError("nothing is running; press Start or call start() first")
-        while self.state in ("running", "paused"):  # started without a Lab, by any process
+        while self.state in ACTIVE:  # started without a Lab, by any process
             time.sleep(1.0)
         return load_comparison(self.folder)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
 from html import escape
@@ -218,10 +219,18 @@ def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: 
 
 
 def test_a_comparison_that_reads_its_images_can_be_stopped(tmp_path: Path) -> None:
-    with RunLog(tmp_path / "runs" / "random"):  # it has the files of its runs, and nothing in them yet
-        lab = Lab.open(tmp_path)
-        assert lab.state == "waiting"
-        lab.stop()
+    with ThreadPoolExecutor() as pool:
+        with RunLog(tmp_path / "runs" / "random") as log:  # it has the files of its runs, and nothing in them yet
+            lab = Lab.open(tmp_path)
+            assert lab.state == "waiting"
+            waiting = pool.submit(lab.wait)
+            lab.stop()
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.2)
+            log.write("start", 0, scheduler="random")
+            log.write("end", 0, status="stopped")
+        with pytest.raises(DataError, match="no comparison"):
+            waiting.result(timeout=30)
     assert json.loads((tmp_path / "control.json").read_text())["command"] == "stop"
 
 
