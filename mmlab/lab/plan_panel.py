@@ -71,7 +71,8 @@ class PlanExplorer(Panel):
         self.table = widgets.HTML()
         self.picture = picture()
         sliders = [self.samples, self.window, self.text_step, self.classes, self.ranks]
-        super().__init__([widgets.HBox([self.schedulers, widgets.VBox(sliders)])], [self.table, self.picture])
+        above = widgets.HBox([self.schedulers, widgets.VBox(sliders)], layout={"flex_flow": "row wrap"})
+        super().__init__([above], [self.table, self.picture])
         for control in (self.schedulers, *sliders):
             control.observe(self.showing(self._update), "value")
         self._update()

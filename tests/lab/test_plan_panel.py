@@ -56,6 +56,10 @@ def test_every_slider_of_the_explorer_changes_the_table() -> None:
     assert explorer.message.value == ""
 
 
+def test_the_sliders_of_the_explorer_go_below_the_list_on_a_narrow_page() -> None:
+    assert PlanExplorer(draw_sizes(10)).children[0].layout.flex_flow == "row wrap"
+
+
 def test_a_budget_that_is_too_small_is_shown_and_mended_by_the_next_move(records: Records) -> None:
     sizes = records.sizes(Aspect(96**2))
     sizes = SampleSizes(
