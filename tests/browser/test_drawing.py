@@ -26,6 +26,9 @@ STEPS = 300
 _CLOSE_OTHER_TABS = """() => { for (const tab of [...jupyterapp.shell.widgets('main')])
   if (!tab.context) tab.close(); }"""
 
+_NOTE_TEXTS = """() => { window.drawnTexts = []; const draw = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...at) { drawnTexts.push(text); draw.call(this, text, ...at); }; }"""
+
 
 @pytest.fixture(scope="module")
 def runs(notebook: Notebook) -> Path:
@@ -194,6 +197,28 @@ def test_the_wheel_a_window_and_a_log_scale_change_what_is_seen(panel: Panel) ->
     panel.page.keyboard.press("l")
     panel.frames()
     assert panel.plot("loss").get_attribute("data-y") == linear
+
+
+def test_the_last_steps_of_a_run_that_ended_earlier_are_shown_and_a_long_title_is_whole(
+    notebook: Notebook,
+) -> None:
+    folders = [f"a_long_name_of_a_folder/{name}" for name in ("budget", "random")]
+    for folder, num_steps in zip(folders, (STEPS, 100), strict=True):
+        write_run(notebook.server.files / folder, num_steps)
+    panel = notebook.show(f"LivePanel({folders})")
+    panel.wait_points(STEPS + 100)
+    panel.root.locator(".mmlp-axes").select_option("step")
+    panel.root.locator(".mmlp-last").select_option("50")
+    panel.frames()
+    assert panel.x_range() == (51, STEPS)
+    assert panel.root.locator(".mmlp-title").evaluate("title => title.scrollWidth <= title.clientWidth")
+    panel.page.evaluate(_NOTE_TEXTS)
+    panel.root.locator(".mmlp-axes").select_option("token")
+    panel.root.locator(".mmlp-reset").click()
+    panel.frames()
+    drawn = panel.page.evaluate("() => window.drawnTexts")
+    assert "0" in drawn
+    assert not {"0 k", "0 M"} & {*drawn}
 
 
 def test_the_cursor_reads_the_same_step_in_every_plot(panel: Panel, runs: Path) -> None:

@@ -267,7 +267,7 @@ class Store {
 
 const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
 function number(value, digits = 4, size = Math.abs(value)) { // size: of the largest number beside it
-	if (!Number.isFinite(value)) return value === undefined ? "–" : String(value);
+	if (!value || !Number.isFinite(value)) return value === undefined ? "–" : String(value);
 	if (size >= 1e9) return +(value / 1e9).toPrecision(digits) + " G";
 	if (size >= 1e6) return +(value / 1e6).toPrecision(digits) + " M";
 	if (size >= 1e5) return +(value / 1e3).toPrecision(digits) + " k";
@@ -446,17 +446,17 @@ class View {
 	visible() { return this.store.lines.filter((line) => !this.hidden.has(line.key)); }
 	xRange() {
 		if (this.zoom) return this.zoom;
-		let low = Infinity, high = -Infinity, recent = -Infinity;
+		let low = Infinity, high = -Infinity, recent = Infinity; // where the last steps begin, of the run where that is first
 		for (const line of this.visible()) for (const track of Object.keys(this.store.tracks)) {
 			const series = line.series(track);
 			if (!series || !series.n) continue;
 			const { array, sorted } = line.x(track, this.axis);
-			if (track === "step" && !line.run.ghost) recent = Math.max(recent, array[Math.max(0, series.n - this.last.value)]);
+			if (track === "step" && !line.run.ghost) recent = Math.min(recent, array[Math.max(0, series.n - this.last.value)]);
 			if (sorted) { low = Math.min(low, array[0]); high = Math.max(high, array[series.n - 1]); }
 			else for (let i = 0; i < series.n; i++) { low = Math.min(low, array[i]); high = Math.max(high, array[i]); }
 		}
 		if (!(low <= high)) return [0, 1];
-		if (this.last.value) low = Math.max(low, recent);
+		if (this.last.value && recent < high) low = Math.max(low, recent);
 		return low === high ? [low - 0.5, high + 0.5] : [low, high];
 	}
 	toX(made, px) {
