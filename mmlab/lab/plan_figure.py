@@ -60,7 +60,7 @@ def plan_figure(
         area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
         area.set_axis_off()
     image = "" if photo else "blue: image, "
-    kinds = f"{image}orange: text, grey: padding (the first samples of each); dashed: limit"
+    kinds = f"rows: the first samples of batches, the cheapest on top; {image}orange: text, grey: padding; dashed: limit"
     figure.text(0.01, 0.02, fill(kinds, 46 * len(shown)), fontsize="small")
     colours = colours_of(plans)
     area, found = axes[-1], {name: plan.costs(PaddedTokens()) for name, plan in plans.items()}
