@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -274,24 +274,18 @@ def signals_held(*numbers: int) -> Iterator[list[int]]:
         A list, empty until a signal has come: check it to end the block early.
     """
     received: list[int] = []
-    previous: dict[int, Any] = {}
+    put_back = ExitStack()
 
     def note(number: int, frame: object) -> None:
         received.append(number)
-        put_back()
+        put_back.close()
 
-    def put_back() -> None:
-        while previous:
-            signal.signal(*previous.popitem())
-
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                previous[number] = signal.signal(number, note)
-    try:
+    with put_back:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    put_back.callback(signal.signal, number, signal.signal(number, note))
         yield received
-    finally:
-        put_back()
     if received:
         signal.raise_signal(received[0])
 
