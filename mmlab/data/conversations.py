@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,6 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
     bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
     source: str = ""
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def __repr__(self) -> str:
         return f"<{len(self)} conversations with {sum(map(len, self.images))} images from {self.source}>"
 
@@ -94,14 +91,8 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
         """(N,) group numbers: rows linked by shared images, even through other rows, share one."""
         return connected_groups(self.images)
 
-    def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Conversations:
-        """The given rows in the given order, or the rows where a mask is True."""
-        rows = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else rows
-        columns = {name: [getattr(self, name)[row] for row in rows] for name in _COLUMNS}
-        return replace(self, **columns)  # type: ignore[arg-type]
-
-
-_COLUMNS = ("ids", "messages", "images", "image_sizes")
+    def _columns(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("ids", "messages", "images", "image_sizes")}
 
 
 def read_conversations(
@@ -273,9 +264,9 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
         raise ValueError(f"{where}: {problem}")
     if "<video>" in str(content) or "<audio>" in str(content):
         raise ValueError(f"{where}: holds <video> or <audio>; only images are read")
-    if ROLES[role] == "assistant" and not any(part.get("text", "").strip() for part in parts):
-        raise ValueError(f"{where}: empty answer")
     is_answer = ROLES[role] == "assistant"
+    if is_answer and not any(part.get("text", "").strip() for part in parts):
+        raise ValueError(f"{where}: empty answer")
     if is_answer and {"type": "image"} in parts:
         raise ValueError(f"{where}: an image in an answer; answers are texts")
     if turn.get("weight") not in (None, 0, 1):

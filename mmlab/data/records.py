@@ -7,7 +7,7 @@ is stored, and holds no pixels, so that planning never decodes anything. Selecti
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -103,13 +103,27 @@ class Grouped:
 
     __slots__ = ()
     if TYPE_CHECKING:
-        select: Callable[..., Self]
-        __len__: Callable[[], int]
+        ids: list[str]
 
         @property
         def group(self) -> NDArray[np.int64]: ...
         @property
         def splits(self) -> list[str | None] | None: ...
+        def _columns(self) -> dict[str, Any]: ...
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Self:
+        """The given rows in the given order, or the rows where a mask is True; the store of images is shared."""
+        index = np.asarray(rows)
+        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+        chosen = index.tolist()
+        columns: dict[str, Any] = {
+            name: column[index] if isinstance(column, np.ndarray) else [column[row] for row in chosen]
+            for name, column in self._columns().items()
+        }
+        return replace(self, **columns)  # type: ignore[type-var]
 
     def sample(self, num: int | None, *, seed: int = 0) -> Self:
         """`num` records, drawn by `seed`, in their original order; all for None or if there are no more.
@@ -189,9 +203,6 @@ class Records(Grouped, Sequence[Record]):
             found = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise ValueError(f"columns must have one length, found {found}")
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def __repr__(self) -> str:
         num_images = len({path for path in self.image_paths if path is not None})
         return f"<{len(self)} records of {num_images} images{self.source and ' from ' + self.source}>"
@@ -202,17 +213,6 @@ class Records(Grouped, Sequence[Record]):
         found = {_SINGULAR.get(name, name): column[row] for name, column in self._columns().items()}
         numbers = {name: int(value) for name, value in found.items() if isinstance(value, np.integer)}
         return Record(**(found | numbers))
-
-    def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Records:
-        """The given rows in the given order, or the rows where a mask is True; the store is shared."""
-        index = np.asarray(rows)
-        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
-        chosen = index.tolist()
-        columns: dict[str, Any] = {
-            name: column[index] if isinstance(column, np.ndarray) else [column[row] for row in chosen]
-            for name, column in self._columns().items()
-        }
-        return replace(self, **columns)
 
     def split(self, name: str) -> Records:
         """The records of one split.
