@@ -146,7 +146,7 @@ def read_conversations(
 def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], Path | None, str]:
     """The rows, each with its location; the folder of their images; a name for error messages."""
     if is_dataset(source):
-        return [(f"row {number}", row) for number, row in enumerate(_undecoded(source))], folder, "dataset"
+        return list(numbered(_undecoded(source), "row")), folder, "dataset"
     if isinstance(source, list | tuple):
         return list(numbered(source)), folder, "a list"
     if not isinstance(source, str | os.PathLike):
@@ -159,8 +159,7 @@ def _entries(source: Any, folder: Path | None) -> tuple[list[tuple[str, Any]], P
     root = path.parent if folder is None else folder
     if is_parquet(path):
         with parquet_file(path) as table:
-            rows = table.read().to_pylist()
-        return [(f"row {number}", row) for number, row in enumerate(rows)], root, str(path)
+            return list(numbered(table.read().to_pylist(), "row")), root, str(path)
     text = decode_text(path)
     if text.lstrip()[:1] not in ("[", "{", ""):
         raise DataError(f"{path}: neither JSON nor JSON Lines nor Parquet")

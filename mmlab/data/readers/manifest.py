@@ -104,7 +104,12 @@ def read_manifest(path: Path, allow_missing_modality: bool) -> list[Row]:
     Raises:
         DataError: not UTF-8, a broken table, no image or no text column.
     """
-    return rows_of_entries(list(_entries(path, allow_missing_modality)), str(path), allow_missing_modality)
+    if is_parquet(path):
+        entries = _parquet(path, allow_missing_modality)
+    else:
+        text = decode_text(path)
+        entries = read_json(text, path) if text.lstrip()[:1] in ("[", "{") else _delimited(text, path)
+    return rows_of_entries(list(entries), str(path), allow_missing_modality)
 
 
 def rows_of_entries(
@@ -114,13 +119,6 @@ def rows_of_entries(
     names = dict.fromkeys(name for _, entry in entries if isinstance(entry, dict) for name in entry)
     columns = require_columns(names, what, allow_missing_modality) if names else {}
     return [row for where, entry in entries for row in rows_of_entry(where, entry, columns)]
-
-
-def _entries(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    if is_parquet(path):
-        return _parquet(path, allow_missing_modality)
-    text = decode_text(path)
-    return read_json(text, path) if text.lstrip()[:1] in ("[", "{") else _delimited(text, path)
 
 
 def read_json(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
@@ -258,9 +256,9 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
             yield f"line {number}", _as_entry(entry)
 
 
-def numbered(entries: Iterable[object]) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """The entries of a list, each with its location; a string says what is wrong."""
-    return ((f"item {number}", _as_entry(entry)) for number, entry in enumerate(entries))
+def numbered(entries: Iterable[object], kind: str = "item") -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The entries of a list, or the rows of a table, each with its location; a string says what is wrong."""
+    return ((f"{kind} {number}", _as_entry(entry)) for number, entry in enumerate(entries))
 
 
 def _as_entry(entry: object) -> dict[str, Any] | str:
@@ -306,9 +304,7 @@ def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
                 f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
                 "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
             )
-        entries = file.read(columns=list(columns.values())).to_pylist()
-    for number, entry in enumerate(entries):
-        yield f"row {number}", entry
+        return numbered(file.read(columns=list(columns.values())).to_pylist(), "row")
 
 
 def _holds_strings(kind: Any) -> bool:
