@@ -2,6 +2,11 @@
 
 Runs in a loader's workers. Costs the processor's call, a second tokenisation of the text, and applying the
 chat template twice for every answer.
+
+Packed batches have the samples end to end in one row, each attending only to itself. With SDPA, flash or flex
+attention, transformers keeps the samples of a row apart if positions restart at each sample and no mask is given. Not
+every model passes positions on, and some attend in both directions, so a model is tried once, on two samples of its
+own processor, which takes two forward passes.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +22,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmlab.data.conversation_packs import REFUSED, Packer, check_packs
 from mmlab.data.conversation_sizes import (
     answer_tokens,
     check_processor,
@@ -31,6 +36,8 @@ from mmlab.types import IGNORED
 
 _ONE_AT_A_TIME = threading.Lock()  # a fast tokenizer's padding is state that its calls share
 _LEAD = 2  # tokens before an answer that must match together with it
+_REFUSED = "%s cannot take packed batches: %s; leave out packed_for"
+_OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 
 
 class ConversationCollator:
@@ -59,10 +66,10 @@ class ConversationCollator:
         self.pack: Callable[[dict[str, Tensor]], dict[str, Any]] = dict
         if packed_for is not None:
             if self.is_encoder_decoder:
-                raise OptionError(REFUSED % (type(packed_for).__name__, "it is an encoder-decoder"))
+                raise OptionError(_REFUSED % (type(packed_for).__name__, "it is an encoder-decoder"))
             self.pack = Packer(packed_for)
             batch = self.padded(_two_samples())
-            check_packs(packed_for, batch, self.pack(batch))
+            _check_packs(packed_for, batch, self.pack(batch))
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.pack(self.padded(rows))
@@ -70,7 +77,29 @@ class ConversationCollator:
     def padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """The batch before it is packed. Safe to call from several threads."""
         with _ONE_AT_A_TIME:
-            return self._padded(rows)
+            processor, messages = self.processor, [row["messages"] for row in rows]
+            images = [list(row["images"]) for row in rows]
+            shown = images if any(images) else None
+            inputs = processor_inputs(processor, messages)
+            length = self.question_length
+            padding: Any = {"padding": "max_length" if length else True, "max_length": length}
+            try:
+                batch = processor(images=shown, return_tensors="pt", **padding, **inputs)
+            except Exception as error:  # processors raise nearly anything
+                reason = f"cannot make a batch of {len(rows)} conversations: {error}"
+                raise DataError(f"{type(processor).__name__} {reason}".splitlines()[0]) from error
+            if self.is_encoder_decoder:
+                answers = [torch.tensor(answer) for answer in answer_tokens(processor, messages)]
+                return {**batch, "labels": pad_sequence(answers, batch_first=True, padding_value=IGNORED)}
+            if "suffix" in inputs:  # such processors label answers themselves
+                return dict(batch)
+            labels = torch.full_like(batch["input_ids"], IGNORED)
+            flags = {name: value for name, value in inputs.items() if name != "text"}
+            for row, ids in enumerate(batch["input_ids"]):
+                there = batch["attention_mask"][row].bool()
+                own = self._label(messages[row], inputs["text"][row], ids[there].tolist(), flags)
+                labels[row, there] = torch.tensor(own)
+            return {**batch, "labels": labels}
 
     def check(self, messages: list[Message]) -> None:
         """Check that the answers of a conversation can be told from its questions.
@@ -81,31 +110,6 @@ class ConversationCollator:
         inputs = processor_inputs(self.processor, [messages])
         if not (self.is_encoder_decoder or "suffix" in inputs):
             self._answers(messages, inputs["text"][0])
-
-    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        processor, messages = self.processor, [row["messages"] for row in rows]
-        images = [list(row["images"]) for row in rows]
-        shown = images if any(images) else None
-        inputs = processor_inputs(processor, messages)
-        length = self.question_length
-        padding: Any = {"padding": "max_length" if length else True, "max_length": length}
-        try:
-            batch = processor(images=shown, return_tensors="pt", **padding, **inputs)
-        except Exception as error:  # processors raise nearly anything
-            reason = f"{type(processor).__name__} cannot make a batch of {len(rows)} conversations: {error}"
-            raise DataError(reason.splitlines()[0]) from error
-        if self.is_encoder_decoder:
-            answers = [torch.tensor(answer) for answer in answer_tokens(processor, messages)]
-            return {**batch, "labels": pad_sequence(answers, batch_first=True, padding_value=IGNORED)}
-        if "suffix" in inputs:  # such processors label answers themselves
-            return dict(batch)
-        labels = torch.full_like(batch["input_ids"], IGNORED)
-        flags = {name: value for name, value in inputs.items() if name != "text"}
-        for row, ids in enumerate(batch["input_ids"]):
-            there = batch["attention_mask"][row].bool()
-            own = self._label(messages[row], inputs["text"][row], ids[there].tolist(), flags)
-            labels[row, there] = torch.tensor(own)
-        return {**batch, "labels": labels}
 
     def _label(self, messages: list[Message], text: str, ids: list[int], flags: dict[str, Any]) -> list[int]:
         """The labels of a sample without padding.
@@ -162,3 +166,64 @@ def _two_samples() -> list[dict[str, Any]]:
         told = {"role": "assistant", "content": [{"type": "text", "text": "A dark circle."}]}
         rows.append({"messages": [asked, told], "images": [Image.radial_gradient("L").convert("RGB")]})
     return rows
+
+
+class Packer:
+    """Lays the samples of a padded batch end to end, at the positions that the model would give them.
+
+    Args:
+        model: of transformers. None of its weights are kept, so that a packer can be sent to workers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rope: Any = None  # gives images positions of their own, as in Qwen-VL
+        inner: Any = next((part for part in model.modules() if hasattr(part, "get_rope_index")), None)
+        if inner is not None:
+            self._rope = nn.Module.__new__(type(inner))
+            nn.Module.__init__(self._rope)
+            self._rope.config = inner.config
+
+    def __call__(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """The T tokens of B samples as one row: `input_ids`, `labels` (1, T), and `position_ids` (1, T),
+        or (4, 1, T) with those of the text first; images are unchanged.
+        """
+        there = batch["attention_mask"].bool()
+        places = (there.cumsum(1) - 1)[there][None]
+        rope = None
+        if self._rope is not None:
+            known = signature(self._rope.get_rope_index).parameters
+            rope, _ = self._rope.get_rope_index(**{name: batch[name] for name in batch if name in known})
+        row = {name: value[there][None] if name in _OF_TOKENS else value for name, value in batch.items()}
+        del row["attention_mask"]
+        # the last token of a sample must not predict the first of the next
+        row["labels"] = row["labels"].masked_fill(places == 0, IGNORED)
+        row["position_ids"] = places if rope is None else torch.cat([places[None], rope[:, there][:, None]])
+        return {**row, "use_cache": False}  # with a cache, transformers would not keep samples apart
+
+
+@torch.no_grad()
+def _check_packs(model: nn.Module, batch: dict[str, Tensor], packed: dict[str, Any]) -> None:
+    """Raise an OptionError if a model's logits of packed samples differ from those in a padded batch.
+
+    Two thirds of the digits must agree; in half precision, where only gross differences stand out from
+    rounding, half of them.
+    """
+    from transformers import BatchFeature
+
+    name = type(model).__name__
+    if "token_type_ids" in batch:
+        raise OptionError(_REFUSED % (name, "its images attend in both directions (token_type_ids)"))
+    device, dtype = next(model.parameters()).device, model.dtype
+    modes = {part: part.training for part in model.modules()}
+    try:
+        model.eval()
+        wanted, found = (model(**BatchFeature(inputs).to(device, dtype)).logits for inputs in (batch, packed))
+    except Exception as error:  # models raise nearly anything
+        raise OptionError(_REFUSED % (name, error)) from error
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    wanted = wanted[batch["attention_mask"].bool()]
+    off = float((found[0] - wanted).abs().max() / wanted.abs().max())
+    if not off <= torch.finfo(wanted.dtype).eps ** (2 / 3 if wanted.dtype == torch.float32 else 1 / 2):
+        raise OptionError(_REFUSED % (name, f"its logits are off by {off:.2%} from those of a padded batch"))

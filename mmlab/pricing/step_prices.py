@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mmlab.data.conversation_batches import ConversationCollator
+from mmlab.data.conversation_batches import ConversationCollator, Packer
 from mmlab.data.conversation_dataset import ConversationDataset
-from mmlab.data.conversation_packs import Packer
 from mmlab.data.conversations import read_conversations
 from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import cpu_name, progress_bar

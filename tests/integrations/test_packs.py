@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from mmlab.data import ConversationCollator, conversation_sizes
-from mmlab.data.conversation_packs import Packer
+from mmlab.data.conversation_batches import Packer
 from mmlab.errors import OptionError
 from mmlab.integrations import PlannedBatches, TrainerEvents
 from mmlab.runs import read_events
