@@ -8,13 +8,11 @@ state of an epoch: position, bad samples and reports.
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from functools import cached_property, partial
-from operator import length_hint
 from time import perf_counter
 from typing import Any, Literal
 from zlib import crc32
@@ -263,7 +261,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def _deliver(self) -> Iterator[Batch]:
         requests = self._requests()
         if self._tuner is not None:
-            self._tuner.begin_epoch(length_hint(self.plan, sys.maxsize))
+            self._tuner.begin_epoch(len(self.plan))
         try:
             with closing(self._backend.run(requests)) as loaded_batches:
                 while (loaded := self._take(loaded_batches)) is not None:

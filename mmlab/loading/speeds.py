@@ -52,8 +52,7 @@ def read_rates(where: Path | Sequence[Path] | None) -> ReadRates:
     """
     if where is None:
         with tempfile.NamedTemporaryFile(dir=".", prefix=".mmlab-doctor-") as scratch:
-            for _ in range(_SCRATCH_BYTES // MIB):
-                scratch.write(os.urandom(MIB))
+            scratch.write(os.urandom(_SCRATCH_BYTES))
             scratch.flush()
             os.fsync(scratch.fileno())
             return _read_twice([Path(scratch.name)], "a scratch file in the working folder")

@@ -1,6 +1,6 @@
 """The `torch` backend: worker processes, each of which loads whole batches; tensors come back in shared memory.
 
-Workers start from a fresh process (`forkserver`, elsewhere `spawn`) and never from a copy of this one, in which other
+Workers start from a fresh process (`forkserver`) and never from a copy of this one, in which other
 threads may hold locks that nobody would release in the copy. So they import the classes they need; a class that was
 defined in a notebook cell cannot be imported, which is reported before any worker starts. The `threads`
 backend has no such limits.
@@ -31,8 +31,8 @@ from mmlab.loading.backends import Backend, Pending, Setting, finish
 from mmlab.loading.batches import BatchRequest, LoadedBatch, SampleLoader
 
 _MAX_DEATHS = 2  # of workers, without a batch delivered in between
-# worker processes start from a server without threads, or afresh where the system has no such server
-START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+# worker processes start from a server without threads
+START_METHOD = "forkserver"
 
 
 class ProcessBackend(Backend):
@@ -75,10 +75,9 @@ class ProcessBackend(Backend):
     def _new_pool(self) -> Executor:
         content, num_workers = _pickled(self.loader), self.setting.num_workers
         context = multiprocessing.get_context(START_METHOD)
-        if START_METHOD == "forkserver":
-            context.set_forkserver_preload(
-                [__name__, "mmlab.data.dataset", "pandas", type(self.loader.dataset.tokenizer).__module__]
-            )
+        context.set_forkserver_preload(
+            [__name__, "mmlab.data.dataset", "pandas", type(self.loader.dataset.tokenizer).__module__]
+        )
         self._holding = context.RawArray("q", [0, -1] * num_workers)
         arguments = (content, self._holding, context.Value("q", 0), self._num_abandoned)
         return ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=arguments)
