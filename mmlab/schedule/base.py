@@ -85,7 +85,7 @@ class Scheduler:
         return num_samples
 
     def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
-        """Batches of `rows`, which come in random order."""
+        """Batches of `rows`, of which there is one at least; they come in random order."""
         raise NotImplementedError
 
     def order_batches(self, sizes: SampleSizes, batches: Block, rng: np.random.Generator) -> Block:

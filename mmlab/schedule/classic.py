@@ -103,9 +103,8 @@ class LengthGrouped(FixedSize):
         by_length = np.lexsort((-length, np.arange(len(rows)) // span))
         order, length = rows[by_length], length[by_length]
         firsts = np.arange(0, len(rows), span)
-        if len(rows):
-            longest = firsts[np.argmax(length[firsts])]
-            order[[0, longest]] = order[[longest, 0]]
+        longest = firsts[np.argmax(length[firsts])]
+        order[[0, longest]] = order[[longest, 0]]
         return order
 
 
@@ -162,4 +161,4 @@ def _ends_of(bucket: Ints, batch_size: int) -> Ints:
     starts_bucket = np.diff(bucket, prepend=bucket[:1]) != 0
     bucket_start = np.maximum.accumulate(np.where(starts_bucket, places, 0))
     starts_batch = (places - bucket_start) % batch_size == 0
-    return np.append(np.flatnonzero(starts_batch)[1:], len(bucket))[: int(starts_batch.sum())]
+    return np.append(np.flatnonzero(starts_batch)[1:], len(bucket))

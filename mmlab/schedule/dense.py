@@ -107,8 +107,6 @@ class Budget(Scheduler):
         return max(BLOCK_SIZE, self.window or 0)
 
     def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
-        if not len(rows):
-            return Block(rows, np.empty(0, np.int64))
         assert limits.budget is not None
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
         num_windows = max(1, round(len(rows) / window))

@@ -78,8 +78,6 @@ class Packed(Scheduler):
         from mmlab.schedule._pack_loops import fill_packs
 
         assert limits.streams is not None
-        if not len(rows):
-            return Block(rows, rows)
         text, image = lengths(sizes, self.patch, rows)
         image_number = np.arange(len(rows)) if self.allow_collisions else images_of(sizes, rows).number
         in_pack = sum(limits.streams) / max(1.0, float(text.mean() + image.mean()))

@@ -108,6 +108,5 @@ def balance(
     steps = np.argsort(batch_work, kind="stable").reshape(-1, world_size)
     means = sample_work[steps].sum(axis=1) / batches.counts[steps].sum(axis=1)
     orders = [rng.permutation(len(steps)) for _ in range(_TRIED_ORDERS)]
-    likeness = [abs(correlation(means[order[:-1]], means[order[1:]])) for order in orders if len(steps)]
-    chosen = orders[int(np.argmin(likeness))] if likeness else orders[0]
-    return batches.pick(rng.permuted(steps[chosen], axis=1).ravel())
+    likeness = [abs(correlation(means[order[:-1]], means[order[1:]])) for order in orders]
+    return batches.pick(rng.permuted(steps[orders[int(np.argmin(likeness))]], axis=1).ravel())
