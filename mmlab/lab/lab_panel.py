@@ -22,8 +22,6 @@ from mmlab.lab.panels import Panel
 from mmlab.runs.folders import is_aside
 from mmlab.schedule.schedulers import SCHEDULERS
 
-_WIDE = {"description_width": "7rem"}
-
 
 class LabPanel(Panel):
     """Widgets for a lab's options, and its live view.
@@ -38,28 +36,16 @@ class LabPanel(Panel):
         chosen = tuple(options["schedulers"])
         by_name = not isinstance(options["schedulers"], Mapping) and SCHEDULERS.keys() >= {*chosen}
         names = list(SCHEDULERS) if by_name else list(chosen)
-        self.schedulers = widgets.SelectMultiple(
-            options=names,
-            value=chosen,
-            rows=len(names),
-            disabled=not by_name,
-            description="schedulers",
-            style=_WIDE,
-        )
-        budget = options["budget"]
-        self.budget = widgets.Text(
-            value="" if budget is None else f"{budget:g}",
-            placeholder="from the batch size",
-            description="budget",
-            continuous_update=False,
-            style=_WIDE,
+        size: dict[str, Any] = {"options": names, "rows": len(names), "disabled": not by_name}
+        self.schedulers = _field(widgets.SelectMultiple, "schedulers", chosen, **size)
+        budget = "" if options["budget"] is None else f"{options['budget']:g}"
+        self.budget = _field(
+            widgets.Text, "budget", budget, placeholder="from the batch size", continuous_update=False
         )
         # an IntText would silently turn 1.5 into 1
-        self.batch_size = widgets.FloatText(options["batch_size"], description="batch size", style=_WIDE)
-        self.epochs = widgets.FloatText(options["epochs"], description="epochs", style=_WIDE)
-        self.precision = widgets.Dropdown(
-            options=PRECISIONS, value=options["precision"], description="precision", style=_WIDE
-        )
+        self.batch_size = _field(widgets.FloatText, "batch size", options["batch_size"])
+        self.epochs = _field(widgets.FloatText, "epochs", options["epochs"])
+        self.precision = _field(widgets.Dropdown, "precision", options["precision"], options=PRECISIONS)
         self.code = widgets.HTML()
         self.wrong: list[str] = []  # errors in the fields' values
         self.earlier = widgets.VBox()
@@ -73,8 +59,10 @@ class LabPanel(Panel):
             [widgets.HBox([self.schedulers, numbers], layout={"flex_flow": "row wrap"})],
             [self.earlier, self.live, more],
         )
-        for control in self._controls().values():
-            control.observe(self.showing(self._take), "value")
+        free = (*("schedulers",) * by_name, "budget", "batch_size", "epochs", "precision")
+        self._fields = {name: getattr(self, name) for name in free}
+        for field in self._fields.values():
+            field.observe(self.showing(self._take), "value")
         self._show_code()
         self.list_earlier()
 
@@ -105,17 +93,12 @@ class LabPanel(Panel):
         self.live.close()
         super().close()
 
-    def _controls(self) -> dict[str, Any]:
-        names = ("budget", "batch_size", "epochs", "precision")
-        chosen = {} if self.schedulers.disabled else {"schedulers": self.schedulers}
-        return {**chosen, **{name: getattr(self, name) for name in names}}
-
     def _take(self) -> None:
         """Pass every value to the lab and show errors: a message stays until its cause is gone."""
         self.wrong = []
-        for name, control in self._controls().items():
+        for name, field in self._fields.items():
             try:
-                self.lab.configure(**{name: _read(name, control.value)})
+                self.lab.configure(**{name: _read(name, field.value)})
             except OptionError as error:
                 self.wrong.append(str(error))
         self.message.value = "<br>".join(f"<b>{html.escape(text)}</b>" for text in self.wrong)
@@ -123,6 +106,11 @@ class LabPanel(Panel):
 
     def _show_code(self) -> None:
         self.code.value = f"<pre>{html.escape(self.lab.code())}</pre>"
+
+
+def _field(kind: Any, name: str, value: Any, **options: Any) -> Any:
+    """A widget of this kind, with its name in a column as wide as that of the others."""
+    return kind(value=value, description=name, style={"description_width": "7rem"}, **options)
 
 
 def _read(name: str, value: Any) -> Any:
