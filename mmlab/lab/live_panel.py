@@ -31,8 +31,8 @@ class LivePanel(anywidget.AnyWidget):
     """Watch runs, and steer one: display it as the last line of a cell.
 
     >>> panel = LivePanel("runs/there_need_be_nothing_yet")
-    >>> panel.summary()
-    'LivePanel: waiting for the first event of runs/there_need_be_nothing_yet'
+    >>> panel
+    LivePanel: waiting for the first event of runs/there_need_be_nothing_yet
     >>> panel.close()
 
     Args:
@@ -77,13 +77,6 @@ class LivePanel(anywidget.AnyWidget):
         self._pump.begin()
         self._saved.take_place()
 
-    def summary(self) -> str:
-        """One line on the state of the runs, for places where no page can show the panel."""
-        named = names_of(run_files(self._source)).items()
-        runs = [f"{name} {summary_line(folder)}" for folder, name in named]
-        state = "" if self.controller is None else f"{self.controller.state}; "
-        return f"LivePanel: {state}{', '.join(runs) or 'waiting for the first event of ' + self.title}"
-
     def close(self) -> None:
         """End the thread and remove the panel from the page."""
         if hasattr(self, "_pump"):
@@ -91,8 +84,12 @@ class LivePanel(anywidget.AnyWidget):
         super().close()
 
     def __repr__(self) -> str:
+        """One line on the state of the runs, for places where no page can show the panel."""
         try:
-            return self.summary()
+            named = names_of(run_files(self._source)).items()
+            runs = [f"{name} {summary_line(folder)}" for folder, name in named]
+            state = "" if self.controller is None else f"{self.controller.state}; "
+            return f"LivePanel: {state}{', '.join(runs) or 'waiting for the first event of ' + self.title}"
         except Exception as error:  # consoles and tracebacks call repr: it must not fail
             return f"LivePanel: {error!r}"
 

@@ -285,8 +285,8 @@ def test_the_text_beside_the_panel_names_runs_as_the_page_does(
         with RunLog(folder / "runs" / "fastest") as log:
             log.emit(RunEvent("start", 0, 0, 1.8e9, {}))
     panels.append(LivePanel(folders))
-    assert "previous-1/fastest running at step 0" in panels[0].summary()
-    assert " fastest running at step 0" in panels[0].summary()
+    assert "previous-1/fastest running at step 0" in repr(panels[0])
+    assert " fastest running at step 0" in repr(panels[0])
 
 
 def test_ranks_and_kinds_of_events_are_series_whose_seconds_count_from_the_first_event(
