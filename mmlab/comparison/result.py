@@ -235,24 +235,19 @@ class Comparison:
         Pairs within 5 % of each other, or whose epochs overlap, do not count.
         """
         arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None]
-        overlapping = list(map(set, self.overlapping))
         return [
             (one.scheduler, other.scheduler)
             for one, other in permutations(arms, 2)
             if one.samples_per_s > 1.05 * other.samples_per_s
-            and {one.scheduler, other.scheduler} not in overlapping
+            and not _overlap(one, other)
             and (one.predicted_samples_per_s or 0) < (other.predicted_samples_per_s or 0)
         ]
 
     @property
     def overlapping(self) -> list[tuple[str, str]]:
         """Pairs of schedulers that samples/s do not rank: the ranges of their epochs overlap."""
-        speeds = {arm.scheduler: [epoch["samples_per_s"] for epoch in arm.epochs] for arm in self.arms}
-        return [
-            (one, other)
-            for one, other in combinations(speeds, 2)
-            if max(speeds[one]) >= min(speeds[other]) and max(speeds[other]) >= min(speeds[one])
-        ]
+        pairs = combinations(self.arms, 2)
+        return [(one.scheduler, other.scheduler) for one, other in pairs if _overlap(one, other)]
 
     @property
     def _all_overlap(self) -> bool:
@@ -269,8 +264,7 @@ class Comparison:
         if base is best:
             return f"{given}, {best.scheduler} trains {best.samples_per_s:.0f} samples a second"
         gain = best.samples_per_s / base.samples_per_s
-        overlapping = list(map(set, self.overlapping))
-        level = [arm.scheduler for arm in others if {best.scheduler, arm.scheduler} in overlapping]
+        level = [arm.scheduler for arm in others if _overlap(best, arm)]
         but = ", but their epochs overlap" if base.scheduler in level else ""
         beside = ", ".join(name for name in level if name != base.scheduler)
         name = f"{best.scheduler} (level with {beside})" if beside else best.scheduler
@@ -336,6 +330,12 @@ def load_comparison(folder: str | Path) -> Comparison:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is not a comparison that this version of mmlab wrote: {error}") from error
+
+
+def _overlap(one: ArmResult, other: ArmResult) -> bool:
+    """Whether the ranges of the samples/s of their epochs overlap."""
+    ours, theirs = ([epoch["samples_per_s"] for epoch in arm.epochs] for arm in (one, other))
+    return max(ours) >= min(theirs) and max(theirs) >= min(ours)
 
 
 def _size(arm: ArmResult) -> str:
