@@ -113,6 +113,8 @@ class _Sizing:
 
     def __init__(self, options: ComparisonOptions, dataset: Any, progress: bool) -> None:
         self.options, self.dataset, self.progress = options, dataset, progress
+        # of all schedulers: all keep captions of one image apart
+        self.shared = {"seed": options.seed, "allow_collisions": False}
 
     def by_budget(self, names: Sequence[str]) -> Sized:
         """One budget, or one batch size, for all."""
@@ -120,13 +122,13 @@ class _Sizing:
         budget = _token_budget(options, dataset)
         time = self._fit_time(model_of(options, dataset), COST, budget) if "fastest" in names else None
         for name in names:
-            if name == "memory":
-                limit_bytes = memory_limit(options.device, memory_gb=options.memory_gb).usable_bytes
-                cost = self._fit_memory(model_of(options, dataset))[0]
-                planners[name] = self._scheduler(name, cost=cost, budget=limit_bytes)
-            else:
-                own = {"time": time} if name == "fastest" else {}
-                planners[name] = self._scheduler(name, batch_size=options.batch_size, budget=budget, **own)
+            own: dict[str, Any] = {"batch_size": options.batch_size, "budget": budget}
+            if name == "fastest":
+                own["time"] = time
+            elif name == "memory":
+                own["budget"] = memory_limit(options.device, memory_gb=options.memory_gb).usable_bytes
+                own["cost"] = self._fit_memory(model_of(options, dataset))[0]
+            planners[name] = scheduler_among(name, {**self.shared, **own})
         return as_configured(planners, options, dataset, time)
 
     def by_memory(self, names: Sequence[str]) -> Sized:
@@ -139,7 +141,7 @@ class _Sizing:
             remedy = "raise memory_gb, take a smaller model or smaller images"
             check_samples_fit(memory, dataset.sizes, limit_bytes, remedy)
         equal = EqualMemory(
-            sizes=dataset.sizes, memory=memory, plans_of=self._plans, batch_size=options.batch_size, options=self._shared
+            sizes=dataset.sizes, memory=memory, plans_of=self._plans, batch_size=options.batch_size, options=self.shared
         )  # fmt: skip
         baseline, limit_bytes = equal.baseline(limit_bytes)
         time = time or self._fit_time(model, memory, limit_bytes)
@@ -185,15 +187,6 @@ class _Sizing:
     def _load(self, rows: Sequence[int]) -> Any:
         """The batch of these samples."""
         return self.dataset.collate([self.dataset[row] for row in rows])
-
-    @property
-    def _shared(self) -> dict[str, Any]:
-        """The options that all schedulers have: all keep captions of one image apart."""
-        return {"seed": self.options.seed, "allow_collisions": False}
-
-    def _scheduler(self, name: str, **values: Any) -> Scheduler:
-        """A scheduler with those `values` that are its options."""
-        return scheduler_among(name, {**self._shared, **values})
 
     def _plans(self, scheduler: Scheduler) -> Iterator[BatchPlan]:
         """The plans of all epochs."""
