@@ -27,6 +27,7 @@ from _articles_setting import Accelerator
 from _common import T_95, add_common_options, goal, print_goals, write_if_asked
 from tqdm.auto import tqdm
 
+from mmlab.comparison.options import DataOptions
 from mmlab.comparison.preparation import COST, make_datasets
 from mmlab.data.collate import collate
 from mmlab.data.synthetic import make_dataset
@@ -106,7 +107,7 @@ class Samples:
     """The decoded samples of one image policy: those to train on, and the held-out batches, pool by pool."""
 
     def __init__(self, data: Path, image: str) -> None:
-        train_set, held_out = make_datasets(data, image=image, progress=False)
+        train_set, held_out = make_datasets(data, DataOptions(path=str(data), image=image), progress=False)
         self.sizes: SampleSizes = train_set.sizes
         self.vocab_size = len(train_set.tokenizer)
         self.train = [train_set[row] for row in tqdm(range(len(train_set)), desc=f"decoding {image}")]

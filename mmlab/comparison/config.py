@@ -28,11 +28,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import create_model
 
-from mmlab.comparison.options import SamplingOptions, read_options
+from mmlab.comparison.options import DataOptions, SamplingOptions, read_options
 from mmlab.comparison.preparation import augmentation
 from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, check_name
@@ -44,33 +44,6 @@ from mmlab.training.checkpoint.keeping import CheckpointOptions
 from mmlab.training.options import TrainOptions
 
 Section = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderOptions:
-    """The options of `PlannedLoader` that a TOML file can set."""
-
-    backend: str = "threads"
-    num_workers: int | Literal["auto"] | None = None
-    prefetch: int | None = None
-    on_bad_sample: str = "raise"
-    max_bad_samples: int = 100
-    max_ram_gb: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions(LoaderOptions):
-    """Which pairs to train on, how they are prepared and how they are loaded."""
-
-    path: str
-    image: str = "aspect:128"
-    images: str | None = None
-    tokenizer: str = "builtin"
-    processor: str | None = None
-    limit: int | None = None
-    max_tokens: int = 512
-    cache: str | None = None
-    cache_limit_gib: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, scheduler_names
+from mmlab.comparison.options import COMPARED, ComparisonOptions, DataOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
 from mmlab.comparison.sizing import as_configured, size_schedulers
@@ -149,8 +149,9 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
         of_pairs = ("image", "tokenizer", "augment", "adaptive")
         if given := [name for name in of_pairs if getattr(options, name) != getattr(default, name)]:
             raise OptionError(f"{', '.join(given)}: the processor makes the batches; leave that out")
-    names = ("processor", "image", "images", "tokenizer", "limit", "seed")
-    return make_datasets(data, progress=progress, **{name: getattr(options, name) for name in names})
+    names = ("processor", "image", "images", "tokenizer", "limit")
+    prepared = DataOptions(path="", **{name: getattr(options, name) for name in names})
+    return make_datasets(data, prepared, seed=options.seed, progress=progress)
 
 
 def _warm_page_cache(dataset: Any, progress: bool) -> None:

@@ -82,6 +82,36 @@ class ComparisonOptions(SamplingOptions):
     num_workers: Annotated[int | None, "threads that decode (default: one a core, at most 8)"] = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """The options of `PlannedLoader` that a TOML file can set."""
+
+    backend: str = "threads"
+    num_workers: int | Literal["auto"] | None = None
+    prefetch: int | None = None
+    on_bad_sample: str = "raise"
+    max_bad_samples: int = 100
+    max_ram_gb: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions(LoaderOptions):
+    """Which samples to train on, how they are prepared and how they are loaded.
+
+    With a processor they are conversations. Only pairs use `image`, `tokenizer`, `max_tokens` and `cache_limit_gib`.
+    """
+
+    path: str
+    image: str = "aspect:128"  # image policy in short form, see `parse_image_policy`
+    images: str | None = None  # folder of the images, where they are not beside the data
+    tokenizer: str = "builtin"
+    processor: str | None = None  # name of the one that prepares conversations
+    limit: int | None = None  # use so many samples, drawn by the seed from every split
+    max_tokens: int = 512
+    cache: str | None = None  # folder
+    cache_limit_gib: float | None = None
+
+
 def read_options(kind: type[Options], values: Mapping[str, Any], where: str) -> Options:
     """Options from plain values, such as a TOML table; "none" means None if None is allowed and text is not.
 

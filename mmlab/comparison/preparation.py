@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from mmlab.comparison.options import ComparisonOptions, SamplingOptions
+from mmlab.comparison.options import ComparisonOptions, DataOptions, SamplingOptions
 from mmlab.data.augment import Augment
 from mmlab.data.complexity import image_complexity
 from mmlab.data.conversation_dataset import ConversationDataset
@@ -68,15 +68,8 @@ def augmentation(name: str) -> Augment | None:
 
 def make_datasets(
     data: Any,
+    options: DataOptions,
     *,
-    processor: str | None = None,
-    image: str = "aspect:128",
-    images: str | None = None,
-    tokenizer: str = "builtin",
-    limit: int | None = None,
-    max_tokens: int = 512,
-    cache: str | Path | None = None,
-    cache_limit_gib: float | None = None,
     seed: int = 0,
     progress: bool = True,
     save_tokenizer_to: str | Path | None = None,
@@ -86,43 +79,38 @@ def make_datasets(
     Args:
         data: anything that `read_records` takes, or records; with a processor, anything that `read_conversations` takes,
             or conversations.
-        processor: name of the processor that prepares conversations; None where the data are pairs. Only
-            pairs use `image`, `tokenizer`, `max_tokens` and `cache_limit_gib`.
-        image: image policy in short form, see `parse_image_policy`.
-        images: folder of the images, where they are not beside the data.
-        limit: use so many samples, drawn by `seed` from every split.
-        cache: folder of the cache; samples that it lacks are decoded into it now, under `torchrun` a part by
-            every rank. A sample that cannot be decoded is left to the loader. For conversations it stores the
-            sizes.
+        options: how they are prepared; `path` and the loader's options are not used. Samples that the cache lacks are
+            decoded into it now, under `torchrun` a part by every rank. A sample that cannot be decoded is left to the
+            loader. For conversations the cache stores the sizes.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
         OptionError: an option cannot work; the message names it.
         RunError: another rank failed while the cache was being filled.
     """
-    if limit is not None and limit < 2:
-        raise OptionError(f"limit must be at least 2 samples, found {limit}")
+    if options.limit is not None and options.limit < 2:
+        raise OptionError(f"limit must be at least 2 samples, found {options.limit}")
     kind: type[Any] = Records
     read: Any = read_records
-    if processor is None:
-        policy = parse_image_policy(image)
+    if options.processor is None:
+        policy = parse_image_policy(options.image)
     else:
-        loaded, kind, read = named_processor(processor), Conversations, read_conversations
+        loaded, kind, read = named_processor(options.processor), Conversations, read_conversations
     if not isinstance(data, kind):
-        data = read(data, images=images, progress=progress)
-    elif images is not None:
+        data = read(data, images=options.images, progress=progress)
+    elif options.images is not None:
         raise OptionError("images= applies only to data given as a path; records have their own paths")
-    train, held_out = hold_out(data.sample(limit, seed=seed), seed=seed)
-    if processor is not None:
-        talks = partial(ConversationDataset, processor=loaded, cache=cache, progress=progress)
+    train, held_out = hold_out(data.sample(options.limit, seed=seed), seed=seed)
+    if options.processor is not None:
+        talks = partial(ConversationDataset, processor=loaded, cache=options.cache, progress=progress)
         return talks(train), talks(held_out)
-    words = load_tokenizer(tokenizer, records=train, save_to=save_tokenizer_to)
-    pairs = partial(MultimodalDataset, image_policy=policy, max_tokens=max_tokens, tokenizer=words)
+    words = load_tokenizer(options.tokenizer, records=train, save_to=save_tokenizer_to)
+    pairs = partial(MultimodalDataset, image_policy=policy, max_tokens=options.max_tokens, tokenizer=words)
     both = pairs(train), pairs(held_out)
-    if cache is not None:
-        limit_bytes = None if cache_limit_gib is None else int(cache_limit_gib * GIB)
+    if (folder := options.cache) is not None:
+        limit_bytes = None if options.cache_limit_gib is None else int(options.cache_limit_gib * GIB)
         for dataset in both:
-            dataset.cache = SampleCache(cache, key=cache_key(dataset, among=both), limit_bytes=limit_bytes)
+            dataset.cache = SampleCache(folder, key=cache_key(dataset, among=both), limit_bytes=limit_bytes)
             build_cache(dataset, progress=progress)
     return both
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
 
-from mmlab.comparison.config import LoaderOptions, RunConfig, load_config
-from mmlab.comparison.options import names_of
+from mmlab.comparison.config import RunConfig, load_config
+from mmlab.comparison.options import LoaderOptions, names_of
 from mmlab.comparison.plan import LIMIT, plan_run
 from mmlab.comparison.preparation import (
     costs_of,
@@ -211,15 +211,13 @@ class _Training:
             lambda: (folder / _TOKENIZER).is_dir() and any((folder / _CHECKPOINTS).glob("*")),
             doing="look for a tokenizer",
         )
-        names = ("image", "images", "limit", "max_tokens", "cache", "cache_limit_gib")
+        tokenizer = str(folder / _TOKENIZER) if kept else data.tokenizer
         train_set, held_out_set = make_datasets(
             data.path,
-            processor=config.processor,
+            dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer),
             seed=options.seed,
             progress=not bar.disable,
-            tokenizer=str(folder / _TOKENIZER) if kept else data.tokenizer,
             save_tokenizer_to=folder / _TOKENIZER if run.rank == 0 and not kept else None,
-            **{name: getattr(data, name) for name in names},
         )
         model = make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)

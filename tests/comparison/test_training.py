@@ -22,7 +22,8 @@ from tqdm.auto import tqdm
 
 from mmlab.cli.cache import cache_info
 from mmlab.cli.main import main
-from mmlab.comparison.config import CheckpointOptions, LoaderOptions, load_config
+from mmlab.comparison.config import CheckpointOptions, load_config
+from mmlab.comparison.options import LoaderOptions
 from mmlab.comparison.plan import _kept
 from mmlab.comparison.train import load_trained, train
 from mmlab.data.readers import read_records

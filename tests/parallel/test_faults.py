@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
+from mmlab.comparison.options import DataOptions
 from mmlab.comparison.preparation import make_datasets
 from mmlab.errors import OptionError, RunError
 from mmlab.parallel.faults import broke_off
@@ -157,7 +158,7 @@ def test_a_killed_rank_is_started_again_and_no_sample_is_lost_or_repeated(
 def assert_samples_as_planned(config: Path, run: Path) -> None:
     """What counts of both ranks' steps is the plan of every epoch, step by step."""
     path = config.read_text().partition('path = "')[2].partition('"')[0]
-    train_set, _ = make_datasets(path, image="aspect:32", seed=0, progress=False)
+    train_set, _ = make_datasets(path, DataOptions(path=path, image="aspect:32"), progress=False)
     scheduler = make_scheduler("random", batch_size=3, seed=0, world_size=2)
     steps = [
         [event for event in current_events(events_of(run, rank)) if event.kind == "step"] for rank in (0, 1)

@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 from mmlab.comparison.config import load_config
+from mmlab.comparison.options import DataOptions
 from mmlab.comparison.preparation import make_datasets
 from mmlab.comparison.train import train
 from mmlab.loading.loader import PlannedLoader
@@ -50,7 +51,7 @@ class Recording(PlannedLoader):
 def follow(data: str) -> None:
     """The memory model predicts too little, and not the same share of it for every batch."""
     ranks = ProcessGroup()
-    dataset, _ = make_datasets(data, image="aspect:32", seed=0, progress=False)
+    dataset, _ = make_datasets(data, DataOptions(path=data, image="aspect:32"), progress=False)
     torch.manual_seed(0)
     device = VirtualDevice()
     events: list[RunEvent] = []
