@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -151,7 +150,7 @@ def train_on(
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
     call = partial(train, config, runs=str(runs), resume=resume)
-    return run_on_ranks(operator.call, call, num_processes=num_processes)[0]
+    return run_on_ranks(call, num_processes=num_processes)[0]
 
 
 def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase]:
