@@ -11,7 +11,8 @@ import pytest
 
 from mmlab.cli.main import main
 from mmlab.errors import OptionError
-from mmlab.loading.cache.build import build_cache, build_cache_on_ray
+from mmlab.loading.cache.build import build_cache
+from mmlab.loading.cache.on_ray import build_cache_on_ray
 from tests.loading.building import contents, open_cached
 
 
