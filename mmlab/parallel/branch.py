@@ -42,7 +42,7 @@ from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.contrastive import Contrastive
 from mmlab.training.precision import Parts, fresh_state
 from mmlab.training.setup import TrainerSetup
-from mmlab.training.split import Window
+from mmlab.training.split import Window, backward_features
 from mmlab.types import Batch
 
 _OF_IMAGES = (*(f"{name}." for name in IMAGE_MODULES), "pixel_")
@@ -256,14 +256,3 @@ def cut_from_graph(encoded: Encoded) -> Encoded:
     """The same tensors as leaves of a new graph."""
     embedding, features = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in encoded[:2])
     return Encoded(embedding, features, encoded.mask)
-
-
-def backward_features(tensors: Sequence[Tensor | None], feature_grads: Sequence[Tensor | None]) -> None:
-    """Run the backward pass of a branch from the gradients of its outputs."""
-    pairs = [
-        (tensor, gradient)
-        for tensor, gradient in zip(tensors, feature_grads, strict=True)
-        if gradient is not None and tensor is not None and tensor.requires_grad
-    ]
-    if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

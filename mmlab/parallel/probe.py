@@ -18,11 +18,12 @@ from torch import distributed
 
 from mmlab.errors import OptionError
 from mmlab.model.parameters import parts_of
-from mmlab.parallel.branch import backward_features, cut_from_graph
+from mmlab.parallel.branch import cut_from_graph
 from mmlab.parallel.predict import PARTS, Line, Network, StepCosts, ring
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.contrastive import Contrastive
+from mmlab.training.split import backward_features
 from mmlab.training.step_meter import clock
 from mmlab.types import Batch
 

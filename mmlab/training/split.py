@@ -187,13 +187,10 @@ class Window:
             random.restore(state)
             output = Leaves.of(trainer.forward(batch.part(rows).to(trainer.device)))
             trainer.phase = "backward"
-            graded = [
-                (tensor, leaf.grad[rows] if leaf.dim() else leaf.grad)
-                for tensor, leaf in zip(output.tensors, leaves, strict=True)
-                # a scalar's gradient is that of the whole batch: the first part alone takes it
-                if tensor.requires_grad and leaf.grad is not None and (leaf.dim() or not rows.start)
-            ]
-            torch.autograd.backward([tensor for tensor, _ in graded], [gradient for _, gradient in graded])
+            # a scalar's gradient is that of the whole batch: the first part alone takes it
+            counted = [leaf.grad if leaf.dim() or not rows.start else None for leaf in leaves]
+            own = [grad[rows] if grad is not None and grad.dim() else grad for grad in counted]
+            backward_features(output.tensors, own)
         random.restore(after)
 
     def _cut(self, failure: str) -> None:
@@ -224,6 +221,17 @@ class Window:
                 f"a batch of {len(batch)} samples ran out of memory ({failure}), and this model's own loss compares "
                 "the samples of a batch, so that it cannot be computed in parts; plan smaller batches"
             )
+
+
+def backward_features(tensors: Sequence[Tensor | None], feature_grads: Sequence[Tensor | None]) -> None:
+    """Run the backward pass of a part of the model from the gradients of its outputs; None has no gradient."""
+    pairs = [
+        (tensor, gradient)
+        for tensor, gradient in zip(tensors, feature_grads, strict=True)
+        if gradient is not None and tensor is not None and tensor.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class Leaves(NamedTuple):
