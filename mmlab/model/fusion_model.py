@@ -173,7 +173,7 @@ class FusionModel(nn.Module):
 
     def begin_image(self, pixel_values: Tensor, pixel_mask: Tensor, *, num_blocks: int) -> Pair:
         """The image branch up to and including block `num_blocks` of its encoder; `finish_image` does the rest, on any
-        device. `require_cut` says whether the branch can be cut.
+        device. `why_not_cut` says whether the branch can be cut.
 
         Returns:
             Features (B, P, C) and their mask (B, P).
@@ -185,8 +185,8 @@ class FusionModel(nn.Module):
         features = self.image_encoder.finish(features, mask, num_blocks=num_blocks)
         return Encoded(self._embed_image(features, mask), features, mask)
 
-    def require_cut(self, num_blocks: int) -> None:
-        """Raise `OptionError` unless the image branch can be cut after so many blocks, with some on either side."""
+    def why_not_cut(self, num_blocks: int) -> str:
+        """Why the image branch cannot be cut after so many blocks, with some on either side; empty if it can."""
         encoder, why = self.image_encoder, ""
         if not isinstance(encoder, ViT):
             why = f"{type(encoder).__name__} cannot be cut between two blocks, only the built-in vit can"
@@ -196,8 +196,7 @@ class FusionModel(nn.Module):
             why = "multiscale fusion takes features of all depths in one place"
         elif not 1 <= num_blocks < len(encoder.blocks):
             why = f"it has {len(encoder.blocks)} blocks, so 1 to {len(encoder.blocks) - 1} of them"
-        if why:
-            raise OptionError(f"the image branch cannot be cut after block {num_blocks}: {why}")
+        return why and f"the image branch cannot be cut after block {num_blocks}: {why}"
 
     def _normalised(self, pixel_values: Tensor) -> Tensor:
         return (pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std

@@ -81,8 +81,8 @@ class BranchStrategy(RanksStrategy):
         if any(getattr(goal, "all_ranks", False) for goal in trainer.objectives.values()):
             raise OptionError("both ranks read the same batches, so contrastive already has all negatives")
         self._image_layers = self.options.image_layers
-        if self._image_layers is not None:
-            model.require_cut(self._image_layers)
+        if self._image_layers is not None and (why := model.why_not_cut(self._image_layers)):
+            raise OptionError(why)
         self.device, self.objectives, self.precision = trainer.device, trainer.objectives, trainer.precision
         self.model = model.to(self.device)
         self.has_images = self.rank == 0

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mmlab.errors import OptionError
 from mmlab.model.parameters import parts_of
 from mmlab.parallel.branch import cut_from_graph
 from mmlab.parallel.predict import PARTS, Line, Network, StepCosts, ring
@@ -76,7 +75,7 @@ def probe_costs(trainer: Any, batches: Sequence[Batch]) -> StepCosts:
         other_s=max(0.0, step_s - sum(by_size[0].values())),
         image_output_bytes=output.image_embedding.nbytes / len(batch) + reads_features * layer_bytes,
         image_layer_bytes=layer_bytes,
-        num_image_layers=_num_layers(model),
+        num_image_layers=0 if model.why_not_cut(1) else len(model.image_encoder.blocks),
     )
 
 
@@ -113,15 +112,6 @@ def _one_step(trainer: Any, batch: Batch) -> dict[str, float]:
             trainer.optimizer.step()
             model.zero_grad(set_to_none=True)
     return times
-
-
-def _num_layers(model: Any) -> int:
-    """Blocks of the image encoder; 0 if it cannot be cut between them."""
-    try:
-        model.require_cut(1)
-    except OptionError:
-        return 0
-    return len(model.image_encoder.blocks)
 
 
 def probe_network(device: torch.device) -> Network:
