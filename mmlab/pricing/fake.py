@@ -9,7 +9,6 @@ stand-ins for the numbers that a model reads (`values`).
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -43,6 +42,9 @@ class FakeDevice:
     Args:
         device: "cuda" or "cpu".
 
+    Attributes:
+        reads: how often a model read an unknown number, by module and line.
+
     Raises:
         OptionError: no such device.
     """
@@ -51,6 +53,7 @@ class FakeDevice:
         check_name("device to price", device, ("cuda", "cpu"))
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self._mode, self._answers = QuickFakeMode(allow_fallback_kernels=False), Answers()
+        self.reads = self._answers.reads
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> FakeDevice:
@@ -68,11 +71,6 @@ class FakeDevice:
 
     def __exit__(self, *exc_info: Any) -> None:
         self._entered.pop().__exit__(*exc_info)
-
-    @property
-    def reads(self) -> Counter[str]:
-        """How often a model read an unknown number, by module and line."""
-        return self._answers.reads
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Give a fake tensor the values of a real one on the CPU."""

@@ -20,7 +20,6 @@ from mmlab.pricing.memory_policies import Halving, MemoryPolicy, Predictive
 from mmlab.runs.events import RunEvent
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.live import LivePlan
-from mmlab.schedule.plan import BatchPlan
 from mmlab.types import Samples, SampleSizes
 
 POLICIES = ("predictive", "halving")
@@ -180,11 +179,9 @@ class ResourceAwareScheduler:
 
     def _make_live(self, history: Sequence[tuple[int, float]]) -> LivePlan:
         epoch = self._epoch
-
-        def plan_rest(sizes: SampleSizes, value: float) -> BatchPlan:
-            return self._planner_of(value).plan(sizes, epoch=epoch)
-
-        return LivePlan(plan_rest, self._bound(), history)
+        return LivePlan(
+            lambda sizes, value: self._planner_of(value).plan(sizes, epoch=epoch), self._bound(), history
+        )
 
     def _planner_of(self, value: float) -> Scheduler:
         if self.planner is None:

@@ -141,7 +141,7 @@ class StepTracer:
                 self.parameter_bytes = self._live.current_bytes
                 kind = self.setting.device
                 self.workspace = torch.empty(WORKSPACE_BYTES[kind], dtype=torch.uint8, device=kind)
-                self.precision.scaled(torch.zeros((), device=self.fake.device))  # makes the loss scale
+                self.precision.scaler.scale(torch.zeros((), device=self.fake.device))  # makes the loss scale
         self._statistics = running_statistics(self.model)  # the trainer keeps a copy of them
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
         self._learnt: list[nn.Parameter] = []  # weights with a gradient, known after the first step

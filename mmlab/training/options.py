@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.model.parameters import PARTS
@@ -83,14 +82,3 @@ class TrainOptions:
             check_name("part of the model", part, PARTS)
             if not isinstance(limit, Real) or not limit > 0:
                 raise OptionError(f"max_grad_norm must be above 0 (infinity does not clip), found {limits}")
-
-
-def change_options(options: TrainOptions | None, changes: Mapping[str, Any]) -> TrainOptions:
-    """The options, or the default ones, with some changed.
-
-    Raises:
-        OptionError: no such option, an unknown name, or a number out of range.
-    """
-    for name in changes:
-        check_name("option of the trainer", name, TrainOptions.__dataclass_fields__)
-    return replace(options or TrainOptions(), **changes)

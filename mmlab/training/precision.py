@@ -97,13 +97,9 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """A loss times the precision's loss scale."""
-        return self.scaler.scale(loss)
-
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to the weights' gradients, scaled if the precision scales the loss."""
-        self.scaled(loss).backward()
+        self.scaler.scale(loss).backward()
 
     @contextmanager
     def kernels(self) -> Iterator[None]:

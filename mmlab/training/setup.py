@@ -7,13 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmlab.errors import DataError, OptionError, RunError
+from mmlab.errors import DataError, OptionError, RunError, check_name
 from mmlab.machine import place_of_process, resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
@@ -27,7 +28,7 @@ from mmlab.training.evaluation import evaluate, nonfinite_samples
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.contrastive import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.names import parse_objectives
-from mmlab.training.options import TrainOptions, change_options
+from mmlab.training.options import TrainOptions
 from mmlab.training.out_of_memory import Result, retried
 from mmlab.training.precision import Precision, StepResult
 from mmlab.training.randomness import RandomStream
@@ -66,7 +67,9 @@ class TrainerSetup:
             changes["objectives"] = objectives
         if weighting is not None and not isinstance(weighting, Weighting):
             changes["weighting"] = weighting
-        self.options = change_options(options, changes)
+        for name in changes:
+            check_name("option of the trainer", name, TrainOptions.__dataclass_fields__)
+        self.options = replace(options or TrainOptions(), **changes)
         self.strategy = strategy or alone()
         self._emit = emit or (lambda event: None)
         self._make_model(model, objectives if isinstance(objectives, Mapping) else self.options.objectives)
