@@ -160,6 +160,8 @@ def plan(
 
     if (data is None) == (lengths is None):
         raise OptionError("mmlab plan takes one of --data and --lengths")
+    if lengths is not None and images is not None:
+        raise OptionError("--lengths has the sizes of images, which are not read: leave --images out")
     if model is None and (device_name, price_per_hour, memory_gb, precision) != (None, None, None, "fp32"):
         raise OptionError(
             "--device-name, --price-per-hour, --memory-gb, --precision need a model's steps: give --model"
@@ -174,6 +176,8 @@ def plan(
     if processor is not None:
         if data is None:
             raise OptionError("--processor takes --data with conversations")
+        if image != "aspect:224":
+            raise OptionError("--processor determines the sizes of images: leave --image out")
         from mmlab.pricing.step_prices import named_dataset
 
         dataset = named_dataset(data, images, processor)

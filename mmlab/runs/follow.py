@@ -15,7 +15,7 @@ import os
 import time
 import traceback
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from math import inf, nan
 from pathlib import Path
@@ -325,17 +325,24 @@ class Runs:
 
 
 def names_of(folders: Iterable[Path]) -> dict[Path, str]:
-    """Each run's folder and its name, that of the folder; with its comparison's if ambiguous, or if it was moved aside."""
-    names = {folder: folder.resolve().name for folder in folders}
-    above = {
-        folder: (folder.parent.parent if folder.parent.name == "runs" else folder.parent).resolve().name
-        for folder in names
-    }
-    kept = [name for folder, name in names.items() if not is_aside(above[folder])]
-    for folder, name in names.items():
-        if is_aside(above[folder]) or kept.count(name) > 1:
-            names[folder] = f"{above[folder]}/{name}"
-    return names
+    """Each run's folder and its name: that of the folder, after those above it if ambiguous, or if it was moved aside."""
+    parts = {}
+    for folder in folders:
+        *above, name = folder.resolve().parts
+        parts[folder] = [*(part for part in above if part != "runs"), name]
+    depths = {folder: 1 + is_aside(own[-2]) for folder, own in parts.items()}
+    while True:
+        names = {folder: "/".join(own[-depths[folder] :]) for folder, own in parts.items()}
+        counts = Counter(names.values())
+        longer = [
+            folder
+            for folder, name in names.items()
+            if counts[name] > 1 and depths[folder] < len(parts[folder])
+        ]
+        if not longer:
+            return names
+        for folder in longer:
+            depths[folder] += 1
 
 
 def shown_error(where: str, error: Exception) -> dict[str, str]:

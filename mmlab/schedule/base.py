@@ -106,7 +106,7 @@ def sizes_of(samples: Samples) -> SampleSizes:
     if isinstance(samples, SampleSizes):
         return samples
     if isinstance(samples, HasSizes):
-        return samples.sizes()
+        return samples.sizes() if callable(samples.sizes) else samples.sizes  # a property of data sets
     columns = ("num_tokens", "height", "width", "group")
     try:
         found = {name: np.array([getattr(record, name) for record in samples]) for name in columns}

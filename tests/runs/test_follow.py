@@ -105,6 +105,18 @@ def test_runs_of_one_name_are_told_apart_and_stand_in_the_order_in_which_they_be
     assert [run.name for run in runs.states.values()] == ["larger/budget", "random", "small/budget"]
 
 
+def test_runs_of_comparisons_of_one_name_are_told_apart_by_more_of_their_paths(tmp_path: Path) -> None:
+    for name in ("a/lab", "b/lab", "b/lab/previous-1", "a/lab/previous-1", "a/other"):
+        write(tmp_path / name / "runs" / "random", 1)
+    write(tmp_path / "a" / "lab" / "runs" / "budget", 1)
+    runs = Runs(
+        [tmp_path / name for name in ("a/lab", "b/lab", "a/other", "a/lab/previous-1", "b/lab/previous-1")]
+    )
+    runs.poll()
+    names = {"a/lab/random", "b/lab/random", "other/random", "budget"}
+    assert {run.name for run in runs.states.values()} == names | {"a/lab/previous-1/random", "b/lab/previous-1/random"}
+
+
 def test_a_run_that_is_written_anew_is_another_run(tmp_path: Path) -> None:
     write(tmp_path, 50)
     runs = Runs(tmp_path)
