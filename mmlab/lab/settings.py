@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from mmlab.comparison.run import Run
+from mmlab.errors import check_name
 from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.figures import as_label, colours_of
 from mmlab.runs.folders import move_earlier_aside
@@ -79,8 +80,13 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
     Args:
         names: of the runs shown (default: all in the folder). The first is drawn wide and pale, so that runs which
             follow it closely can be seen.
+
+    Raises:
+        OptionError: no such run has begun.
     """
     begun = {run.name: run for run in _runs(folder) if run.count()}
+    for name in names:
+        check_name(f"run in {folder}", name, begun)
     colours, shown = colours_of(begun), {name: begun[name] for name in names or begun}
     parts = {name: [key for key in run.keys("step") if key.endswith("_loss")] for name, run in shown.items()}
     weights = {name: [key.replace("_loss", "_weight") for key in keys] for name, keys in parts.items()}

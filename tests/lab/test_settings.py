@@ -54,6 +54,8 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     assert "memory" not in said, "both are of this process, which holds what the first left"
     (loss,) = settings_figure(tmp_path).axes  # weights and loss scale are 1 throughout
     assert len(loss.lines) == 4, "two objectives of two runs"
+    with pytest.raises(OptionError, match=r"unknown run in .* 'fp16'\. Known: bf16 x2 uncertainty, fp32"):
+        settings_figure(tmp_path, ["fp16"])
     alone = settings_figure(tmp_path, ["bf16 x2 uncertainty"]).axes[0]
     assert {line.get_color() for line in alone.lines} == {line.get_color() for line in loss.lines[2:]}
 
