@@ -446,7 +446,7 @@ class View {
 	visible() { return this.store.lines.filter((line) => !this.hidden.has(line.key)); }
 	xRange() {
 		if (this.zoom) return this.zoom;
-		let low = Infinity, high = -Infinity, recent = Infinity; // where the last steps begin, of the run where that is first
+		let low = Infinity, high = -Infinity, recent = Infinity;
 		for (const line of this.visible()) for (const track of Object.keys(this.store.tracks)) {
 			const series = line.series(track);
 			if (!series || !series.n) continue;
