@@ -22,6 +22,7 @@ from mmlab.errors import DataError
 from mmlab.machine import replace_file
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import COMPARISON_FILES, folder_now
+from mmlab.runs.summaries import are_level
 from mmlab.schedule.packed import PACKED_NOTE
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ class Comparison:
 
     @property
     def overlapping(self) -> list[tuple[str, str]]:
-        """Pairs of schedulers that samples/s do not rank: the ranges of their epochs overlap."""
+        """Pairs of schedulers that samples/s do not rank, see `mmlab.runs.summaries.are_level`."""
         pairs = combinations(self.arms, 2)
         return [(one.scheduler, other.scheduler) for one, other in pairs if _overlap(one, other)]
 
@@ -333,9 +334,9 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 
 def _overlap(one: ArmResult, other: ArmResult) -> bool:
-    """Whether the ranges of the samples/s of their epochs overlap."""
+    """Whether the samples/s of their epochs overlap, so that they do not rank the two."""
     ours, theirs = ([epoch["samples_per_s"] for epoch in arm.epochs] for arm in (one, other))
-    return max(ours) >= min(theirs) and max(theirs) >= min(ours)
+    return are_level(ours, theirs)
 
 
 def _size(arm: ArmResult) -> str:

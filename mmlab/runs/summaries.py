@@ -9,7 +9,7 @@ Costs: a row takes about a millisecond (of 100,000 steps ten), the figure a tent
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,7 +140,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     The fastest is compared with `random`, else with the first run; if it is that run itself, with the next
     fastest. The gain is that of the median epochs, as in a comparison's table. For the spread, epochs that
     alternate are paired, so that a slow phase of the machine affects both; if one run began after the other
-    had ended, the line says so. Empty before two runs have finished an epoch.
+    had ended, the line says so. `are_level` says when there is no winner. Empty before two runs have finished an epoch.
 
     >>> from mmlab.runs.events import RunEvent
     >>> runs = [RunState("random"), RunState("budget")]
@@ -160,7 +160,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     num_epochs = min(len(found[name][1]) for name in (best, rival))
     fast, slow = (np.array(found[name][1][:num_epochs]) for name in (best, rival))
     gain, gains = 100 * (np.median(fast) / np.median(slow) - 1), 100 * (fast / slow - 1)
-    level = [name for name in ranked[1:] if name != rival and _ever_level(found[best][1], found[name][1])]
+    level = [name for name in ranked[1:] if name != rival and are_level(found[best][1], found[name][1])]
     named = f"{best} (level with {', '.join(level)})" if level else best
     spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
@@ -170,7 +170,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
         ]
     elif num_epochs == 1:
         said = [f"{best}: {gains[0]:+.0f} % over {rival} in one epoch; its noise is not known yet"]
-    elif gains.min() <= 0:
+    elif are_level(found[best][1], found[rival][1]):
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:
         said = [f"{named}: {gain:+.0f} % over {rival} ({spread})"]
@@ -186,9 +186,16 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     return "; ".join(said)
 
 
-def _ever_level(fast: list[float], others: list[float]) -> bool:
-    """Whether the other was as fast in one of the epochs."""
-    return any(one <= other for one, other in zip(fast, others, strict=False))
+def are_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether the samples/s of their epochs do not rank two runs.
+
+    They rank them if the ranges do not overlap; or if one run was over 5 % faster in every pair of epochs, first with
+    first, as alternating epochs are when the whole machine is slow for one pair.
+    """
+    if min(ours) > max(theirs) or min(theirs) > max(ours):
+        return False
+    ratios = [one / other for one, other in zip(ours, theirs, strict=False)]
+    return min(ratios) <= 1.05 and max(ratios) >= 1 / 1.05
 
 
 def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:

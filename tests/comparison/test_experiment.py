@@ -358,6 +358,7 @@ def test_names_of_a_users_own_schedulers_are_no_formulas(comparison: Comparison)
             True,
         ),
         ((80.0, 85.0), "random trains 1.21 times as many samples/s as budget", False),
+        ((101.0, 112.0), "budget trains 1.06 times as many samples/s as random", False),  # in every pair
     ],
 )
 def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(

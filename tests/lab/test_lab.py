@@ -220,7 +220,9 @@ def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: 
 
 def test_a_comparison_that_reads_its_images_can_be_stopped(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        with RunLog(tmp_path / "runs" / "random") as log:  # it has the files of its runs, and nothing in them yet
+        with RunLog(
+            tmp_path / "runs" / "random"
+        ) as log:  # it has the files of its runs, and nothing in them yet
             lab = Lab.open(tmp_path)
             assert lab.state == "waiting"
             waiting = pool.submit(lab.wait)

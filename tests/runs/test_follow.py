@@ -114,7 +114,10 @@ def test_runs_of_comparisons_of_one_name_are_told_apart_by_more_of_their_paths(t
     )
     runs.poll()
     names = {"a/lab/random", "b/lab/random", "other/random", "budget"}
-    assert {run.name for run in runs.states.values()} == names | {"a/lab/previous-1/random", "b/lab/previous-1/random"}
+    assert {run.name for run in runs.states.values()} == names | {
+        "a/lab/previous-1/random",
+        "b/lab/previous-1/random",
+    }
 
 
 def test_a_run_that_is_written_anew_is_another_run(tmp_path: Path) -> None:

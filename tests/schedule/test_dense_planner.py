@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.schedule._dense_loops import cut_optimally
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.metrics import straggler
 from mmlab.schedule.preview import read_lengths
 from mmlab.schedule.schedulers import make_scheduler
-from mmlab.types import Aspect, BatchShape, SampleSizes
+from mmlab.types import Aspect, BatchShape, SampleSizes, parse_image_policy
 from tests.schedule.planning import BYTES, COCO_LENGTHS, PAIRS, TIME, make_sizes
 
 SIZES = make_sizes(3000)
@@ -214,6 +215,12 @@ def test_costs_that_are_none_and_samples_that_are_none_are_refused():
     for samples in ("lengths.csv", None, [{"height": 16}]):
         with pytest.raises(DataError, match="samples must be records, SampleSizes, or have sizes"):
             make_scheduler("budget").plan(samples)
+
+
+def test_a_data_set_is_planned_as_its_sizes(records):
+    dataset = MultimodalDataset(records, image_policy=parse_image_policy("aspect:48"))
+    for name in ("random", "budget"):
+        assert list(make_scheduler(name).plan(dataset)) == list(make_scheduler(name).plan(dataset.sizes))
 
 
 def test_the_fastest_plan_needs_a_time_model():
