@@ -118,7 +118,7 @@ class ParallelBench:
             cut = "" if whole else f", so the image branch was cut after {self.image_layers} layers"
             reasons.append(
                 f"a step takes {', '.join(f'{each:.3g} s for the {part}' for part, each in seconds.items())}, so two "
-                f"devices for whole branches could give {self.branch_bound:+.0%} at most{cut}"
+                f"devices for whole branches could by these times give {self.branch_bound:+.0%} at most{cut}"
             )
         return f"{text}{': ' if reasons else ''}{'; '.join(reasons)}."
 
