@@ -22,7 +22,7 @@ from mmlab.errors import DataError
 from mmlab.machine import replace_file
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import COMPARISON_FILES, folder_now
-from mmlab.runs.summaries import are_level
+from mmlab.runs.summaries import FASTER, are_level
 from mmlab.schedule.packed import PACKED_NOTE
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Comparison:
         return [
             (one.scheduler, other.scheduler)
             for one, other in permutations(arms, 2)
-            if one.samples_per_s > 1.05 * other.samples_per_s
+            if one.samples_per_s > FASTER * other.samples_per_s
             and not _overlap(one, other)
             and (one.predicted_samples_per_s or 0) < (other.predicted_samples_per_s or 0)
         ]

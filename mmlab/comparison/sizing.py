@@ -109,7 +109,7 @@ def _token_budget(options: ComparisonOptions, dataset: Any) -> float:
 
 
 class _Sizing:
-    """Finds batch sizes and budgets by planning the comparison with each candidate; nothing is decoded."""
+    """Finds batch sizes and budgets by planning the comparison with each candidate; only packs of pairs are loaded."""
 
     def __init__(self, options: ComparisonOptions, dataset: Any, progress: bool) -> None:
         self.options, self.dataset, self.progress = options, dataset, progress
@@ -149,12 +149,11 @@ class _Sizing:
         if "packed" in names and isinstance(model, ConversationModel):
             packs = self._price(packing(model, dataset))
         planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs)
+        known: tuple[MemoryModel | None, TimeModel] | None = packs
         if "packed" in names and packs is None:
             planners["packed"], in_packs = self._measure_packs(planners["packed"], limit_bytes, time)
-            return Sized(
-                planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=(None, in_packs)
-            )
-        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=packs)
+            known = None, in_packs
+        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=known)
 
     def _measure_packs(
         self, packed: Scheduler, limit_bytes: float, time: TimeModel

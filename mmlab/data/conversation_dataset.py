@@ -22,7 +22,7 @@ from mmlab.data.conversation_sizes import answer_tokens, conversation_sizes
 from mmlab.data.conversations import Conversations, decode
 from mmlab.data.records import reading_image
 from mmlab.errors import DataError
-from mmlab.types import IGNORED, Batch, SampleSizes
+from mmlab.types import IGNORED, Batch, HostColumns, SampleSizes
 
 
 @dataclass(kw_only=True, repr=False)
@@ -154,17 +154,23 @@ class ConversationDataset(Dataset[Sample]):
             there = torch.cat([there, labels != IGNORED], 1)
             labels = torch.cat([torch.full_like(input_ids, IGNORED), labels], 1)
             input_ids = torch.cat([input_ids, inputs["labels"].clamp(min=0)], 1)
-        batch = ConversationBatch(
+        columns = HostColumns(
+            input_ids=input_ids,
+            attention_mask=there,
+            height=sizes.height.astype("int64"),
+            width=sizes.width.astype("int64"),
+            groups=None,
+            labels=labels,
+        )
+        return ConversationBatch(
             pixel_values=torch.empty(len(rows), 0, int(sizes.height.max()), int(sizes.width.max())),
             pixel_mask=torch.empty(len(rows), 0),
             input_ids=input_ids,
             attention_mask=there,
-            labels=labels,
+            labels=None,
             record_ids=[self.records.ids[row] for row in rows],
+            columns=columns,
             inputs=inputs,
             rows=rows,
             dataset=self,
         )
-        batch.columns = batch.columns_with(sizes.height.astype("int64"), sizes.width.astype("int64"))
-        batch.labels = None  # the model gets those of `inputs`
-        return batch

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WARMUP_STEPS = 2  # first steps, which are not representative
+FASTER = 1.05  # how many times as fast one run must be to count as faster where their epochs overlap, or in a ranking
 _RECENT_STEPS = 200  # from which a speed is computed
 _OF_DEVICE = ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")
 
@@ -195,7 +196,7 @@ def are_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     if min(ours) > max(theirs) or min(theirs) > max(ours):
         return False
     ratios = [one / other for one, other in zip(ours, theirs, strict=False)]
-    return min(ratios) <= 1.05 and max(ratios) >= 1 / 1.05
+    return min(ratios) <= FASTER and max(ratios) >= 1 / FASTER
 
 
 def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:
