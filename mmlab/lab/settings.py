@@ -49,7 +49,7 @@ def train_with(
         options: of the trainer. Weights of the objectives are updated every five steps.
 
     Returns:
-        One row per run in the folder: steps, skipped steps, the median time of a step, the held-out loss.
+        One row per run that took a step: steps, skipped steps, the median time of a step, the held-out loss.
 
     Raises:
         OptionError: an option cannot work.
@@ -64,7 +64,7 @@ def train_with(
         run.fit(trainer, batches)
         run.write("eval", **trainer.evaluate(held_out))
     rows = {}
-    for state in _runs(folder):
+    for state in (run for run in _runs(folder) if run.count()):
         rows[state.name] = {
             "steps": state.count(),
             "skipped": int(state.column("skipped").sum()),

@@ -85,3 +85,7 @@ def test_an_error_is_raised_and_stands_in_the_run(batches, tmp_path):
     assert runs.states["fp32"].status == "failed"
     with pytest.raises(OptionError, match="lr must be at least 0"):
         train_with(tmp_path, model, batches, batches, OBJECTIVES, TrainOptions(device="cpu", lr=-1.0))
+    after = train_with(
+        tmp_path, model, batches, batches[:2], OBJECTIVES, TrainOptions(device="cpu", precision="bf16")
+    )
+    assert list(after.index) == ["bf16"], "the table has no row of a run without a step"
