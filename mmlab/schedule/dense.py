@@ -205,7 +205,9 @@ class Memory(Budget):
 
     def limits(self, sizes: SampleSizes) -> Limits:
         assert self.budget is not None
-        return Budget.limits(replace(self, budget=self.target_ratio * self.budget), sizes)
+        remedy = f"raise the budget to this cost / {self.target_ratio:g}, or cut the text or the image"
+        check_samples_fit(self.cost, sizes, limit := self.target_ratio * self.budget, remedy)
+        return Budget.limits(replace(self, budget=limit), sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

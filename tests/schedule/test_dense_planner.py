@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import DataError, OptionError
 from mmlab.schedule._dense_loops import cut_optimally
-from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
+from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs, costliest_sample
 from mmlab.schedule.metrics import straggler
 from mmlab.schedule.preview import read_lengths
 from mmlab.schedule.schedulers import make_scheduler
@@ -204,6 +204,13 @@ def test_memory_plans_below_its_share_of_the_device():
         make_scheduler("memory", cost=BYTES, budget=1e9, target_ratio=1.5)
     with pytest.raises(OptionError, match=r"target_ratio must lie in \(0, 1\], found None"):
         make_scheduler("memory", cost=BYTES, budget=1e9, target_ratio=None)
+
+
+def test_the_budget_that_the_memory_scheduler_asks_for_is_enough():
+    _, cost = costliest_sample(BYTES, ALIKE, enough=0)
+    with pytest.raises(OptionError, match=r"raise the budget to this cost / 0\.5"):
+        make_scheduler("memory", cost=BYTES, budget=cost, target_ratio=0.5).plan(ALIKE)
+    make_scheduler("memory", cost=BYTES, budget=cost / 0.5, target_ratio=0.5).plan(ALIKE)
 
 
 def test_costs_that_are_none_and_samples_that_are_none_are_refused():
