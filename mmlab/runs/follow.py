@@ -378,14 +378,13 @@ def overall_status(states: Iterable[RunState]) -> str:
 
 
 def summary_line(folder: str | Path) -> str:
-    """A run's progress in words, from the last 64 KiB of its first rank's file."""
+    """A run's progress in words, from the last start, which names the process, and the last 64 KiB of its first rank's file."""
     path = min(Path(folder).glob(EVENT_FILES))
     with open(path, "rb", opener=regular) as file:
-        offset = max(0, file.seek(0, 2) - 65536)
-        file.seek(offset)
-        if offset:
-            offset += len(file.readline())  # an incomplete line
+        data = file.read()
+    begun = max(0, data.rfind(b'{"kind":"start"'))
+    late = max(begun, data.rfind(b"\n", 0, max(0, len(data) - 65536)) + 1)
     state = RunState()
-    state.apply(read_events(path, offset)[0])
+    state.apply(read_events(path, begun, num_bytes=8192)[0][:1] + read_events(path, late)[0])
     step = state.event("step")
     return f"{state.status} at step {step.step if step else 0}"

@@ -253,6 +253,20 @@ def test_one_line_is_read_from_the_end_of_a_long_file(tmp_path: Path) -> None:
     assert summary_line(tmp_path) == "running at step 2000"
 
 
+@pytest.mark.parametrize(("starts", "status"), [([0.5], "killed"), ([0.5, None], "running")])
+def test_one_line_tells_a_killed_run_from_a_running_one(
+    tmp_path: Path, starts: list[float | None], status: str
+) -> None:
+    for process_start_s in starts:
+        changed = {} if process_start_s is None else {"process_start_s": process_start_s}
+        with RunLog(tmp_path) as log:
+            log.write("start", 0, **{**this_process(), **changed})
+            for step in range(1, 2001):
+                log.write("step", step, loss=1.0)
+    assert (tmp_path / "events-rank0.jsonl").stat().st_size > 65536
+    assert summary_line(tmp_path) == f"{status} at step 2000"
+
+
 def test_each_share_of_padding_weighs_by_what_it_is_a_share_of() -> None:
     run = RunState()
     texts = {"padded_tokens": 1000, "padded_patches": 10}
