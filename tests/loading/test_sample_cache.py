@@ -115,6 +115,13 @@ def test_other_settings_remove_what_no_longer_holds_and_say_why(tmp_path: Path, 
     SampleCache(tmp_path / "cache", key=changed)  # says it once
 
 
+def test_a_cache_depends_on_what_makes_pixels_and_not_on_the_version_of_python_or_mmlab(
+    key: CacheKey,
+) -> None:
+    settings = {"cache format", "image policy", "decoding code"}
+    assert key.settings.keys() == settings | {"pillow", "simplejpeg", "torch", "torchvision"}
+
+
 def test_other_images_have_a_file_of_their_own(tmp_path: Path, key: CacheKey) -> None:
     cache = fill(tmp_path / "cache", key)
     other = fill(tmp_path / "cache", make_key(tmp_path / "others", 10))

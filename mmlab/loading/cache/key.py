@@ -88,7 +88,7 @@ def cache_key(dataset: MultimodalDataset, *, among: Iterable[MultimodalDataset] 
     paths = sorted(shape_of)
     slot_of = {path: slot for slot, path in enumerate(paths)}
     images = [(path, *shape_of[path]) for path in paths]
-    root = Path(__file__).parents[2]
+    root, found = Path(__file__).parents[2], versions(_LIBRARIES)
     code = b"".join((root / name).read_bytes() for name in _DECODING)  # no change of it can be forgotten
     return CacheKey(
         records=dataset.records,
@@ -96,7 +96,7 @@ def cache_key(dataset: MultimodalDataset, *, among: Iterable[MultimodalDataset] 
             "cache format": str(FORMAT),
             "image policy": policy,
             "decoding code": _digest(code).hex()[:12],
-            **{name: version or "not installed" for name, version in versions(_LIBRARIES).items()},
+            **{name: found[name] or "not installed" for name in _LIBRARIES},
         },
         images=_digest(json.dumps(images).encode()).hex()[:16],
         shapes=np.array([shape_of[path] for path in paths], np.int64).reshape(-1, 2),
