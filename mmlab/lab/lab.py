@@ -223,7 +223,7 @@ class Lab:
         """Share of the run that is done, and seconds left by the planned cost; NaN where not known yet."""
         with self._lock:
             states = self._poll()
-            known = len(states) >= len(self.options["schedulers"])
+            known = len(states) >= len((self._run.job if self._run else self.options)["schedulers"])
             return progress_of(states.values()) if known else Progress()
 
     @property
@@ -310,7 +310,7 @@ class Lab:
         """Widgets for the configuration above a live view of the runs; the same ones each time."""
         from mmlab.lab.lab_panel import LabPanel
 
-        if self._panel is None:
+        if self._panel is None or self._panel.comm is None:  # closed
             self._find_running()
             self._panel = LabPanel(self)
         return self._panel

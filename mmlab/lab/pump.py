@@ -75,9 +75,9 @@ class Pump:
         self._saved: list[str] = []  # ids of the runs whose end was saved
         self._answers: dict[str, Any] = {}  # the last values from the controller
         self._headline: dict[str, Any] = {"tiles": [], "verdict": ""}
-        self._headline_s = self._headline_due_s = 0.0
+        self._headline_of: Any = None  # the last news, and ids and statuses of the runs
         self._seq = 0
-        self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = 0.0
+        self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = self._headline_due_s = 0.0
         self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the writer's clock
         self._stepped_s = -inf  # when the last step was written, and when it was read
         self._stepped_at_s = 0.0
@@ -121,8 +121,8 @@ class Pump:
                 self._heard = True
                 self._acked = self._seq  # an earlier page will not answer any more
                 self.begin()
-            elif kind == "hidden":
-                self._shown = False
+            elif kind in ("hidden", "unseen"):  # by a page that shows it no more, or that never did
+                self._shown &= kind == "unseen" and self._heard
             elif kind == "clear":  # a new run in the same folder has another id
                 self._cleared.add(content["run"])
             elif kind == "action" and action in ACTIONS and self._controller is not None:
@@ -297,9 +297,9 @@ class Pump:
 
     def _headlines(self, runs: list[RunState]) -> dict[str, Any]:
         """Every run's tile and the verdict, updated every 4 s, or less often if that takes long."""
-        started_s = time.monotonic()
-        if started_s >= self._headline_due_s and self._news_s >= self._headline_s:
-            self._headline_s = started_s
+        started_s, shown = time.monotonic(), (self._news_s, [(run.id, run.status) for run in runs])
+        if started_s >= self._headline_due_s and shown != self._headline_of:
+            self._headline_of = shown
             self._headline = headlines_of(runs)
             least_s = HEADLINE_S if self._headline["tiles"] else 0.0
             self._headline_due_s = started_s + max(least_s, 200 * (time.monotonic() - started_s))

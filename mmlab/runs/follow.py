@@ -190,9 +190,10 @@ class RunState:
         return numbers[(steps < least_after) & np.isfinite(numbers)]
 
     def pauses(self, rank: int = 0) -> list[tuple[float, float]]:
-        """Begin and end of each pause, seconds since 1970; a pause that lasts ends at infinity."""
-        begins, ends = (self.column("time_s", kind, rank).tolist() for kind in ("pause", "resume"))
-        return list(zip(begins, [*ends, inf], strict=False))
+        """Begin and end of each pause, seconds since 1970; a pause that lasts ends at infinity, of a killed run at its next start."""
+        begins, *ends = (self.column("time_s", kind, rank) for kind in ("pause", "resume", "start"))
+        after = np.append(np.sort(np.concatenate(ends)), inf)
+        return list(zip(begins.tolist(), after[np.searchsorted(after, begins)].tolist(), strict=True))
 
     def utilization(self, rank: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.float64]:
         """The busy share of each device reading; NaN if training was paused since the previous reading."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 2  # first steps, which are not representative
 FASTER = 1.05  # how many times as fast one run must be to count as faster where their epochs overlap, or in a ranking
 _RECENT_STEPS = 200  # from which a speed is computed
+_DRAWN = 4000  # points of a line in a figure, about: those of a million steps would take minutes and gigabytes
 _OF_DEVICE = ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")
 
 
@@ -243,15 +244,17 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
             (speed, run.column_or_nan("samples_per_s"), run.column_or_nan("step_s")),
             (memory, run.column_or_nan("predicted_bytes") / 2**20, None),
         )
+        every = 1 + len(batch) // _DRAWN
+        seen = batch.cumsum()[::every]
         for axis, column, weights in drawn:
             if weights is not None:
                 # a line added as an artist does not change the limits of its axis
-                axis.add_artist(Line2D(batch.cumsum(), column, color=colour, lw=0.5, alpha=0.15))
+                axis.add_artist(Line2D(seen, column[::every], color=colour, lw=0.5, alpha=0.15))
                 sums = pd.DataFrame({"value": column * weights, "weight": weights * np.isfinite(column)})
                 means = sums.fillna(0.0).ewm(span=1 + len(column) / 20).mean()  # over a twentieth of the run
                 column = means["value"] / means["weight"]
             if np.isfinite(column).any():
-                axis.plot(batch.cumsum(), column, **style)
+                axis.plot(seen, np.fmax.reduceat(np.array(column), range(0, len(column), every)), **style)
     for limit in {run.latest("step").get("limit_bytes", 0) for run in runs.values() if priced} - {0}:
         memory.axhline(limit / 2**20, color="grey", lw=1, ls="--")
     sources = {str(run.latest("device").get("memory_source", "")) for run in runs.values()} - {""}

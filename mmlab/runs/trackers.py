@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,11 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     start = next((event.values for event in events if event.kind == "start"), {})
-    points = list(_points(events, several_ranks=len(paths) > 1))
-    try:
-        TRACKERS[to](folder.resolve().name, str(target), start, points)
+    try:  # points one by one: those of a million steps would take gigabytes
+        TRACKERS[to](folder.resolve().name, str(target), start, _points(events, several_ranks=len(paths) > 1))
     except ModuleNotFoundError as error:
         raise OptionError(f"{to} is not installed ({error}); pip install {to}") from error
-    return len(points)
+    return sum(1 for _ in _points(events, several_ranks=len(paths) > 1))
 
 
 def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
@@ -80,7 +79,7 @@ def _points(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Poin
                     yield f"{rank}{event.kind}/{key}", float(value), step, event.time_s
 
 
-def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
+def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Iterable[Point]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(Path(target) / name), purge_step=0) as writer:  # an earlier export is replaced
@@ -89,7 +88,7 @@ def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Se
             writer.add_scalar(curve, value, step, walltime=time_s)
 
 
-def _to_wandb(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
+def _to_wandb(name: str, target: str, start: Mapping[str, Any], points: Iterable[Point]) -> None:
     wandb = import_module("wandb")
     with wandb.init(project=target, name=name, config=start) as run:
         run.define_metric("*", step_metric="run_step")  # wandb's own steps must not decrease
@@ -97,7 +96,7 @@ def _to_wandb(name: str, target: str, start: Mapping[str, Any], points: Sequence
             run.log({curve: value, "run_step": step})
 
 
-def _to_mlflow(name: str, target: str, start: Mapping[str, Any], points: Sequence[Point]) -> None:
+def _to_mlflow(name: str, target: str, start: Mapping[str, Any], points: Iterable[Point]) -> None:
     mlflow = import_module("mlflow")
     mlflow.set_tracking_uri(target)
     with mlflow.start_run(run_name=name) as run:
@@ -108,7 +107,7 @@ def _to_mlflow(name: str, target: str, start: Mapping[str, Any], points: Sequenc
             mlflow.MlflowClient().log_batch(run.info.run_id, metrics=metrics[first : first + 1000])
 
 
-TRACKERS: dict[str, Callable[[str, str, Mapping[str, Any], Sequence[Point]], None]] = {
+TRACKERS: dict[str, Callable[[str, str, Mapping[str, Any], Iterable[Point]], None]] = {
     "tensorboard": _to_tensorboard,
     "wandb": _to_wandb,
     "mlflow": _to_mlflow,

@@ -500,6 +500,20 @@ def test_every_gpu_has_gauges_and_lines_of_its_own(notebook: Notebook) -> None:
         expect(panel.plot("memory").locator("figcaption")).to_contain_text(measure)
 
 
+def test_a_long_name_stays_in_its_place(notebook: Notebook) -> None:
+    for name in ("n" * 200, "random"):
+        write_run(notebook.server.files / "long" / name, 60)
+    panel = notebook.show("LivePanel('long')")
+    panel.wait_points(120)
+    expect(panel.root.locator(".mmlp-verdict")).to_contain_text("random")
+    cut = "(el) => el.getBoundingClientRect().right <= el.closest('.mmlp').getBoundingClientRect().right"
+    for part in (".mmlp-clear", ".mmlp-tile > b", ".mmlp-verdict"):
+        assert all(found.evaluate(cut) for found in panel.root.locator(part).all())
+    wide = "(el) => el.scrollWidth > el.clientWidth"
+    assert not panel.root.locator(".mmlp-verdict").evaluate(wide)
+    assert not panel.root.locator(".mmlp-tile").first.evaluate(wide)
+
+
 def test_a_saved_notebook_keeps_table_and_picture_of_what_has_ended(notebook: Notebook, runs: Path) -> None:
     panel = notebook.show(f"kept = LivePanel({str(runs)!r})\nkept")
     number = notebook.num_cells - 1

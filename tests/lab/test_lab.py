@@ -352,6 +352,20 @@ def test_a_change_of_a_widget_is_a_change_of_the_next_run(tmp_path: Path) -> Non
     assert panel.message.value == ""
     assert (lab.options["epochs"], lab.options["budget"]) == (2, None)
     panel.close()
+    again = lab.panel()
+    assert (again.comm is None, again.epochs.value) == (False, 2)
+    again.close()
+
+
+def test_the_progress_of_a_run_does_not_follow_the_options_of_the_next(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "runs" / "random") as log:
+        log.write("start", 0, num_steps=4)
+        log.write("step", 1, step_s=1.0)
+    lab = Lab("data/sample", schedulers=("random",), out=tmp_path)
+    about = {"job": {"schedulers": ["random"]}, "process": {}}
+    lab._run = BackgroundRun(tmp_path, about, None)
+    lab.configure(schedulers=("random", "budget"))
+    assert lab.progress == (0.25, 3.0)
 
 
 def test_start_refuses_while_a_field_has_a_value_that_cannot_work(tmp_path: Path) -> None:

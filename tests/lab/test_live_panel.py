@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from mmlab.lab import pump
 from mmlab.lab.live_panel import STATIC, LivePanel
 from mmlab.lab.messages import TRACKS
 from mmlab.lab.pump import WINDOW
+from mmlab.machine import describe_process
 from mmlab.runs.events import RunEvent, RunLog
 from mmlab.runs.figures import colours_of
 from mmlab.runs.watch import summary
@@ -157,6 +159,26 @@ def test_without_answers_messages_come_seldom_and_still_lose_nothing(
     page.until(lambda: len(page.losses()) == WINDOW + 39)
     assert page.facts["seq"] <= WINDOW + 3, "the window was not held"
     assert page.losses() == pytest.approx([1 / step for step in range(1, WINDOW + 40)], rel=1e-6)
+
+
+def test_figures_of_a_run_that_was_cleared_or_killed_are_made_anew(
+    tmp_path: Path, panels: list[LivePanel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pump, "HEADLINE_S", 0.01)
+    for name in ("budget", "random"):
+        with RunLog(tmp_path / name) as log:
+            log.write("start", 0, num_steps=9, **describe_process(os.getpid()))
+            log.write("step", 1, epoch=0, step_s=1.0, num_samples=4)
+            log.write("epoch", 1, epoch=0)
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: page.facts.get("verdict"))
+    page.say("clear", run=page.facts["runs"][1]["id"])
+    page.until(lambda: page.facts["verdict"] == "" and "left" in dict(page.facts["tiles"][0]["figures"]))
+    monkeypatch.setattr("mmlab.runs.follow.process_runs", lambda _identity: False)
+    page.until(lambda: page.facts["runs"][0]["status"] == "killed")
+    page.until(lambda: "left" not in dict(page.facts["tiles"][0]["figures"]))
 
 
 @pytest.mark.parametrize("late_s", [0.02, 0.05, 0.08])
@@ -366,3 +388,18 @@ def test_closing_ends_the_thread(tmp_path: Path) -> None:
     thread = panel._pump._thread
     panel.close()
     assert thread not in threading.enumerate()
+
+
+def test_a_panel_that_its_page_never_showed_ends_its_thread_unless_another_page_shows_it(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    panels += [LivePanel(tmp_path), LivePanel(tmp_path)]
+    for panel in panels:
+        panel.begin()
+    pages = [Page(panel) for panel in panels]
+    pages[1].say("ready", have={})
+    threads = [panel._pump._thread for panel in panels]
+    for page in pages:
+        page.say("unseen")
+    threads[0].join(PATIENCE_S)
+    assert [thread.is_alive() for thread in threads] == [False, True]

@@ -236,6 +236,14 @@ def test_the_status_of_several_runs_is_running_until_all_have_ended(tmp_path: Pa
         assert overall_status(runs.states.values()) == together
 
 
+def test_a_pause_in_which_a_run_was_killed_ends_when_it_goes_on() -> None:
+    run, use = RunState(), {"utilization_ratio": 0.5}
+    kinds = ("start", "pause", "start", "pause", "resume", "device", "device")
+    run.apply([RunEvent(kind, 0, 0, time_s, use) for time_s, kind in enumerate(kinds)])
+    assert run.pauses() == [(1.0, 2.0), (3.0, 4.0)]
+    assert run.utilization().tolist() == [0.5, 0.5]
+
+
 def test_a_run_whose_process_is_gone_was_killed_until_it_goes_on() -> None:
     run = RunState()
     gone = {**this_process(), "process_start_s": 0.5}
@@ -329,6 +337,17 @@ def test_a_picture_of_runs_has_one_unit_on_each_axis_whatever_their_plans_cost()
     drawn = {str(line.get_label()): (line.get_ydata()[0], line.get_alpha()) for line in tokens.lines}
     assert drawn == {"random": (24, 0.25), "fastest": (24, 1)}
     assert [line.get_ydata()[0] for line in memory.lines] == [1], "what a process holds would squash it"
+
+
+def test_of_a_long_run_few_points_are_drawn_and_every_peak() -> None:
+    run, values = RunState(), {"num_samples": 1, "loss": 1.0, "step_s": 1.0, "padded_patches": 0}
+    tokens = [1 + (step == 12_345) for step in range(30_000)]
+    run.apply(RunEvent("step", n, 0, n, {**values, "padded_tokens": one}) for n, one in enumerate(tokens))
+    figure = draw_runs({"long": run})
+    drawn = [line.get_ydata() for axis in figure.axes for line in axis.lines]
+    assert len(drawn) >= 3
+    assert all(3000 < len(values) <= 4001 for values in drawn)
+    assert max(figure.axes[1].lines[0].get_ydata()) == 2
 
 
 def test_a_name_is_drawn_as_it_is_written() -> None:

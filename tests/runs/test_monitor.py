@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmlab.errors import OptionError
+from mmlab.machine import num_usable_cores
 from mmlab.runs.events import RunEvent
 from mmlab.runs.monitor import DeviceMonitor
 
@@ -39,6 +40,13 @@ def test_it_samples_at_its_interval_first_at_once_and_last_at_the_end() -> None:
     assert events[-1].time_s >= inside_s
     times_s = [event.time_s for event in events[:-1]]
     assert all(later - earlier > 0.05 for earlier, later in pairwise(times_s))
+
+
+def test_the_first_use_is_not_that_of_the_monitor_itself() -> None:
+    events = Events()
+    with DeviceMonitor(events.append, device="cpu", interval_s=60):
+        events.wait_for(1)  # this thread sleeps meanwhile
+    assert events[0].values["utilization_ratio"] * num_usable_cores() < 0.5
 
 
 def test_its_own_cost_is_in_its_events_and_small() -> None:

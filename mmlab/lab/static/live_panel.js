@@ -239,7 +239,7 @@ class Store {
 		for (const name of [...this.series.keys()]) if (!ids.has(name.split(".")[0])) this.series.delete(name);
 	}
 	watch() {
-		if (!this.views.size) return;
+		if (!this.views.size) return this.heard && !this.nudged++ && this.send({ kind: "unseen" }); // its cell ran anew
 		for (const view of this.views) if (view.drawnWith !== view.colours()) this.schedule(); // a theme's sheet may come late
 		const quiet = Date.now() - (this.heard || this.born);
 		if (quiet > NUDGE_MS && Date.now() - this.nudged > NUDGE_MS) this.ready(); // another page's leaving may have hushed it
@@ -423,7 +423,7 @@ class View {
 		else return;
 		event.preventDefault();
 	}
-	// Whether a part of the page must be redrawn because what it shows has changed.
+	// Whether what a part of the page shows has changed.
 	isNew(part, ...facts) {
 		const wanted = JSON.stringify(facts);
 		return this.shown[part] !== wanted && (this.shown[part] = wanted, true);
@@ -819,8 +819,7 @@ function nearest(xs, n, x, sorted) {
 	return after > 0 && x - xs[after - 1] <= xs[after] - x ? after - 1 : after;
 }
 
-// A path through rows from..to: within one pixel column only first, lowest, highest and last; NaN is a gap, `cut` ends
-// the line before a row.
+// A path through rows from..to: of a pixel column only first, lowest, highest, last; NaN is a gap, `cut` ends it before a row.
 function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	const path = new Path2D();
 	let column = NaN, low = 0, high = 0, last = 0, lowFirst = true, open = false;
@@ -847,8 +846,7 @@ function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	if (to - from > 64) strokeWide(g, path); else g.stroke(path);
 }
 
-// Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one: so a wide line is several
-// narrow ones side by side.
+// Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one: so that is several side by side.
 const BESIDE = [[[0, 0]], [[1, 1], [-1, -1]], [[0, 0], [0, 1.1], [0.95, -0.55], [-0.95, -0.55]]];
 function strokeWide(g, path) {
 	const ratio = g.getTransform().a, width = g.lineWidth, thin = 1 / ratio;
