@@ -126,6 +126,8 @@ class Lab:
     def start(self) -> Lab:
         """Start a run and return at once; does nothing if a run with the same options is already in progress.
 
+        A run that this lab has told to stop is waited for.
+
         Raises:
             OptionError: an argument cannot be sent to another process, a value in the panel cannot work, or a
                 run with other options is in progress in the same folder: `stop()` and the panel then control
@@ -134,7 +136,9 @@ class Lab:
         with self._lock:
             if self._panel is not None and self._panel.wrong:
                 raise OptionError(f"not started: {'; '.join(self._panel.wrong)}; correct it in the panel")
-            if (run := self._find_running()) is not None:
+            if (run := self._find_running()) is not None and run.asked_to_stop:
+                run.stop()
+            elif run is not None:
                 if changes := self.differences(run.job):
                     if self._panel is None:
                         self.panel().display()  # with its Stop, before the error ends the cell

@@ -124,6 +124,9 @@ def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path
 
     lab.start()  # into the same folder, and stopped before there is anything new: the old result must not come back
     lab.stop()
+    stopping = lab._run
+    assert lab.start()._run is not stopping, "it waits for the end, and starts anew"
+    lab.stop()
     with pytest.raises(RunError, match="stopped before every scheduler had finished an epoch"):
         lab.wait()
     assert (lab.state, lab.error) == ("stopped", None)
