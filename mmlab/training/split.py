@@ -243,16 +243,24 @@ class Leaves(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> Leaves:
-        tree = output
+        tree, change = output, replace
         if is_dataclass(output) and not isinstance(output, Mapping):
             tree = {item.name: getattr(output, item.name) for item in fields(output)}
+        elif _pytree.tree_is_leaf(output) and hasattr(output, "__dict__") and not isinstance(output, Tensor):
+            tree, change = vars(output), _changed  # a plain object
         leaves, spec = _pytree.tree_flatten(tree)
 
         def rebuild(leaves: list[Any]) -> Any:
             rebuilt = _pytree.tree_unflatten(leaves, spec)
-            return rebuilt if tree is output else replace(output, **rebuilt)
+            return rebuilt if tree is output else change(output, **rebuilt)
 
         return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], leaves, rebuild)
+
+
+def _changed(output: Any, **values: Any) -> Any:
+    output = copy(output)
+    vars(output).update(values)
+    return output
 
 
 def _join(parts: Sequence[Leaves]) -> tuple[Any, list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -271,3 +272,25 @@ def test_a_held_out_sample_that_does_not_fit_is_named():
         pytest.raises(RunError, match=r"batch of 1 from 'sample 0' does not fit .*single sample"),
     ):
         trainer.evaluate([batch])
+
+
+class Plain(nn.Module):
+    """Returns an object that is neither a dataclass nor a tuple; a large batch does not fit."""
+
+    def __init__(self, most):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text, self.most = nn.Linear(3, 8), nn.Embedding(50, 8), most
+
+    def forward(self, batch):
+        if len(batch) > self.most:
+            raise torch.OutOfMemoryError("simulated")
+        image = self.image(batch.pixel_values.float().mean((2, 3)))
+        text = self.text(batch.input_ids).mean(1)
+        return SimpleNamespace(image_embedding=image, text_embedding=text, logit_scale=torch.ones(()))
+
+
+def test_an_output_that_is_a_plain_object_is_split_with_the_same_gradient():
+    whole, parts = (FusionTrainer(Plain(most), device="cpu").train_step(window(1)) for most in (99, 2))
+    assert parts["num_parts"] > 1
+    assert parts["grad_norm"] == pytest.approx(whole["grad_norm"]) != 0
