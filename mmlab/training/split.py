@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -243,11 +243,12 @@ class Leaves(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> Leaves:
-        tree, change = output, replace
+        tree, change = output, cast(Any, replace)
         if is_dataclass(output) and not isinstance(output, Mapping):
             tree = {item.name: getattr(output, item.name) for item in fields(output)}
         elif _pytree.tree_is_leaf(output) and hasattr(output, "__dict__") and not isinstance(output, Tensor):
-            tree, change = vars(output), _changed  # a plain object
+            # a plain object: a copy of it gets the other values
+            tree, change = vars(output), lambda old, **new: vars(other := copy(old)).update(new) or other
         leaves, spec = _pytree.tree_flatten(tree)
 
         def rebuild(leaves: list[Any]) -> Any:
@@ -255,12 +256,6 @@ class Leaves(NamedTuple):
             return rebuilt if tree is output else change(output, **rebuilt)
 
         return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], leaves, rebuild)
-
-
-def _changed(output: Any, **values: Any) -> Any:
-    output = copy(output)
-    vars(output).update(values)
-    return output
 
 
 def _join(parts: Sequence[Leaves]) -> tuple[Any, list[Tensor]]:
