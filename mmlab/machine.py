@@ -358,7 +358,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file in one operation: a reader finds the old content or the new one, never a part."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        new.write_bytes(content if isinstance(content, bytes) else content.encode())
+        new.write_bytes(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
         new.replace(path)
     except OSError as error:  # it names the new file, or none
         raise OSError(error.errno, error.strerror, str(path)) from error

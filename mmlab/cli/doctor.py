@@ -222,7 +222,11 @@ def _space(name: str, folder: Path, least_gib: int, remedy: str) -> Check:
 def _reading(where: Path | None) -> Check:
     from mmlab.loading.speeds import read_rates
 
-    rates = read_rates(where)
+    try:
+        rates = read_rates(where)
+    except OSError as error:  # it can only write a scratch file where there is room, and leave to
+        remedy = "give --data, or go to a folder that 64 MiB can be written into"
+        return _judged("reading", f"not measured: {error.strerror}", remedy, bad=True)
     mib = rates.num_bytes / 2**20
     size = f"{rates.num_files} files, {mib:.0f} MiB"
     detail = f"{rates.what}: {size}; warm {mib / rates.warm_s:.0f} MiB/s, cold "

@@ -22,11 +22,12 @@ from mmlab.cli.parser import call, make_parser
 from mmlab.errors import DataError, OptionError, printable
 from mmlab.machine import share_cores
 
-_WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG")
+_WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (a caller closed it: `2>&-`)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; children would inherit this
         signal.signal(signal.SIGINT, signal.default_int_handler)
     options = make_parser().parse_args(arguments)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -136,7 +137,11 @@ def compare(
             arms = [run.result(finished) for run in runs]
             comparison = Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
             if folder is not None:
-                comparison.save(folder)
+                try:
+                    comparison.save(folder)
+                except OSError:  # the disk is full: what was measured is shown, at least
+                    print(comparison, file=sys.stderr)
+                    raise
         return comparison
 
 

@@ -221,7 +221,9 @@ def _plain(key: str, value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, str | bool | int | float):
+    if isinstance(value, str):  # it may hold a file's name, which need not be UTF-8
+        return value.encode(errors="backslashreplace").decode()
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
         return {str(name): _plain(f"{key}.{name}", item) for name, item in value.items()}

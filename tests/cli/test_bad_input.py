@@ -209,3 +209,10 @@ def test_a_pipe_is_refused_and_not_waited_for(
     assert str(pipe) in said
     assert "not a regular file" in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_link_to_itself_is_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (loop := tmp_path / "loop").symlink_to(loop)
+    assert f"{loop / 'new'}: Too many levels of symbolic links" in refused(
+        ["tour", str(loop / "new")], capsys
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,18 @@ def test_a_command_is_a_module_too_and_exits_as_it_says() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no/such/place" in done.stderr
+
+
+def test_without_stderr_it_works_and_stdout_has_no_message(scenes: Path, tmp_path: Path) -> None:
+    # headers are read, with a bar: there is no sidecar yet
+    copy = shutil.copytree(scenes.parent / "images", tmp_path / "images")
+    (copy / "texts.csv").write_text("image,text\n" + "".join(f"{p.name},a\n" for p in copy.glob("*.jpg")))
+    for data, code, out in ((copy / "texts.csv", 0, "24 records"), ("nowhere", 2, "")):
+        words = [sys.executable, "-m", "mmlab", "data", "inspect", str(data)]
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert out in done.stdout if out else not done.stdout
 
 
 def test_compare_takes_every_option_of_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:

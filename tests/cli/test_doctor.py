@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -124,6 +125,19 @@ def test_a_small_file_stands_for_its_folder_and_a_large_one_for_itself(tmp_path:
     shard.write_bytes(bytes(64 * 2**20))
     rates = read_rates(shard)
     assert (rates.what, rates.num_files, rates.num_bytes) == (str(shard), 1, 64 * 2**20)
+
+
+def test_where_nothing_can_be_written_the_rest_is_still_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(where: Path | None) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mmlab.loading.speeds.read_rates", full)
+    found = diagnose().checks[-1]
+    assert (found.name, found.status, found.detail) == (
+        "reading",
+        "warn",
+        "not measured: No space left on device",
+    )
 
 
 def test_nothing_to_read_is_an_error_that_names_the_place(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -605,6 +606,19 @@ def test_a_request_to_end_after_the_last_epoch_loses_nothing(
     finally:
         signal.signal(number, before)
     assert len(load_comparison(tmp_path).arms[0].epochs) == 1
+
+
+def test_on_a_disk_that_is_full_at_the_end_the_table_is_shown(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mmlab.comparison.result.replace_file", full)
+    small: dict[str, Any] = {"epochs": 1, "equal": "batch_size", "image": "aspect:32", "device": "cpu"}
+    with pytest.raises(OSError, match="No space left"):
+        compare(scenes, ["random"], out=tmp_path, progress=False, **small)
+    assert "samples/s" in capsys.readouterr().err
 
 
 def test_a_request_to_end_keeps_the_epochs_that_all_have_finished(scenes: Path, tmp_path: Path) -> None:

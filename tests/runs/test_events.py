@@ -40,6 +40,13 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_events(log.path) == (events, log.path.stat().st_size)
 
 
+def test_the_name_of_a_file_that_is_not_utf8_leaves_a_line_that_is_read(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.write("start", 0, config={"data": os.fsdecode(b"caf\xe9")})
+    (event,), _ = read_events(log.path)
+    assert event.values["config"] == {"data": r"caf\udce9"}
+
+
 @given(st.floats(), st.sampled_from([float, np.float64, np.float32]))
 def test_every_float_survives_as_valid_json(value: float, number_type: type) -> None:
     from tempfile import TemporaryDirectory
