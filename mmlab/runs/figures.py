@@ -62,7 +62,8 @@ def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:
 
 
 def as_label(name: str) -> str:
-    """A user's name for matplotlib: there, dollar signs would enclose a formula, and a leading _ hide it in legends."""
+    """A user's name for matplotlib, where $ encloses a formula, a leading _ hides, and what is not UTF-8 is refused."""
+    name = name.encode(errors="backslashreplace").decode()
     return re.sub("^_", " _", name.replace("$", r"\$"))
 
 

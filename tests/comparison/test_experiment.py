@@ -349,6 +349,13 @@ def test_names_of_a_users_own_schedulers_are_no_formulas(comparison: Comparison)
     assert [text.get_text() for text in loss.get_legend().get_texts()] == [r"a\$\frac{b\$", " _c"]
 
 
+def test_a_folder_of_data_whose_name_is_not_utf8_is_drawn_and_shown(
+    comparison: Comparison, tmp_path: Path
+) -> None:
+    strange = replace(comparison, config={**comparison.config, "data": os.fsdecode(b"caf\xe9")})
+    assert r"caf\udce9" in (strange.save(tmp_path) / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("fast", "headline", "noted"),
     [
