@@ -63,8 +63,7 @@ def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:
 
 def as_label(name: str) -> str:
     """A user's name for matplotlib, where $ encloses a formula, a leading _ hides, and what is not UTF-8 is refused."""
-    name = name.encode(errors="backslashreplace").decode()
-    return re.sub("^_", " _", name.replace("$", r"\$"))
+    return re.sub("^_", " _", name.encode(errors="backslashreplace").decode().replace("$", r"\$"))
 
 
 def to_bytes(figure: Figure, *, dpi: int = 110, kind: str = "png") -> bytes:
