@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -243,17 +243,21 @@ class Leaves(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> Leaves:
-        tree, change = output, cast(Any, replace)
+        tree = output
         if is_dataclass(output) and not isinstance(output, Mapping):
             tree = {item.name: getattr(output, item.name) for item in fields(output)}
         elif _pytree.tree_is_leaf(output) and hasattr(output, "__dict__") and not isinstance(output, Tensor):
-            # a plain object: a copy of it gets the other values
-            tree, change = vars(output), lambda old, **new: vars(other := copy(old)).update(new) or other
+            tree = vars(output)
         leaves, spec = _pytree.tree_flatten(tree)
 
         def rebuild(leaves: list[Any]) -> Any:
             rebuilt = _pytree.tree_unflatten(leaves, spec)
-            return rebuilt if tree is output else change(output, **rebuilt)
+            if tree is output:
+                return rebuilt
+            other = copy(output)
+            for name, value in rebuilt.items():
+                object.__setattr__(other, name, value)  # it may be frozen
+            return other
 
         return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], leaves, rebuild)
 
