@@ -296,9 +296,9 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [self.summary().to_string(), *(f"- {note}" for note in self.notes())]
-        if self.folder is not None:
-            files = (self.folder / name for name in COMPARISON_FILES[:-1])
-            lines += ["Written:", *(f"  {path}" for path in files if path.exists())]
+        files = [self.folder / name for name in COMPARISON_FILES[:-1]] if self.folder else []
+        if written := [f"  {path}" for path in files if path.exists()]:
+            lines += ["Written:", *written]
         return "\n".join(lines)
 
     def save(self, folder: str | Path) -> Path:

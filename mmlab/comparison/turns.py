@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -278,7 +279,7 @@ class ComparisonRun:
 
 
 def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool) -> bool:
-    """Train every run epoch by epoch, in rotating order; returns True if the user interrupted."""
+    """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted."""
     num_epochs = setup.options.epochs
     held_out = held_out_loader(setup.held_out_set)
     try:
@@ -293,6 +294,11 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
                     run.run_epoch(epoch, held_out)
                     bar.update()
     except KeyboardInterrupt:
+        return True
+    except OSError as error:
+        if not all(run.epochs for run in runs):
+            raise
+        warnings.warn(f"stopped early, epochs that every run finished are kept: {error}", stacklevel=3)
         return True
     return False
 

@@ -83,7 +83,9 @@ class DeviceMonitor:
     def _sample_until_stopped(self) -> None:
         told: set[str] = set()  # each note is reported once, however often it comes and goes
         with DeviceMeter(self._device) as meter:
-            self._stop.wait(min(0.05, self._interval_s))  # else the first reading covers only this thread's start
+            self._stop.wait(
+                min(0.05, self._interval_s)
+            )  # else the first reading covers only this thread's start
             while True:
                 started = time.perf_counter()
                 values = asdict(meter.read())

@@ -615,17 +615,31 @@ def test_a_request_to_end_after_the_last_epoch_loses_nothing(
     assert len(load_comparison(tmp_path).arms[0].epochs) == 1
 
 
-def test_on_a_disk_that_is_full_at_the_end_the_table_is_shown(
+def test_on_a_full_disk_the_epochs_that_all_have_finished_are_shown(
     scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mmlab.comparison.result.replace_file", full)
-    small: dict[str, Any] = {"epochs": 1, "equal": "batch_size", "image": "aspect:32", "device": "cpu"}
-    with pytest.raises(OSError, match="No space left"):
-        compare(scenes, ["random"], out=tmp_path, progress=False, **small)
+    def run_epoch(run: ComparisonRun, epoch: int, held_out: Any) -> None:
+        return full() if epoch == fails_in else real(run, epoch, held_out)
+
+    real, fails_in = ComparisonRun.run_epoch, 1
+    monkeypatch.setattr(ComparisonRun, "run_epoch", run_epoch)
+    small: dict[str, Any] = {"epochs": 2, "equal": "batch_size", "image": "aspect:32", "device": "cpu"}
+    with pytest.warns(UserWarning, match="stopped early, .*No space left"):
+        found = compare(scenes, ["random", "sorted"], out=tmp_path, progress=False, **small)
+    assert found.interrupted
+    assert [len(arm.epochs) for arm in load_comparison(tmp_path).arms] == [1, 1]
+
+    monkeypatch.setattr("mmlab.comparison.result.replace_file", full)  # to the end
+    with pytest.raises(OSError, match="No space left"), pytest.warns(UserWarning, match="stopped early"):
+        compare(scenes, ["random"], out=tmp_path / "other", progress=False, **small)
     assert "samples/s" in capsys.readouterr().err
+
+    fails_in = 0
+    with pytest.raises(OSError, match="No space left"):
+        compare(scenes, ["random"], out=tmp_path / "third", progress=False, **small)
 
 
 def test_a_request_to_end_keeps_the_epochs_that_all_have_finished(scenes: Path, tmp_path: Path) -> None:
