@@ -224,7 +224,7 @@ def _reading(where: Path | None) -> Check:
 
     try:
         rates = read_rates(where)
-    except OSError as error:  # it can only write a scratch file where there is room, and leave to
+    except OSError as error:  # a scratch file needs room, and leave to write
         remedy = "give --data, or go to a folder that 64 MiB can be written into"
         return _judged("reading", f"not measured: {error.strerror}", remedy, bad=True)
     mib = rates.num_bytes / 2**20

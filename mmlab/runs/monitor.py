@@ -83,9 +83,8 @@ class DeviceMonitor:
     def _sample_until_stopped(self) -> None:
         told: set[str] = set()  # each note is reported once, however often it comes and goes
         with DeviceMeter(self._device) as meter:
-            self._stop.wait(
-                min(0.05, self._interval_s)
-            )  # else the first reading covers only this thread's start
+            # else the first reading would cover this thread's start alone
+            self._stop.wait(min(0.05, self._interval_s))
             while True:
                 started = time.perf_counter()
                 values = asdict(meter.read())

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 2  # first steps, which are not representative
 FASTER = 1.05  # how many times as fast one run must be to count as faster where their epochs overlap, or in a ranking
 _RECENT_STEPS = 200  # from which a speed is computed
-_DRAWN = (
-    4000  # points of a line in a figure, about: those of a million steps would take minutes and gigabytes
-)
+_DRAWN = 4000  # points of a line in a figure, about: a million would take minutes and gigabytes
 _OF_DEVICE = ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")
 
 
