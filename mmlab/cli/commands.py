@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from mmlab.cli.cache import CacheFolder, cache_info, clear_cache, verify_cache
 from mmlab.cli.doctor import diagnose
@@ -111,7 +111,7 @@ def app(
     notebook: Annotated[str | None, "default: the live dashboard"] = None,
     *,
     port: Annotated[int, "0 takes a free one"] = 0,
-) -> Any:
+) -> NoReturn:
     """Serve a notebook as a page without code, on this machine only (needs voila)."""
     from mmlab.lab.app import find_notebook, voila_command
 

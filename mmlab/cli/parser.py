@@ -56,9 +56,9 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Any]) 
         if group:
             _add_commands(command, group)
             continue
-        command.set_defaults(command=run)  # a name that no parameter of a command has
+        command.set_defaults(command=run, json=False)  # no parameter of a command is called `command`
         hints = get_type_hints(run, include_extras=True)
-        if "json" not in hints:
+        if "json" not in hints and hints["return"] is not NoReturn:
             command.add_argument("--json", action="store_true", help="print one JSON document, not text")
         for parameter in signature(run).parameters.values():
             if parameter.kind is Parameter.VAR_KEYWORD:

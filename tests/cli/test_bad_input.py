@@ -44,6 +44,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("bench parallel --steps 0", "steps must be at least 1, found 0"),
         ("app --port 99999", "port must be at most 65,535, found 99999"),
         ("plan --data D --max-side 96", "unrecognized arguments: --max-side 96"),
+        ("app --json", "unrecognized arguments: --json"),
     ],
 )
 def test_numbers_out_of_bounds_are_named(
