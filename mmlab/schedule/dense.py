@@ -11,7 +11,7 @@ code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 
@@ -207,7 +207,7 @@ class Memory(Budget):
         assert self.budget is not None
         remedy = f"raise the budget to this cost / {self.target_ratio:g}, or cut the text or the image"
         check_samples_fit(self.cost, sizes, limit := self.target_ratio * self.budget, remedy)
-        return Budget.limits(replace(self, budget=limit), sizes)
+        return Limits(self.cost, limit, time=self.time)
 
 
 @dataclass(frozen=True, kw_only=True)

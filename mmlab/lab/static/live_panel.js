@@ -846,7 +846,7 @@ function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	if (to - from > 64) strokeWide(g, path); else g.stroke(path);
 }
 
-// Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one: so that is several side by side.
+// Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one, so a wide one is several thin.
 const BESIDE = [[[0, 0]], [[1, 1], [-1, -1]], [[0, 0], [0, 1.1], [0.95, -0.55], [-0.95, -0.55]]];
 function strokeWide(g, path) {
 	const ratio = g.getTransform().a, width = g.lineWidth, thin = 1 / ratio;
