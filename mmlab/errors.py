@@ -118,6 +118,13 @@ def unknown_name(kind: str, name: object, known: Iterable[object]) -> OptionErro
     return OptionError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}")
 
 
+def listed(names: Any, wanted: str = "schedulers must be a list of names") -> tuple[Any, ...]:
+    """Names as a tuple; a text is one name. Refuses what is no list."""
+    if not isinstance(names, Iterable):
+        raise OptionError(f"{wanted}, found {names!r}")
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def check_name(kind: str, name: object, known: Collection[object]) -> None:
     """Refuse a name that is not among the known ones."""
     if name not in list(known):  # it need not be hashable

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from os.path import abspath, basename
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from mmlab.errors import OptionError, check_numbers, unknown_name
+from mmlab.errors import OptionError, check_numbers, listed, unknown_name
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -148,10 +148,10 @@ def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str,
     """Names of the schedulers to compare, each once; those of a mapping are free, but are names of folders, too.
 
     Raises:
-        OptionError: no name, a name given twice, an unknown name; or in a mapping a name that no folder inside the
+        OptionError: no list, no name, a name given twice, an unknown name; or in a mapping a name that no folder inside the
             runs can have, or a value that is no scheduler.
     """
-    names = (schedulers,) if isinstance(schedulers, str) else tuple(schedulers)
+    names = listed(schedulers)
     if not names:
         raise OptionError("no schedulers to compare; give at least one name")
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -19,6 +19,7 @@ import anywidget
 import traitlets
 from IPython.core.displaypub import CapturingDisplayPublisher
 
+from mmlab.errors import OptionError, listed
 from mmlab.lab.messages import TRACKS, saved_view
 from mmlab.lab.pump import Pump
 from mmlab.lab.saved import SavedView
@@ -40,6 +41,9 @@ class LivePanel(anywidget.AnyWidget):
         controller: what the buttons call, a `Lab` or an object with its `start`, `pause`, `resume`, `stop`,
             `state`, `progress` and `error`, all of which must be thread-safe and return at once. Without one
             the panel only watches.
+
+    Raises:
+        OptionError: the source names no folder.
     """
 
     _esm = STATIC / "live_panel.js"
@@ -53,9 +57,14 @@ class LivePanel(anywidget.AnyWidget):
     def __init__(self, source: Source, controller: Any = None) -> None:
         self.controller = controller
         self._source = source
+        folders = listed(
+            str(source) if isinstance(source, Path) else source, wanted := "source must be folders"
+        )
+        if not folders or not all(isinstance(each, str | Path) for each in folders):
+            raise OptionError(f"{wanted}, found {source!r}")
         super().__init__(
             uid=uuid.uuid4().hex,
-            title=str(source) if isinstance(source, str | Path) else ", ".join(map(str, source)),
+            title=", ".join(map(str, folders)),
             steers=controller is not None,
             tracks={track: list(keys) for track, keys in TRACKS.items()},
         )

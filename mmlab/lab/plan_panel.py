@@ -12,9 +12,10 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
-from mmlab.errors import check_name
+from mmlab.errors import OptionError, check_name, listed
 from mmlab.lab.panels import SLIDES, WIDE, Panel, picture, slider
 from mmlab.lab.plan_figure import page_png, plan_figure
+from mmlab.schedule.base import sizes_of
 from mmlab.schedule.columns import images_apart
 from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
@@ -49,17 +50,19 @@ class PlanExplorer(Panel):
     def __init__(
         self, data: SampleSizes | MultimodalDataset, schedulers: Sequence[str] = SHOWN_SCHEDULERS
     ) -> None:
-        dataset: Any = data if hasattr(data, "sizes") else None
-        sizes: Any = data if dataset is None else dataset.sizes
+        dataset: Any = data
+        sizes, has_photos = sizes_of(dataset), hasattr(data, "image_policy")
+        if not len(sizes):
+            raise OptionError("no samples to explore")
         rows = some_images(sizes, MAX_EXPLORED)
         self._num_samples, self._sizes = len(sizes), sizes.take(rows)
-        self._photo = dataset and (lambda sample: dataset[int(rows[sample])]["image"])
+        self._photo = (lambda sample: dataset[int(rows[sample])]["image"]) if has_photos else None
         self._mean_cost = make_scheduler("random", batch_size=1).plan(self._sizes).report().mean_cost
         offered = [name for name in SCHEDULERS if name not in ("memory", "fastest")]
-        for name in schedulers:
+        for name in (chosen := listed(schedulers)):
             check_name("scheduler to explore", name, offered)
         self.schedulers = widgets.SelectMultiple(
-            options=offered, value=tuple(schedulers), rows=len(offered), description="schedulers", style=WIDE
+            options=offered, value=chosen, rows=len(offered), description="schedulers", style=WIDE
         )
         self.samples = slider("budget, samples", 32, 4, 256)
         self.window = widgets.SelectionSlider(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import DataError, OptionError, check_name, check_numbers
+from mmlab.errors import DataError, OptionError, check_name, check_numbers, listed
 from mmlab.machine import regular
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.cost import PaddedTokens
@@ -164,7 +164,7 @@ def preview(
     size = int(np.clip(budget / max(1.0, mean), 1, 2**16).round())
     options = {"seed": seed, "world_size": ranks, "budget": budget, "cost": PaddedTokens(patch)}
     options |= {"patch": patch, "batch_size": size, **changes}
-    planners = {name: scheduler_among(name, options) for name in schedulers}
+    planners = {name: scheduler_among(name, options) for name in listed(schedulers)}
     figures = {name: _measure(planner, sizes, budget, epochs, prices) for name, planner in planners.items()}
     setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed"
     return Preview(figures, budget, f"{setting}; ranks: {ranks}; epochs: {epochs}")

@@ -308,6 +308,7 @@ def test_the_code_of_a_lab_makes_the_same_lab(tmp_path: Path) -> None:
         ({"budget": "much"}, "budget: expected a valid number, found 'much'"),
         ({"precision": "fp8"}, "precision: expected 'fp32', 'tf32', 'bf16' or 'fp16', found 'fp8'"),
         ({"image": "round:3"}, "image policy 'round:3'"),
+        ({"schedulers": 3}, "schedulers must be a list of names, found 3"),
         ({"schedulers": ()}, "no schedulers to compare; give at least one name"),
         ({"schedulers": ("rndom",)}, "unknown scheduler 'rndom'; did you mean 'random'"),
         ({"schedulers": ("random", "random")}, "'random' is named twice"),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
 
+from mmlab.errors import OptionError
 from mmlab.lab import pump
 from mmlab.lab.live_panel import STATIC, LivePanel
 from mmlab.lab.messages import TRACKS
@@ -388,6 +389,12 @@ def test_closing_ends_the_thread(tmp_path: Path) -> None:
     thread = panel._pump._thread
     panel.close()
     assert thread not in threading.enumerate()
+
+
+@pytest.mark.parametrize("source", [[], 3, [3]])
+def test_a_source_that_names_no_folder_is_refused(source: Any) -> None:
+    with pytest.raises(OptionError, match="source must be folders, found"):
+        LivePanel(source)
 
 
 def test_a_panel_that_its_page_never_showed_ends_its_thread_unless_another_page_shows_it(

@@ -27,7 +27,11 @@ def many() -> SampleSizes:
 @pytest.mark.parametrize("name", ["rndom", "fastest"])
 def test_a_scheduler_that_cannot_be_explored_is_refused_by_name(name: str) -> None:
     with pytest.raises(OptionError, match=f"unknown scheduler to explore '{name}'"):
-        PlanExplorer(draw_sizes(10), (name,))
+        PlanExplorer(draw_sizes(10), name)
+    with pytest.raises(OptionError, match="schedulers must be a list of names, found 3"):
+        PlanExplorer(draw_sizes(10), 3)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="no samples to explore"):
+        PlanExplorer([])  # type: ignore[arg-type]
 
 
 def test_every_slider_of_the_explorer_changes_the_table() -> None:
