@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -84,6 +87,9 @@ def compare(
     with ExitStack() as stack:
         # no other run writes there
         stack.enter_context(nullcontext() if out is None else exclusive_folder(Path(out)))
+        # should the disk fill up, this is room for errors, ends and results
+        kept = BytesIO() if out is None else TemporaryFile(dir=out, buffering=0)  # noqa: SIM115
+        (room := stack.enter_context(kept)).write(os.urandom(1 << 20))
         names = scheduler_names(schedulers)
         control.report_phase("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)
@@ -128,7 +134,7 @@ def compare(
         runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
         control.report_phase("reading every image once")
         _warm_page_cache(train_set, progress)
-        interrupted = take_turns(runs, setup, progress)
+        interrupted = take_turns(runs, setup, progress, room)
         finished = min(len(run.epochs) for run in runs)
         if not finished:
             raise KeyboardInterrupt

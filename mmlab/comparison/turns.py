@@ -278,8 +278,11 @@ class ComparisonRun:
         self._run.emit(event)
 
 
-def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool) -> bool:
-    """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted."""
+def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool, room: Any) -> bool:
+    """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted.
+
+    `room` on the disk is set free before the runs' ends are written.
+    """
     num_epochs = setup.options.epochs
     held_out = held_out_loader(setup.held_out_set)
     try:
@@ -287,6 +290,7 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
         with ExitStack() as stack, progress_bar(total=total, unit="epoch", show=progress) as bar:
             for run in runs:
                 stack.enter_context(run.begin())
+            stack.callback(room.close)
             for epoch in range(num_epochs):
                 for turn in range(len(runs)):
                     run = runs[(turn + epoch) % len(runs)]

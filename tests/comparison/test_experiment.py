@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
+from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import size_schedulers
 from mmlab.comparison.turns import COUNT_EVERY, ComparisonRun
 from mmlab.data.dataset import MultimodalDataset
@@ -626,6 +628,19 @@ def test_on_a_full_disk_the_epochs_that_all_have_finished_are_shown(
 
     real, fails_in = ComparisonRun.run_epoch, 1
     monkeypatch.setattr(ComparisonRun, "run_epoch", run_epoch)
+    rooms: list[Any] = []
+
+    def leave(run: Run, *error: Any) -> None:
+        assert rooms[-1].closed, "the room kept for them is not free when the ends are written"
+        write_end(run, *error)
+
+    def reserve(**where: Any) -> Any:
+        rooms.append(TemporaryFile(**where))  # noqa: SIM115 (the comparison closes it)
+        return rooms[-1]
+
+    write_end = Run.__exit__
+    monkeypatch.setattr(Run, "__exit__", leave)
+    monkeypatch.setattr("mmlab.comparison.experiment.TemporaryFile", reserve)
     small: dict[str, Any] = {"epochs": 2, "equal": "batch_size", "image": "aspect:32", "device": "cpu"}
     with pytest.warns(UserWarning, match="stopped early, .*No space left"):
         found = compare(scenes, ["random", "sorted"], out=tmp_path, progress=False, **small)
