@@ -146,6 +146,7 @@ class Pump:
                 if not self._urgent and not self._closed and wait_s != 0:
                     self._wake.wait(wait_s)
                 if self._closed or not self._shown:  # a page that shows it again starts another
+                    self._runs.forget(but=self._cleared)  # a cell that is run again makes another panel
                     self._thread = None
                     return
             try:

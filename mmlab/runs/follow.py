@@ -16,7 +16,7 @@ import time
 import traceback
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,11 @@ class Runs:
             self._read()  # runs in lockstep are written one after the other: read the rest at once
             return True
         return changed
+
+    def forget(self, *, but: Collection[str]) -> None:
+        """Drop every run but those of these ids; a later `poll` reads them again, as new runs."""
+        self._states = {folder: run for folder, run in self._states.items() if run.id in but}
+        self._next_scan_s = -inf
 
     def _read(self) -> bool:
         changed = False

@@ -224,15 +224,18 @@ def test_a_hidden_panel_is_sent_nothing_until_it_is_shown_again(
     page = Page(panels[0])
     page.say("ready", have={})
     page.take()
+    write(tmp_path, 1, 2)
+    page.until(lambda: len(page.losses()) == 2)
     page.say("hidden")
     while not page.messages.empty():
         page.take()
-    write(tmp_path, 1, 4)
+    write(tmp_path, 3, 2)
     with pytest.raises(queue.Empty):
         page.messages.get(timeout=1.5)  # longer than between two beats
     assert panels[0]._pump._thread is None, "each cell that is run again would leave a thread behind"
-    page.say("ready", have={})
-    page.until(lambda: len(page.losses()) == 4)
+    assert not panels[0]._pump._runs.states, "and all rows"
+    page.say("ready", have={"r1.0.step": 2})
+    page.until(lambda: len(page.losses("r2.0.step")) == 4)
 
 
 def test_buttons_call_the_controller_and_its_state_comes_back(

@@ -205,7 +205,12 @@ class Store {
 		this.send({ kind: "ready", have });
 	}
 	attach(view) { this.views.add(view); this.ready(); this.schedule(); }
-	detach(view) { this.views.delete(view); if (!this.views.size) this.send({ kind: "hidden" }); }
+	detach(view) {
+		this.views.delete(view);
+		if (this.views.size) return;
+		if (!this.lost && !this.busy) this.series.clear(), this.lines = [];
+		this.send({ kind: "hidden" });
+	}
 	take(message, buffers) {
 		const { rows, runs, seq, ...facts } = message, bytes = buffers?.[0];
 		if (facts.kind !== "update") return;
@@ -236,7 +241,7 @@ class Store {
 			return Object.assign(line, { run, several: run.ranks.length > 1 });
 		}));
 		const ids = new Set(runs.map((run) => run.id));
-		for (const name of [...this.series.keys()]) if (!ids.has(name.split(".")[0])) this.series.delete(name);
+		for (const name of this.series.keys()) if (!ids.has(name.split(".")[0])) this.series.delete(name);
 	}
 	watch() {
 		if (!this.views.size) return this.heard && !this.nudged++ && this.send({ kind: "unseen" }); // its cell ran anew
@@ -343,7 +348,7 @@ class View {
 		const model = this.store.model, title = model.get("title");
 		this.el.innerHTML = model.get("page");
 		this.root = this.el.querySelector(".mmlp");
-		for (const name of ["state", "live", "main", "stop", "bar", "fill", "eta", "legend", "where", "axes", "last", "smooth", "help", "errors", "verdict", "tiles", "phase", "grid", "lastdata", "notes", "lost", "losttext", "title"])
+		for (const name of "state live main stop bar fill eta legend where axes last smooth help errors verdict tiles phase grid lastdata notes lost losttext title".split(" "))
 			this[name] = this.root.querySelector(`.mmlp-${name}`);
 		this.root.setAttribute("aria-label", `live panel of ${title}`);
 		this.title.textContent = this.title.title = title;
@@ -503,7 +508,7 @@ class View {
 		const { plot } = made, w = width - LEFT - RIGHT, h = height - TOP - BOTTOM, jobs = [];
 		let bottom = plot.zero || plot.unit === "share" ? 0 : Infinity, top = plot.unit === "share" ? 0 : -Infinity;
 		const soft = {}, values = []; // highest value of each measure that does not set the range; a sample of those that do
-		const log = made.plot.robust && this.log;
+		const log = plot.robust && this.log;
 		setAttribute(made.log, "aria-pressed", !!log);
 		for (const line of this.visible()) plot.measures.forEach((measure, order) => {
 			if (this.isExtra(line, measure, soft)) return;
@@ -565,7 +570,7 @@ class View {
 			if (job.ys !== job.values) { g.globalAlpha = job.line.run.ghost ? 0 : 0.22; g.lineWidth = 1; g.setLineDash([]); trace(g, job, job.values, px, py); }
 			g.globalAlpha = 1;
 			g.lineWidth = job.order ? 1.2 : 1.6;
-			g.setLineDash(job.to - job.from > w / 2 && !this.weight ? [] : dash); // a dense jagged line shows no dashes, and they are slow
+			g.setLineDash(job.to - job.from > w / 2 && !this.weight ? [] : dash); // a dense jagged line shows no dashes
 			if (!job.measure.marks) trace(g, job, job.ys, px, py);
 			for (let i = job.from; job.marked && i < job.to; i++) if (job.marked(i)) g.fillText("×", px(job.xs[i]), Math.max(TOP, py(Math.min(top, job.values[i])) - 5));
 			const all = job.measure.marks || job.to - job.from < 3, alone = (i) => job.measure.sharp && !Number.isFinite(job.ys[i - 1]) && !Number.isFinite(job.ys[i + 1]);
