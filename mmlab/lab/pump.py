@@ -70,7 +70,7 @@ class Pump:
         self._errors: list[dict[str, str]] = []
         # the thread's own
         self._sent: dict[str, int] = {}  # rows of each series that were sent
-        self._names: dict[str, None] = {}  # of runs, in the order in which they were first seen
+        self._names: dict[Any, str] = {}  # of runs, by folder, in the order in which they were first seen
         self._said: dict[str, Any] = {}  # facts as last sent
         self._saved: list[str] = []  # ids of the runs whose end was saved
         self._answers: dict[str, Any] = {}  # the last values from the controller
@@ -271,16 +271,16 @@ class Pump:
             raised = failure.rsplit("Traceback (", 1)[-1]
             text = re.split(r"\n(?=\S)", raised, maxsplit=1)[-1].strip()  # after the indented frames
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
-        self._names |= dict.fromkeys(run.name for run in runs)
-        light, dark = colours_of(self._names), colours_of(self._names, dark=True)
-        dashes = {name: place for place, name in enumerate(self._names)}
+        self._names |= {run.folder: run.name for run in runs}
+        light, dark = (colours_of(self._names.values(), dark=dark) for dark in (False, True))
+        dashes = {folder: place for place, folder in enumerate(self._names)}
         earlier = earlier_of(runs)
         facts = {
             "runs": [
                 {
                     **facts_of(run),
                     "colours": [each[run.name] + "80" * (run in earlier) for each in (light, dark)],
-                    "dash": dashes[run.name],
+                    "dash": dashes[run.folder],
                     "ghost": run in earlier,
                 }
                 for run in runs

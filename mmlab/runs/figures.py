@@ -44,19 +44,18 @@ GREY = "#808080"  # visible on light and on dark pages
 def colours_of(names: Iterable[str], *, dark: bool = False) -> dict[str, str]:
     """The colour of each scheduler or run, by name: the same in every picture, whatever their order.
 
-    A name that is no scheduler's gets a colour by its hash, or the next one if an earlier name has that
-    colour. An earlier run, of `previous-N`, has that of the run which followed it.
+    A name that is no scheduler's, and a second run of one scheduler, get a colour by the name's hash, or the next
+    one if an earlier name has that colour. An earlier run, of `previous-N`, has that of the run which followed it.
 
-    >>> colours_of(["budget", "later/random", "random"])
-    {'budget': '#D98C00', 'later/random': '#0072B2', 'random': '#0072B2'}
+    >>> colours_of(["live/random", "previous-1/live/random", "larger/random"])
+    {'live/random': '#0072B2', 'previous-1/live/random': '#0072B2', 'larger/random': '#8C564B'}
     """
     found: dict[str, str] = {}
     runs = {name: "/".join(part for part in name.split("/") if not is_aside(part)) for name in names}
     for run in dict.fromkeys(runs.values()):
         name = run.rsplit("/", 1)[-1]
-        pairs = [_COLOURS[name]] if name in _COLOURS else _OTHERS
-        first = zlib.crc32(name.encode()) % len(pairs)
-        choice = [pair[dark] for pair in (*pairs[first:], *pairs[:first])]
+        own, first = [_COLOURS[name]] if name in _COLOURS else [], zlib.crc32(name.encode()) % len(_OTHERS)
+        choice = [pair[dark] for pair in (*own, *_OTHERS[first:], *_OTHERS[:first])]
         found[run] = next((colour for colour in choice if colour not in found.values()), choice[0])
     return {name: found[run] for name, run in runs.items()}
 

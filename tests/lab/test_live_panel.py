@@ -342,6 +342,22 @@ def test_ranks_and_kinds_of_events_are_series_whose_seconds_count_from_the_first
     assert page.facts["progress"][0] is None, "of one of the runs nobody knows how long it is"
 
 
+def test_a_run_keeps_its_colour_and_dashes_when_another_of_its_name_begins(
+    tmp_path: Path, panels: list[LivePanel]
+) -> None:
+    write(tmp_path / "one" / "random", 1, 2)
+    panels.append(LivePanel(tmp_path))
+    page = Page(panels[0])
+    page.say("ready", have={})
+    page.until(lambda: page.facts.get("runs"))
+    alone = page.facts["runs"][0]
+    write(tmp_path / "other" / "random", 1, 2)
+    page.until(lambda: len(page.facts["runs"]) == 2)
+    first, second = page.facts["runs"]
+    assert (first["colours"], first["dash"]) == (alone["colours"], alone["dash"])
+    assert not {*first["colours"]} & {*second["colours"]}, "they cannot be told apart"
+
+
 def test_a_run_that_is_cleared_stays_away_until_it_is_written_anew(
     tmp_path: Path, panels: list[LivePanel]
 ) -> None:
