@@ -185,11 +185,9 @@ def start_compare(
         for name in ours:
             (folder / name).unlink(missing_ok=True)
     with (folder / LOG).open("wb") as log:
-        command = [sys.executable, "-m", "mmlab.comparison.background"]
+        call = [sys.executable, "-m", "mmlab.comparison.background"]
         # in a session of its own: interrupting a cell of the notebook must not interrupt the run
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-        )
+        child = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
     about = {"process": describe_process(child.pid), "job": job_of(data, schedulers, options)}
     replace_file(folder / PROCESS, json.dumps(about, indent=2, default=str))
     _latest[folder.resolve()] = run = BackgroundRun(folder, about, child)

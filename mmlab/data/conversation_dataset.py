@@ -88,10 +88,8 @@ class ConversationDataset(Dataset[Sample]):
     ) -> None:
         self.collator = ConversationCollator(processor)
         self.records, self.tokenizer = conversations, processor.tokenizer
-        by_roles = {
-            tuple(turn["role"] for turn in own): row for row, own in enumerate(conversations.messages)
-        }
-        for roles, row in by_roles.items():
+        rows = {tuple(turn["role"] for turn in own): row for row, own in enumerate(conversations.messages)}
+        for roles, row in rows.items():
             try:
                 self.collator.check(conversations.messages[row])
             except DataError as error:

@@ -29,10 +29,9 @@ class _SameEpochs(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if (planned := self._trainer.planned) is not None and state.global_step:
-            epoch, steps = divmod(
-                state.global_step, math.ceil(len(planned) / args.gradient_accumulation_steps)
-            )
-            here = epoch + steps * args.gradient_accumulation_steps / len(planned)
+            window = args.gradient_accumulation_steps
+            epoch, steps = divmod(state.global_step, math.ceil(len(planned) / window))
+            here = epoch + steps * window / len(planned)
             if not math.isclose(state.epoch, here, rel_tol=1e-6):
                 raise DataError(
                     "cannot resume: the checkpoint's epochs had another number of batches; resume with the same number "

@@ -57,9 +57,8 @@ class LivePanel(anywidget.AnyWidget):
     def __init__(self, source: Source, controller: Any = None) -> None:
         self.controller = controller
         self._source = source
-        folders = listed(
-            str(source) if isinstance(source, Path) else source, wanted := "source must be folders"
-        )
+        wanted = "source must be folders"
+        folders = listed(str(source) if isinstance(source, Path) else source, wanted)
         if not folders or not all(isinstance(each, str | Path) for each in folders):
             raise OptionError(f"{wanted}, found {source!r}")
         super().__init__(

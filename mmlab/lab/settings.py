@@ -119,9 +119,7 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
 
 def _vary(runs: Mapping[str, RunState], keys: Mapping[str, list[str]]) -> bool:
     """Whether these values are not the same in all steps of all runs; a step that learnt nothing has none."""
-    values = np.concatenate(
-        [run.column(key) for name, run in runs.items() for key in keys[name]] or [np.empty(0)]
-    )
+    values = np.concatenate([[], *(run.column(key) for name, run in runs.items() for key in keys[name])])
     return len(np.unique(values[np.isfinite(values)])) > 1
 
 

@@ -133,9 +133,8 @@ def _aligned(traces: Sequence[StepTrace]) -> NDArray[np.int64]:
     """
     counts = [Counter(trace.operations) for trace in traces]
     alike = {name for name, count in counts[0].items() if all(other[name] == count for other in counts)}
-    places = [
-        [0, *(place for place, name in enumerate(trace.operations) if name in alike)] for trace in traces
-    ]
+    named = [enumerate(trace.operations) for trace in traces]
+    places = [[0, *(place for place, name in own if name in alike)] for own in named]
     both = [*zip(traces, places, strict=True)]
     orders = {tuple(trace.operations[place] for place in own[1:]) for trace, own in both}
     if len(orders) > 1:

@@ -91,10 +91,8 @@ class PlannedMemory:
         limit_gib = self.limit_bytes / GIB
         if self.plan is not None:
             shapes, times = np.unique(self.plan.shape_columns, axis=0, return_counts=True)
-            _, tokens, *sides = shapes.T
-            dots = counts.scatter(
-                np.prod(sides, axis=0) / 1e3, shapes[:, 0], c=tokens, s=8 * times, alpha=0.7
-            )
+            samples, tokens, *sides = shapes.T
+            dots = counts.scatter(np.prod(sides, axis=0) / 1e3, samples, c=tokens, s=8 * times, alpha=0.7)
             figure.colorbar(dots, label="tokens")
             needed.plot(self.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
         needed.axhline(limit_gib, color=GREY, lw=1, ls="--")

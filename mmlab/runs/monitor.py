@@ -63,9 +63,7 @@ class DeviceMonitor:
         self._stop.set()
         self._thread.join(timeout=10)
         if self._thread.is_alive():
-            warnings.warn(
-                "the device monitor did not stop: reading the device hangs", RuntimeWarning, stacklevel=2
-            )
+            warnings.warn("the device monitor did not stop: a reading hangs", RuntimeWarning, stacklevel=2)
         if self.error is not None:
             warnings.warn(f"the device monitor failed: {self.error!r}", RuntimeWarning, stacklevel=2)
 
@@ -103,7 +101,6 @@ class DeviceMonitor:
                     return
                 self._stop.wait(max(0.0, self._interval_s - (time.perf_counter() - started)))
 
-    def _warn(self, message: str, **values: Any) -> None:
-        self._emit(
-            RunEvent.now("warning", -1, {"message": message, "source": "monitor", **values}, self._rank)
-        )
+    def _warn(self, message: str, **more: Any) -> None:
+        values = {"message": message, "source": "monitor", **more}
+        self._emit(RunEvent.now("warning", -1, values, self._rank))

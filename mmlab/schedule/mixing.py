@@ -56,9 +56,7 @@ class Drawing(Scheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.inner, Scheduler):
-            raise OptionError(
-                f"inner must be a scheduler, as make_scheduler() gives it, found {self.inner!r}"
-            )
+            raise OptionError(f"inner must be a scheduler, as make_scheduler() gives, found {self.inner!r}")
         if isinstance(self.inner, Drawing) and self.inner.draws:
             raise OptionError(
                 f"{type(self).__name__} cannot wrap {type(self.inner).__name__}: the inner draw would be lost"
@@ -158,12 +156,9 @@ class Mixed(Drawing):
         if epochs != sorted(set(epochs)):
             raise OptionError(f"the points of ratios must be at ascending epochs, found {epochs}")
         for epoch, shares in self._points:
-            if not isinstance(shares, Mapping) or not all(
-                isinstance(share, Real) for share in shares.values()
-            ):
-                raise OptionError(
-                    f"a point of ratios must be (epoch, {{source: share}}), found {(epoch, shares)}"
-                )
+            if not isinstance(shares, Mapping) or not all(isinstance(each, Real) for each in shares.values()):
+                found = f"found {(epoch, shares)}"
+                raise OptionError(f"a point of ratios must be (epoch, {{source: share}}), {found}")
             if min(shares.values(), default=0.0) < 0 or not 0 < sum(shares.values()) < np.inf:
                 raise OptionError(f"ratios must not be negative or all zero, found {shares} at epoch {epoch}")
             if shares.keys() != self._points[0][1].keys():

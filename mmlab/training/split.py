@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,13 +67,11 @@ class Window:
             self.dummy = dummy_batch(batches[0])
         self.batches: list[Batch | None] = [*batches, *[None] * (length - len(batches))]
         counted = [batch or self.dummy for batch in self.batches]
-        counts = [
-            {name: goal.count(batch) for name, goal in trainer.goals.items()} for batch in counted if batch
-        ]
+        goals = trainer.goals.items()
+        counts = [{name: goal.count(batch) for name, goal in goals} for batch in counted if batch]
         if not self.gathers:
-            self.batches = [
-                batch for batch, count in zip(batches, counts, strict=True) if any(count.values())
-            ]
+            pairs = zip(batches, counts, strict=True)
+            self.batches = [batch for batch, count in pairs if any(count.values())]
         self.counts = {name: sum(count[name] for count in counts[: len(batches)]) for name in trainer.goals}
         self._begin()
 
@@ -152,9 +151,8 @@ class Window:
             if loss.requires_grad:  # its backward pass takes part in the reduction of gradients
                 trainer.backward(loss)
             return
-        parts = [
-            slice(n * len(batch) // num_parts, (n + 1) * len(batch) // num_parts) for n in range(num_parts)
-        ]
+        ends = [n * len(batch) // num_parts for n in range(num_parts + 1)]
+        parts = [slice(begin, end) for begin, end in pairwise(ends)]
         self._rows = parts[0]
         if num_parts == 1:
             trainer.micro_step(batch, number, terms)

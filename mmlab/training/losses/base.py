@@ -61,9 +61,8 @@ class LossTerms:
 
     def means(self) -> dict[str, float]:
         """Mean of each objective that counted anything, without its weight; waits for the device."""
-        return {
-            name: float(total) / self.counts[name] for name, total in self._sums.items() if self.counts[name]
-        }
+        counted = [name for name in self._sums if self.counts[name]]
+        return {name: float(self._sums[name]) / self.counts[name] for name in counted}
 
 
 def pairs(batch: Batch) -> Tensor:
