@@ -432,7 +432,8 @@ def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_ke
     again.stop()
     until(lambda: again.state != "stopping")
     assert (again.state, lab.state) == ("stopped", "stopped")
-    assert Lab(scenes, **options).panel().earlier.children[1].description == "previous-1: epochs=1"
+    box = Lab(scenes, **options).panel().earlier.children[1]
+    assert (box.description, box.layout.width) == ("previous-1: epochs=1", "auto")  # 300 pixels would cut it
     (tmp_path / "previous-1" / "process.json").write_text("{")
     assert "process.json is damaged" in Lab(scenes, **options).panel().earlier.children[1].description
     panel.close()
