@@ -150,7 +150,8 @@ class BackgroundRun:
         if self.asked_to_stop:
             return {"status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
-        message = trace = f"its process ended{code} without an error message"
+        why = "without an error message" if self.folder.is_dir() else f"after {self.folder} was removed"
+        message = trace = f"its process ended{code} {why}"
         with contextlib.suppress(FileNotFoundError):
             trace = f"{message}; its log ends:\n{(self.folder_now / LOG).read_text(errors='replace')[-4000:]}"
         return {"status": "failed", "message": message, "traceback": trace}

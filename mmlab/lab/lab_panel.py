@@ -77,8 +77,8 @@ class LabPanel(Panel):
             except (ValueError, TypeError, LookupError):
                 told = f"{path.name} is damaged, so how it differed is not known"
             said = ": ".join(filter(None, (name, told)))
-            look: Any = {"indent": False, "layout": {"width": "auto"}}  # else a long description is cut off
-            boxes.append(widgets.Checkbox(description=said, tooltip=name, **look))
+            wide = {"width": "auto"}  # else a long description is cut off
+            boxes.append(widgets.Checkbox(description=said, tooltip=name, indent=False, layout=wide))
             boxes[-1].observe(self.showing(self._follow), "value")
         self.earlier.children = [widgets.Label("compare with"), *boxes] if boxes else []
         for box in boxes[-1:]:

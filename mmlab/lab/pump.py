@@ -273,14 +273,13 @@ class Pump:
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
         self._names |= {run.folder: run.name for run in runs}
         light, dark = (colours_of(self._names.values(), dark=dark) for dark in (False, True))
-        dashes = {folder: place for place, folder in enumerate(self._names)}
         earlier = earlier_of(runs)
         facts = {
             "runs": [
                 {
                     **facts_of(run),
                     "colours": [each[run.name] + "80" * (run in earlier) for each in (light, dark)],
-                    "dash": dashes[run.folder],
+                    "dash": [*self._names].index(run.folder),
                     "ghost": run in earlier,
                 }
                 for run in runs

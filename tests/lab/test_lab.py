@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,8 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     runs = Runs(tmp_path)
     runs.poll()
     assert {name: state.status for name, state in runs.states.items()} == {"runs/random": "killed"}
+    shutil.rmtree(tmp_path)
+    assert lab.error == f"its process ended with exit code -9 after {tmp_path} was removed"
 
 
 CELL = """
