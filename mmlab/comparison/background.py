@@ -34,7 +34,7 @@ from mmlab.comparison.options import COMPARED
 from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import USER_ERRORS, DataError, OptionError, RunError
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
-from mmlab.runs.control import PHASE, Control, replace_file, send
+from mmlab.runs.control import CONTROL, PHASE, Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, exclusive_folder, folder_now, move_earlier_aside
 
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
@@ -173,12 +173,12 @@ def start_compare(
     """
     folder = Path(out)
     try:
-        sent = pickle.dumps((data, schedulers, {**options, "out": str(out)}, time.time(), detached))
+        sent = pickle.dumps((data, schedulers, {**options, "out": str(out)}, detached))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise OptionError(f"cannot send this to another process ({error}); give paths and names") from error
     if folder.resolve() in _latest:
         _latest[folder.resolve()].stop(timeout_s=10)
-    ours = (LOG, PROCESS, OUTCOME, PHASE)
+    ours = (LOG, PROCESS, OUTCOME, PHASE, CONTROL)
     with exclusive_folder(folder):  # fails while a run of another process uses the folder
         # move aside an earlier run's files now, so that followers of the new run do not see them
         if any((folder / name).exists() for name in COMPARISON_FILES):
@@ -230,12 +230,12 @@ def _child() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores()
     # before torch is imported: the parent may block until the pipe is read
-    data, schedulers, options, since_s, detached = pickle.load(sys.stdin.buffer)
+    data, schedulers, options, detached = pickle.load(sys.stdin.buffer)
     outcome: dict[str, Any] = {"status": "done"}
     try:
         if not detached:
             threading.Thread(target=end_with_parent, args=(signal.SIGINT,), daemon=True).start()
-        control = Control(options["out"], since_s=since_s)
+        control = Control(options["out"], obey_earlier=True)
         control.report_phase("importing torch")
         import mmlab
 

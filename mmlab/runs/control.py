@@ -12,8 +12,7 @@ was restarted.
 True
 
 Costs: one `stat` of the file for every step, about two microseconds; the file is read only when it has changed.
-Does not: interrupt a step, an evaluation or a read of a file; those are finished first. It compares clocks, so a folder
-that two machines share needs clocks that agree to the second.
+Does not: interrupt a step, an evaluation or a read of a file; those are finished first.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def send(folder: str | Path, command: str) -> None:
     """
     check_name("command to a run", command, _LEVELS)
     path = Path(folder) / CONTROL
-    replace_file(path, json.dumps({"command": command, "time_s": time.time()}))
+    replace_file(path, json.dumps({"command": command}))
 
 
 def read_phase(folder: str | Path) -> str:
@@ -61,15 +60,16 @@ class Control:
 
     Args:
         folder: of the run. None reads no commands: only rank 0 reads them, for all ranks.
-        since_s: commands older than this time (seconds since 1970; default: now) are ignored, since they were
-            meant for an earlier run.
+        obey_earlier: a command that is there already counts, too, not only those that come later. It was meant for
+            an earlier run, unless whoever starts this one has removed such a file.
     """
 
-    def __init__(self, folder: str | Path | None, *, since_s: float | None = None) -> None:
+    def __init__(self, folder: str | Path | None, *, obey_earlier: bool = False) -> None:
         self._path = None if folder is None else Path(folder) / CONTROL
-        self._since_s = time.time() if since_s is None else since_s
         self._seen: tuple[int, int] | None = None  # inode and time of the file as last read
         self._wanted = "resume"
+        if not obey_earlier and self.wanted:  # reading it makes it old
+            self._wanted = "resume"
         self.paused_s = 0.0  # spent waiting so far
         self.stopped = False  # the last result of `wait_if_paused_or_stop`
 
@@ -88,7 +88,7 @@ class Control:
                 if (status.st_ino, status.st_mtime_ns) != self._seen:
                     self._seen = (status.st_ino, status.st_mtime_ns)
                     found = json.loads(self._path.read_text())
-                    if found["command"] in _LEVELS and found["time_s"] >= self._since_s:
+                    if found["command"] in _LEVELS:
                         self._wanted = found["command"]
             except (OSError, ValueError, KeyError, TypeError):
                 pass  # no command yet, or none that `send` wrote
