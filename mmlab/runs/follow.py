@@ -62,11 +62,12 @@ class RunState:
         self.name = "" if self.folder is None else self.folder.resolve().name
         self.first_s = self.last_s = nan  # time of the first and the last event, seconds since 1970
         self.notes: deque[RunEvent] = deque(maxlen=MAX_NOTES)  # the last events that a person should see
-        self.is_broken = False  # one of its files cannot be read; it is not polled any more
+        self.error: dict[str, str] = {}  # why one of its files cannot be read, until it is mended or replaced
         self._written_status = "waiting"
         self._status_from = (0, -inf)  # rank and time of the event that says so
         # path -> inode, first bytes (a new file may reuse an old one's inode), and the offset read so far
         self._files: dict[str, tuple[int, bytes, int]] = {}
+        self._found: dict[str, os.stat_result] = {}  # of each file when it was last looked at
         self._latest: dict[tuple[str, int], RunEvent] = {}
         self._columns: dict[tuple[str, int], dict[str, array[float]]] = {}
         self._checked_s, self._process_runs = -inf, True
@@ -76,7 +77,7 @@ class RunState:
         """Waiting, running, paused, done, stopped or failed; killed if the run's process ended without
         writing an `end` event, and unreadable once `Runs` has found its files damaged.
         """
-        if self.is_broken:
+        if self.error:
             return "unreadable"
         start = self.latest("start")
         if self._written_status not in ("running", "paused") or not start.keys() >= set(IDENTITY):
@@ -207,7 +208,7 @@ class RunState:
     def _read(self) -> int:
         num_events = 0
         for path, (inode, head, offset) in self._files.items():
-            found = os.stat(path)
+            found = self._found[path] = os.stat(path)
             if inode and (found.st_ino != inode or found.st_size < offset):
                 raise FileReplacedError(f"{path} was replaced by a new run")
             while found.st_size > offset:
@@ -223,6 +224,15 @@ class RunState:
                 num_events += len(events)
             self._files[path] = (found.st_ino, head, offset)
         return num_events
+
+    def _look_again(self) -> int:
+        """Raise FileReplacedError if a file was changed by other than its run, which only appends."""
+        for path, old in self._found.items():
+            found = self._found[path] = os.stat(path)
+            is_appended = found.st_ino == old.st_ino and found.st_size > old.st_size
+            if found.st_ctime_ns != old.st_ctime_ns and not is_appended:
+                raise FileReplacedError(f"{path} was mended or replaced")
+        return 0
 
     def _append(self, event: RunEvent) -> None:
         """Add a row: all columns of a kind have as many numbers as there are events of that kind."""
@@ -251,7 +261,7 @@ class Runs:
     """
 
     def __init__(self, source: Source, *, scan_s: float = 0.0) -> None:
-        self.errors: list[dict[str, str]] = []  # what could not be read: where, text, traceback
+        self.errors: list[dict[str, str]] = []  # what cannot be read: where, text, traceback
         self._states: dict[Path, RunState] = {}
         self._scan_s = scan_s
         self._num_runs = 0
@@ -293,10 +303,8 @@ class Runs:
     def _read(self) -> bool:
         changed = False
         for folder, state in list(self._states.items()):
-            if state.is_broken:
-                continue
             try:
-                changed |= state._read() > 0
+                changed |= (state._look_again() if state.error else state._read()) > 0
             except FileReplacedError:
                 self._take(folder, list(state._files))
                 changed = True
@@ -304,9 +312,8 @@ class Runs:
                 del self._states[folder]
                 self._next_scan_s, changed = -inf, True
             except (DataError, OSError) as error:
-                state.is_broken = True
-                self.errors.append(shown_error("reading", error))
-                changed = True
+                state.error, changed = shown_error("reading", error), True
+        self.errors = [state.error for state in self._states.values() if state.error]
         return changed
 
     def _scan(self) -> bool:

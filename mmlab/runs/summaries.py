@@ -46,7 +46,7 @@ def progress_of(runs: Iterable[RunState]) -> Progress:
     >>> progress_of([run])
     Progress(done_ratio=0.6, left_s=4.0)
     """
-    runs = [run for run in runs if not run.is_broken]
+    runs = [run for run in runs if not run.error]
     planned, done = np.array([_planned_and_done(run) for run in runs]).reshape(-1, 2).T
     if not runs or not np.isfinite(planned).all():
         return Progress()

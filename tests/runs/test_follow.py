@@ -157,7 +157,7 @@ def test_a_run_that_is_moved_aside_is_dropped(tmp_path: Path) -> None:
     assert list(runs.states) == ["b"]
 
 
-def test_a_damaged_file_is_reported_once_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_once_until_it_is_mended_and_the_others_go_on(tmp_path: Path) -> None:
     write(tmp_path / "good", 2)
     write(tmp_path / "bad", 2)
     with (tmp_path / "bad" / "events-rank0.jsonl").open("a") as file:
@@ -172,6 +172,13 @@ def test_a_damaged_file_is_reported_once_and_the_others_go_on(tmp_path: Path) ->
     assert "DataError" in error["traceback"]
     with pytest.raises(DataError, match="is not an event"):
         RunState(tmp_path / "bad").poll()
+    path = tmp_path / "bad" / "events-rank0.jsonl"
+    write(tmp_path / "bad", 2, first=3)
+    assert not runs.poll()
+    path.write_bytes(path.read_bytes().replace(b"no event\n", b""))  # as the message says
+    assert runs.poll()
+    assert runs.states["bad"].count() == 4
+    assert not runs.errors
 
 
 def test_notes_of_a_run_are_kept_with_their_tracebacks(tmp_path: Path) -> None:
