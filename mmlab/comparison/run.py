@@ -25,8 +25,8 @@ from mmlab.types import Batch
 class Run(AbstractContextManager["Run"]):
     """A context manager around one training run: it writes the run's events.
 
-    The last event, `end`, is written when the context is left, if `start` was called: with the status `done`,
-    `stopped` (by the control file, an interrupt or SIGTERM) or `failed` (by any other exception).
+    The last event, `end`, is written when the context is left, if `start` was called (else a new file is removed): with
+    the status `done`, `stopped` (by the control file, an interrupt or SIGTERM) or `failed` (by any other exception).
 
     Args:
         folder: of the run; made if need be. None writes nothing.
@@ -39,6 +39,7 @@ class Run(AbstractContextManager["Run"]):
         self.control = control or Control(folder if rank == 0 else None)
         self.step = 0  # of the last event that had one
         self._log = None if folder is None else RunLog(folder, rank)
+        self._is_new = self._log is not None and not self._log.path.stat().st_size
         self._started_s: float | None = None
 
     def emit(self, event: RunEvent) -> None:
@@ -81,3 +82,5 @@ class Run(AbstractContextManager["Run"]):
             self.write("end", status=status, num_steps=self.step, run_s=run_s, paused_s=paused_s, **details)
         if self._log is not None:
             self._log.close()
+            if self._is_new and self._started_s is None:  # refused: a view would wait for it for ever
+                self._log.path.unlink(missing_ok=True)
