@@ -395,6 +395,7 @@ def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: 
         ("name=../other", r"name must be that of a folder inside the runs, found '../other'"),
         ("trainer=3", r"trainer is a section: write \[trainer\]"),
         ("trainer.lr", r"--set takes section.key=value, found 'trainer.lr'"),
+        ("data.path=/a\udcff", r"--set data.path: config.toml keeps UTF-8 only, found '/a\\udcff'"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named(config: Path, change: str, message: str) -> None:
