@@ -62,7 +62,7 @@ def test_a_killed_rank_costs_its_part_alone(many: Path, tmp_path: Path) -> None:
 
 
 def outcome(num_made: int) -> dict[str, Any]:
-    return {"num_made": num_made, "num_left_out": 0, "bad_samples": [f"row {num_made}"]}
+    return {"num_made": num_made, "num_left_out": 0, "bad_samples": [f"row {num_made}"], "problems": []}
 
 
 def test_every_rank_has_the_same_report(many: Path, tmp_path: Path) -> None:

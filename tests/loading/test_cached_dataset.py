@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import tarfile
 import threading
@@ -204,6 +205,12 @@ def test_building_within_a_limit_says_what_found_no_room(dataset: MultimodalData
     assert report.num_left_out > 0
     assert report.cache_bytes <= 100_000
     assert f"{report.num_left_out} did not fit" in str(report)
+    assert report.ok
+    with pytest.warns(UserWarning, match="nothing more is cached"):
+        cached.cache._fail(OSError(errno.ENOSPC, "No space left on device"))
+    report = build_cache(cached, progress=False)
+    assert not report.ok
+    assert f"cannot write to the cache {tmp_path / 'cache'}: No space left on device" in str(report)
 
 
 @pytest.mark.filterwarnings("ignore:.* texts were cut to 12 tokens:UserWarning")
@@ -218,12 +225,16 @@ def test_a_change_of_policy_says_so_and_another_tokenizer_changes_nothing(
     cached = with_cache(other, tmp_path / "cache")  # images do not depend on how texts are tokenised
     assert build_cache(cached, progress=False).num_made == 0
     assert len(cached[0]["input_ids"]) <= 12
+    first = cached
     dataset = MultimodalDataset(dataset.records, image_policy=Aspect(64 * 64 + 1, 16))  # the same short name
     assert str(dataset.image_policy) == str(Aspect(64 * 64, 16))
     with pytest.warns(
         UserWarning, match=r"image policy Aspect\(max_area=4096, .*\) -> Aspect\(max_area=4097"
     ):
         with_cache(dataset, tmp_path / "cache")
+    report = build_cache(first, progress=False)  # it has its file open
+    assert not report.ok
+    assert "another process removed it, to keep other images there" in str(report)
 
 
 def test_a_policy_must_show_its_settings(dataset: MultimodalDataset) -> None:

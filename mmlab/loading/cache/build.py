@@ -36,14 +36,15 @@ class BuildReport:
     num_images: int  # distinct ones of the data set
     num_made: int  # decoded now, also those that were then left out
     num_left_out: int  # for lack of space, or after the disk failed
+    problems: tuple[str, ...]  # why the cache lacks images that it should have
     bad_samples: tuple[str, ...]  # why each could not be made
     made_by_rank: tuple[int, ...]  # `num_made` by process
     cache_bytes: int
 
     @property
     def ok(self) -> bool:
-        """Whether every image could be read."""
-        return not self.bad_samples
+        """Whether every image could be read, and written up to the limit."""
+        return not self.bad_samples and not self.problems
 
     def __str__(self) -> str:
         num_there = self.num_images - self.num_made - len(self.bad_samples)
@@ -55,7 +56,7 @@ class BuildReport:
         ]
         if self.num_left_out:
             lines.append(f"{self.num_left_out:,} did not fit: they are decoded whenever they are read")
-        return "\n".join([*lines, *self.bad_samples])
+        return "\n".join([*lines, *self.problems, *self.bad_samples])
 
 
 def build_cache(
@@ -145,15 +146,22 @@ def make_rows(
         "num_made": sum(num_made for num_made, _ in done),
         "num_left_out": dataset.cache.stats().num_left_out - before,
         "bad_samples": [reason for _, bad in done for reason in bad],
+        "problems": [dataset.cache.problem] if dataset.cache.problem else [],
     }
 
 
 def join_outcomes(cache: SampleCache, outcomes: Sequence[Mapping[str, Any]]) -> BuildReport:
     """The report on what all processes did."""
+    problems = {problem for outcome in outcomes for problem in outcome["problems"]}
+    if not problems and not cache.path.exists():
+        problems.add(
+            f"{cache.path}: another process removed it, to keep other images there: use a folder for each"
+        )
     return BuildReport(
         num_images=len(image_rows(cache)),
         num_made=sum(outcome["num_made"] for outcome in outcomes),
         num_left_out=sum(outcome["num_left_out"] for outcome in outcomes),
+        problems=tuple(sorted(problems)),
         bad_samples=tuple(sorted(bad for outcome in outcomes for bad in outcome["bad_samples"])),
         made_by_rank=tuple(outcome["num_made"] for outcome in outcomes),
         cache_bytes=cache.stats().cache_bytes,
@@ -187,10 +195,12 @@ def gather(
 
 def _wait_for(store: Any, keys: list[str], cache: SampleCache, silence_s: float) -> None:
     """Wait until every rank has set its key."""
-    started_s = time.time()
+    seen_s, seen = time.monotonic(), None
     while not store.check(keys):
-        written_s = cache.path.stat().st_mtime if cache.path.exists() else 0.0
-        if time.time() - max(started_s, written_s) > silence_s:
+        written = cache.path.stat().st_mtime_ns if cache.path.exists() else 0
+        if written != seen:  # this machine's clock may be set, and differ from that of the disk
+            seen_s, seen = time.monotonic(), written
+        if time.monotonic() - seen_s > silence_s:
             ranks = ", ".join(key.split()[1] for key in keys if not store.check([key]))
             raise RunError(
                 f"rank {ranks} has not reported for {silence_s:g} s; start the job again: what is done is kept"

@@ -105,7 +105,7 @@ class SampleCache:
         file, slot = self._open(), int(self.key.slots[row])
         source = self._missed.pop(row, None) or self.key.source(row)
         shape = (3, *self.key.shapes[slot].tolist())
-        if file is None or self._failed or slot >= file.num_kept or pixels.shape != shape:
+        if file is None or self.problem or slot >= file.num_kept or pixels.shape != shape:
             self._count("num_left_out")
             return
         try:
@@ -136,7 +136,7 @@ class SampleCache:
         self._pid, self._lock, self._counts = os.getpid(), threading.Lock(), Counter[str]()
         self._missed: dict[int, bytes] = {}  # row -> source of the image that is being decoded
         self._opened = self._layout = None
-        self._failed = False
+        self.problem = ""  # why this process writes nothing more
 
     def _count(self, name: str) -> int:
         if self._pid != os.getpid():  # forked: a thread of the parent may have held the lock
@@ -146,13 +146,10 @@ class SampleCache:
             return self._counts[name]
 
     def _fail(self, error: OSError) -> None:
-        if not self._failed:
-            warnings.warn(
-                f"cannot write to the cache {self.folder}: {error.strerror}; what it has is still read, nothing more "
-                "is cached by this process",
-                stacklevel=3,
-            )
-        self._failed = True
+        if not self.problem:
+            self.problem = f"cannot write to the cache {self.folder}: {error.strerror}"
+            what = "what it has is still read, nothing more is cached by this process"
+            warnings.warn(f"{self.problem}; {what}", stacklevel=3)
 
     def _adopt(self) -> None:
         """Take over the folder for this key: remove files made with other settings, and warn what changed."""
@@ -179,7 +176,7 @@ class SampleCache:
             return file
         if self._layout is None:
             self._layout = Layout(self.key.settings, self.key.shapes)
-        if not self._failed:
+        if not self.problem:
             try:
                 room_bytes = self._make_room(int(self._layout.starts[-1]))
                 file = SlotFile(self.path, self._layout, room_bytes=room_bytes)
