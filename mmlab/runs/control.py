@@ -83,15 +83,14 @@ class Control:
     def wanted(self) -> str:
         """The latest command; `resume` if there was none."""
         if self._path is not None:
-            try:
+            # no command yet, or none that `send` wrote
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 status = os.stat(self._path)
                 if (status.st_ino, status.st_mtime_ns) != self._seen:
                     self._seen = (status.st_ino, status.st_mtime_ns)
                     found = json.loads(self._path.read_text())
                     if found["command"] in _LEVELS:
                         self._wanted = found["command"]
-            except (OSError, ValueError, KeyError, TypeError):
-                pass  # no command yet, or none that `send` wrote
         return self._wanted
 
     def wait_if_paused_or_stop(

@@ -73,10 +73,8 @@ class DeviceMonitor:
         except Exception as error:  # nothing else would show a thread's error than __exit__ and the event
             self.error = error
             with suppress(Exception):  # if `emit` itself fails, only __exit__ shows it
-                self._warn(
-                    f"the device monitor failed, sampling has ended: {error!r}",
-                    traceback=traceback.format_exc(),
-                )
+                message = f"the device monitor failed, sampling has ended: {error!r}"
+                self._warn(message=message, traceback=traceback.format_exc())
 
     def _sample_until_stopped(self) -> None:
         told: set[str] = set()  # each note is reported once, however often it comes and goes
@@ -89,18 +87,13 @@ class DeviceMonitor:
                 notes, details = values.pop("notes"), values.pop("details")
                 if news := [note for note in notes if note not in told]:
                     told |= set(news)
-                    self._warn("; ".join(news))
-                values |= {
-                    **details,
-                    "rss_bytes": process_rss_bytes(),
-                    "reading_s": time.perf_counter() - started,
-                    "monitor_cpu_s": time.thread_time(),
-                }
+                    self._warn(message="; ".join(news))
+                values |= {**details, "rss_bytes": process_rss_bytes(), "monitor_cpu_s": time.thread_time()}
+                values["reading_s"] = time.perf_counter() - started
                 self._emit(RunEvent.now("device", -1, values, self._rank))
                 if self._stop.is_set():
                     return
                 self._stop.wait(max(0.0, self._interval_s - (time.perf_counter() - started)))
 
-    def _warn(self, message: str, **more: Any) -> None:
-        values = {"message": message, "source": "monitor", **more}
-        self._emit(RunEvent.now("warning", -1, values, self._rank))
+    def _warn(self, **values: Any) -> None:
+        self._emit(RunEvent.now("warning", -1, {"source": "monitor", **values}, self._rank))

@@ -166,16 +166,15 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     named = f"{best} (level with {', '.join(level)})" if level else best
     spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
+    over = f"{named}: {gain:+.0f} % over {rival}"
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
-        said = [
-            f"{named}: {gain:+.0f} % over {rival}, but they did not take turns: the machine may have been slower for one"
-        ]
+        said = [f"{over}, but they did not take turns: the machine may have been slower for one"]
     elif num_epochs == 1:
         said = [f"{best}: {gains[0]:+.0f} % over {rival} in one epoch; its noise is not known yet"]
     elif are_level(found[best][1], found[rival][1]):
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:
-        said = [f"{named}: {gain:+.0f} % over {rival} ({spread})"]
+        said = [f"{over} ({spread})"]
     after, before = (summarize(found[name][0]) for name in (best, rival))
     padded, left = before["combined_waste"], after["combined_waste"]
     if padded is not None and left is not None:

@@ -169,40 +169,34 @@ def join_outcomes(cache: SampleCache, outcomes: Sequence[Mapping[str, Any]]) -> 
 
 
 def gather(
-    outcome: Mapping[str, Any],
-    cache: SampleCache,
-    store: Any,
-    rank: int,
-    world_size: int,
-    *,
-    silence_s: float = _SILENCE_S,
+    outcome: Mapping[str, Any], cache: SampleCache, store: Any, rank: int, world_size: int
 ) -> list[Mapping[str, Any]]:
     """The outcome of every rank; waits for as long as the cache's file still changes.
 
-    `torchrun` ends the job if a rank fails; `silence_s` is for other launchers.
+    `torchrun` ends the job if a rank fails; the limit is for other launchers.
 
     Raises:
-        RunError: for `silence_s`, a rank has not reported and the file has not changed.
+        RunError: for ten minutes, a rank has not reported and the file has not changed.
     """
     store.set(f"done {rank}", json.dumps(outcome))
-    _wait_for(store, [f"done {other}" for other in range(world_size)], cache, silence_s)
+    _wait_for(store, [f"done {other}" for other in range(world_size)], cache)
     found = [json.loads(store.get(f"done {other}")) for other in range(world_size)]
     store.set(f"left {rank}", "")
     if rank == 0:  # it leaves last: without torchrun, the store is in this process
-        _wait_for(store, [f"left {other}" for other in range(world_size)], cache, silence_s)
+        _wait_for(store, [f"left {other}" for other in range(world_size)], cache)
     return found
 
 
-def _wait_for(store: Any, keys: list[str], cache: SampleCache, silence_s: float) -> None:
+def _wait_for(store: Any, keys: list[str], cache: SampleCache) -> None:
     """Wait until every rank has set its key."""
     seen_s, seen = time.monotonic(), None
     while not store.check(keys):
         written = cache.path.stat().st_mtime_ns if cache.path.exists() else 0
         if written != seen:  # this machine's clock may be set, and differ from that of the disk
             seen_s, seen = time.monotonic(), written
-        if time.monotonic() - seen_s > silence_s:
+        if time.monotonic() - seen_s > _SILENCE_S:
             ranks = ", ".join(key.split()[1] for key in keys if not store.check([key]))
             raise RunError(
-                f"rank {ranks} has not reported for {silence_s:g} s; start the job again: what is done is kept"
+                f"rank {ranks} has not reported for {_SILENCE_S:g} s; start the job again: what is done is kept"
             )
         time.sleep(_LOOK_EVERY_S)
