@@ -44,6 +44,9 @@ EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one per rank
 _FIELDS = {"kind": (str,), "step": (int,), "rank": (int,), "time_s": (float, int)}
 _TYPES = {"text": (str, float), "object": (dict,)}  # by unit, else numbers; a text may read "NaN"
 _KEY_TYPES = {name: _TYPES.get(key.unit, (float, int)) for name, key in EVENT_KEYS.items()}
+# a clock that goes on when the system's is set, on Linux also while the machine sleeps: events of a run stay in order
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_BEGAN_S = time.time() - time.clock_gettime(_CLOCK)
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -64,7 +67,7 @@ class RunEvent:
     @classmethod
     def now(cls, kind: str, step: int, values: Mapping[str, Any], rank: int = 0) -> RunEvent:
         """An event that happens now."""
-        return cls(kind, step, rank, time.time(), values)
+        return cls(kind, step, rank, _BEGAN_S + time.clock_gettime(_CLOCK), values)
 
 
 class RunLog(AbstractContextManager["RunLog"]):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,13 @@ def test_events_are_not_lost_silently_if_their_file_is_removed(tmp_path: Path) -
         log.path.unlink()
         with pytest.raises(FileNotFoundError, match=f"removed while .*{log.path.name}"):
             log.write("step", 1, loss=1.0)
+
+
+def test_a_clock_that_is_set_back_leaves_events_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = RunEvent.now("step", 1, {})
+    assert abs(before.time_s - time.time()) < 60
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert before.time_s <= RunEvent.now("step", 2, {}).time_s
 
 
 def test_threads_never_mix_their_lines(tmp_path: Path) -> None:
