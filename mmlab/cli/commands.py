@@ -164,7 +164,7 @@ def plan(
         raise OptionError("--lengths has the sizes of images, which are not read: leave --images out")
     if model is None and (device_name, price_per_hour, memory_gb, precision) != (None, None, None, "fp32"):
         raise OptionError(
-            "--device-name, --price-per-hour, --memory-gb, --precision need a model's steps: give --model"
+            "--device-name, --price-per-hour, --memory-gb, --precision need the steps of a --model"
         )
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
@@ -301,10 +301,8 @@ def cache_build(
     from mmlab.loading.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
     from mmlab.types import parse_image_policy
 
-    dataset = MultimodalDataset(
-        read_records(data, images=images, progress=os.environ.get("RANK", "0") == "0"),
-        image_policy=parse_image_policy(image),
-    )
+    records = read_records(data, images=images, progress=os.environ.get("RANK", "0") == "0")
+    dataset = MultimodalDataset(records, image_policy=parse_image_policy(image))
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
     if not (Path(folder).is_dir() and os.access(folder, os.W_OK)):

@@ -80,6 +80,19 @@ def test_a_folder_with_something_in_it_is_left_alone(
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
+def test_a_tour_that_finds_no_room_says_so_in_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copytree(source: Path, target: Path, **_: object) -> None:
+        target.mkdir(parents=True)
+        raise shutil.Error([(str(source), str(target), "No space left on device")] * 100)
+
+    monkeypatch.setattr("mmlab.cli.tour.copytree", copytree)
+    assert main(["tour", str(tmp_path / "new")]) == 1
+    assert len(capsys.readouterr().err) < 300
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_tour_of_a_checkout_is_that_of_the_wheel(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
