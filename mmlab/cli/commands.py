@@ -163,9 +163,7 @@ def plan(
     if lengths is not None and images is not None:
         raise OptionError("--lengths has the sizes of images, which are not read: leave --images out")
     if model is None and (device_name, price_per_hour, memory_gb, precision) != (None, None, None, "fp32"):
-        raise OptionError(
-            "--device-name, --price-per-hour, --memory-gb, --precision need the steps of a --model"
-        )
+        raise OptionError("--device-name, --price-per-hour, --memory-gb, --precision need --model")
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
     policy = parse_image_policy(image)
@@ -353,6 +351,7 @@ def bench_parallel(
     return bench_parallel(**options)
 
 
+_CACHE = {"build": cache_build, "info": cache_info, "verify": verify_cache, "clear": clear_cache}
 COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands in it
     "compare": compare,
     "train": train,
@@ -362,10 +361,7 @@ COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands i
     "plan": plan,
     "memory": memory,
     "data": ("Make or look at a data set.", {"make": make, "inspect": inspect}),
-    "cache": (
-        "Keep decoded samples on disk.",
-        {"build": cache_build, "info": cache_info, "verify": verify_cache, "clear": clear_cache},
-    ),
+    "cache": ("Keep decoded samples on disk.", _CACHE),
     "bench": ("Measure this machine.", {"io": bench_io, "parallel": bench_parallel}),
     "tour": copy_tour,
     "doctor": diagnose,

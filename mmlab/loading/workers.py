@@ -115,6 +115,10 @@ class ProcessBackend(Backend):
                 error.__traceback__ = None  # futures keep the error, whose frames keep this backend alive
                 for place, item in enumerate(pending):
                     pending[place] = item._replace(loaded=self._submit(item.request))
+            except RuntimeError as error:  # torch's own, as in a container with its usual 64 MiB
+                if "shared memory" not in str(error):
+                    raise
+                raise RunError(f"{error}; enlarge /dev/shm (--shm-size), or use backend='threads'") from error
             else:
                 self._num_deaths = 0
                 return loaded

@@ -169,6 +169,18 @@ def test_a_mistake_in_users_code_comes_out_as_it_is(dataset, backend: str) -> No
         list(make_loader(dataset, backend, augment=Wrong()))
 
 
+class NoRoom:
+    def __call__(self, image: torch.Tensor, **key: object) -> torch.Tensor:
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1>: No space left on device"
+        )
+
+
+def test_where_shared_memory_is_too_small_the_remedy_is_named(dataset) -> None:
+    with pytest.raises(RunError, match=r"No space left on device; enlarge /dev/shm \(--shm-size\), or use"):
+        list(make_loader(dataset, "torch", augment=NoRoom()))
+
+
 def test_a_worker_that_never_had_a_batch_ends_too(dataset) -> None:
     with pytest.raises(KeyError, match="a mistake in an augmentation") as caught:
         list(make_loader(dataset, "torch", scheduler=Drawn(1), augment=Wrong()))

@@ -148,8 +148,7 @@ class SampleCache:
     def _fail(self, error: OSError) -> None:
         if not self.problem:
             self.problem = f"cannot write to the cache {self.folder}: {error.strerror}"
-            what = "what it has is still read, nothing more is cached by this process"
-            warnings.warn(f"{self.problem}; {what}", stacklevel=3)
+            warnings.warn(f"{self.problem}; what it has is still read, nothing more is cached", stacklevel=3)
 
     def _adopt(self) -> None:
         """Take over the folder for this key: remove files made with other settings, and warn what changed."""
