@@ -27,6 +27,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from inspect import formatannotation
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ def _plain_options(kind: type) -> dict[str, tuple[Any, Any]]:
     found = {}
     for option in dataclasses.fields(kind):
         with suppress(NameError):  # a type of ours, which TOML cannot express
-            found[option.name] = (eval(str(option.type), dict(vars(builtins))), None)
+            written = option.type if isinstance(option.type, str) else formatannotation(option.type)
+            found[option.name] = (eval(written, dict(vars(builtins))), None)
     return found
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.events import read_events
 from mmlab.runs.folders import exclusive_folder
 from mmlab.runs.trackers import current_events, export_run
+from mmlab.schedule.classic import BatchScheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.schedulers import SCHEDULERS
 from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
 from tests.comparison.killed_while_training import kill_ten_times, stop_one_of_two_ranks
@@ -117,6 +119,16 @@ def test_a_configuration_that_is_written_reads_back_as_it_was(
     chosen = load_config(config, [change])
     (again := tmp_path / "again.toml").write_text(chosen.toml())
     assert load_config(again) == chosen
+
+
+def test_a_scheduler_of_ones_own_is_configured_like_the_others(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module may have types or, with annotations postponed, their names."""
+    own = make_dataclass("Own", [("batch_size", int, 8)], bases=(BatchScheduler,), frozen=True, kw_only=True)
+    monkeypatch.setitem(SCHEDULERS, "own", own)
+    chosen = load_config(config, ["scheduler={name='own', batch_size=4}"])
+    assert chosen.scheduler == {"name": "own", "batch_size": 4}
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000 + "]" * 5000, "[" * 300 + "]" * 300])
