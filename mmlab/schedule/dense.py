@@ -82,12 +82,11 @@ class Budget(Scheduler):
         if (time := self.time) is not None:
             if (unit := getattr(time, "unit", "no unit")) != "seconds":
                 raise OptionError(f"time must predict seconds, found {type(time).__name__} in {unit}")
-            for name in ("precision", "checkpointing"):
-                one, other = (getattr(model, "conditions", {}).get(name) for model in (time, self.cost))
+            two = [(getattr(m, "fingerprint", None), getattr(m, "conditions", {})) for m in (time, self.cost)]
+            for name in ("model", "precision", "checkpointing"):
+                one, other = (made_for if name == "model" else of.get(name) for made_for, of in two)
                 if None not in (one, other) and one != other:
-                    raise OptionError(
-                        f"time is of {name} {one}, cost of {name} {other}; fit both as you will train"
-                    )
+                    raise OptionError(f"time is of {name} {one}, cost of {name} {other}; fit both alike")
             if (patch := getattr(time, "patch", PATCH)) != self._patch:
                 raise OptionError(
                     f"time counts image patches of {patch} pixels and cost those of {self._patch}; give both for one model"

@@ -208,6 +208,8 @@ def test_time_and_memory_of_different_steps_are_refused(name, other):
         OptionError, match=f"time is of {name} {time.conditions[name]}, cost of {name} {other}"
     ):
         make_scheduler("fastest", time=time, cost=memory, budget=1e9)
+    with pytest.raises(OptionError, match="time is of model 0123, cost of model 4567"):
+        make_scheduler("fastest", time=time, cost=replace(memory, fingerprint="4567"), budget=1e9)
 
 
 def test_slow_data_count_where_they_take_longer_than_the_step():
