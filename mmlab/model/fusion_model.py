@@ -154,6 +154,12 @@ class FusionModel(nn.Module):
         """Whether both encoders run without padding, see `mmlab.model.packing`."""
         return all(getattr(encoder, "packed", False) for encoder in (self.image_encoder, self.text_encoder))
 
+    @property
+    def num_words(self) -> int | None:
+        """Number of token ids that the text encoder knows; None if it has no `embedding`."""
+        embedding = getattr(self.text_encoder, "embedding", None)
+        return None if embedding is None else len(embedding)
+
     def forward(self, batch: Batch) -> FusionOutput:
         """Encode a batch; a missing image or text gets a finite embedding that means nothing."""
         image = self.encode_image(batch.pixel_values, batch.pixel_mask)

@@ -102,7 +102,10 @@ class LossModel(nn.Module):
         image_config = _first(config, "vision_config", "image_config", "encoder")
         self.image_size = _pair(getattr(image_config, "image_size", None))
         self.patch = _pair(getattr(image_config, "patch_size", None)) or (1, 1)
-        self.max_tokens = getattr(_first(config, "text_config", "decoder"), "max_position_embeddings", None)
+        reads_text = "input_ids" in self.accepted or self.labels == "text"
+        text_config = _first(config, "text_config", "decoder") if reads_text else None
+        self.max_tokens = getattr(text_config, "max_position_embeddings", None)
+        self.num_words = getattr(text_config, "vocab_size", None)  # token ids that it knows
         self._interpolates = "interpolate_pos_encoding" in _takes(getattr(module, "encoder", None))
 
     @property
@@ -163,14 +166,13 @@ class LossModel(nn.Module):
             )
         if loss.numel() != 1:
             raise DataError(
-                f"{type(self.module).__name__} returned a loss of shape {tuple(loss.shape)}; expected one mean"
+                f"{type(self.module).__name__} returned a loss of shape {tuple(loss.shape)}, no mean"
             )
         return output
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         """The arguments that forward takes, by name."""
-        reads = "input_ids" in self.accepted or self.labels == "text"
-        if self.max_tokens and reads and batch.input_ids.shape[1] > self.max_tokens:
+        if self.max_tokens and batch.input_ids.shape[1] > self.max_tokens:
             raise DataError(
                 f"a text has {batch.input_ids.shape[1]} tokens, {type(self.module).__name__} takes "
                 f"{self.max_tokens}; use MultimodalDataset(max_tokens={self.max_tokens})"

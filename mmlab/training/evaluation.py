@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-from mmlab.errors import DataError, RunError
+from mmlab.errors import DataError, OptionError, RunError
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.huggingface import LossModel
 from mmlab.model.masking import can_hide, num_hidden
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.masked_language import MaskedLanguage
+from mmlab.training.losses.names import OBJECTIVES
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
 from mmlab.training.retrieval import Embeddings, figures_of, of_pairs
 from mmlab.training.split import Leaves
@@ -26,6 +27,27 @@ from mmlab.types import Batch
 
 if TYPE_CHECKING:
     from mmlab.training.setup import TrainerSetup
+
+
+def meanings_of(loader: Any) -> list[tuple[Any, ...]]:
+    """What token ids (a checksum) and labels stand for in a loader's batches, as far as it says."""
+    words, dataset = getattr(loader, "vocabulary", None), getattr(loader, "dataset", None)
+    names = getattr(getattr(dataset, "records", None), "label_names", ())
+    return [() if words is None else (words,), tuple(names)]
+
+
+def refuse_other_meanings(trainer: TrainerSetup, loader: Any) -> None:
+    """Refuse held-out data whose token ids or labels, where they are read, stand for other things than in training."""
+    both = zip(trainer.taught, meanings_of(loader), strict=True)
+    words, classes = (taught[: len(own)] != own[: len(taught)] for taught, own in both)
+    model, reads = trainer.model, {*getattr(trainer.model, "accepted", ("batch",))}
+    if words and {"input_ids", "batch"} & reads:
+        told = "words than in training: give MultimodalDataset(held_out, tokenizer=dataset.tokenizer)"
+        raise OptionError(f"token ids of eval_loader stand for other {told}")
+    own_goals = {type(goal) for goal in trainer.objectives.values()} - {*OBJECTIVES.values()}
+    if classes and own_goals and {"labels", "batch"} & reads and getattr(model, "labels", "batch") == "batch":
+        told = "read both as splits of one source, which numbers their classes together"
+        raise OptionError(f"labels of eval_loader stand for other classes than in training: {told}")
 
 
 @torch.no_grad()
@@ -103,6 +125,7 @@ class _Found(NamedTuple):
 
 def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, held_out: Batch) -> _Found:
     model, precision, device = trainer.model, trainer.precision, trainer.device
+    trainer.check_words(held_out)
     batch = held_out.to(device)
     with precision.autocast():
         output = model(batch)

@@ -30,6 +30,7 @@ from torch import Tensor
 from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.runs.control import Control
 from mmlab.training.checkpoint.keeping import Checkpoints
+from mmlab.training.evaluation import meanings_of
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import refuse_bare
 from mmlab.training.randomness import RandomStream
@@ -93,16 +94,13 @@ class FusionTrainer(TrainerSetup):
             DataError: another number of ranks stopped in mid-epoch, and the loader cannot tell which samples are left.
             OptionError: an invalid `num_epochs`; a loader without a length; batches planned for another number of
                 ranks; an epoch without a batch, or without anything to learn from; an `eval_loader` whose tokenizer
-                has other words.
+                has other words, or whose labels stand for other classes.
             RunError: as `train_step`.
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
-        self._refuse_shares(eval_loader)
-        words = {getattr(one, "vocabulary", None) for one in (loader, eval_loader)} - {None}
-        if len(words) > 1 and {"input_ids", "batch"} & {*getattr(self.model, "accepted", ("batch",))}:
-            told = "MultimodalDataset(held_out, tokenizer=dataset.tokenizer)"
-            raise OptionError(f"token ids of eval_loader stand for other words than in training: give {told}")
+        self.taught = meanings_of(loader)
+        self._refuse_held_out(eval_loader)
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
         eval_every = self.options.eval_every
         with self._stoppable(checkpoints, control) as should_stop:
@@ -158,9 +156,7 @@ class FusionTrainer(TrainerSetup):
         """
         kinds = [type(batch) for batch in batches] if isinstance(batches, Sequence) else []
         if not kinds or not all(issubclass(kind, Batch) for kind in kinds):
-            raise OptionError(
-                f"a step takes a list of Batch, as mmlab's loaders give, found {kinds or batches}"
-            )
+            raise OptionError(f"a step takes a list of Batch, as loaders give, found {kinds or batches}")
         self.meter.begin()
         lr, num_failures = self._begin_step(), self.num_out_of_memory
         weights, norms = self.weighting.weights(), None

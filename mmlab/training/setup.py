@@ -24,7 +24,7 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.evaluation import evaluate, nonfinite_samples
+from mmlab.training.evaluation import evaluate, meanings_of, nonfinite_samples, refuse_other_meanings
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.contrastive import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.names import parse_objectives
@@ -90,6 +90,7 @@ class TrainerSetup:
         self.saved_on = self.strategy.num_shares
         self._resumed_on_others = False
         self._stopping = threading.Event()
+        self.taught = meanings_of(None)  # of the training's loader
 
     schedule: list[float] | None
 
@@ -219,9 +220,7 @@ class TrainerSetup:
         if last_epoch <= self.epoch:
             return 0
         if not hasattr(loader, "__len__"):
-            raise OptionError(
-                f"a {type(loader).__name__} has no length, from which the schedule follows: give total_steps"
-            )
+            raise OptionError(f"a {type(loader).__name__} has no length for the schedule: give total_steps")
         num_batches, each = len(loader), self.options.accumulation_steps  # type: ignore[arg-type]
         rest = math.ceil((num_batches - self.epoch_batches) / each)
         whole = math.ceil(getattr(loader, "whole_epoch", num_batches) / each)
@@ -243,9 +242,10 @@ class TrainerSetup:
 
         Raises:
             DataError: no batch; or no pair, where the model gives embeddings.
-            OptionError: the loader gives each rank its share alone.
+            OptionError: the loader gives each rank its share alone; its token ids or labels are other ones than in training,
+                or token ids that the model does not know.
         """
-        self._refuse_shares(loader)
+        self._refuse_held_out(loader)
         started = clock(self.device)
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
@@ -255,7 +255,16 @@ class TrainerSetup:
         measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
         return {"epoch": self.epoch, "eval_s": clock(self.device) - started, **measured}
 
-    def _refuse_shares(self, loader: Any) -> None:
+    def check_words(self, *batches: Batch) -> None:
+        """Refuse token ids that the model does not know; on a GPU they would end the process."""
+        known = getattr(self.model, "num_words", None)
+        if known and (largest := max(int(batch.host.input_ids.max()) for batch in batches)) >= known:
+            told = "make it with vocab_size=len(tokenizer), or call resize_token_embeddings"
+            raise OptionError(f"token id {largest} in a model of {known} words: {told}")
+
+    def _refuse_held_out(self, loader: Any) -> None:
+        """Refuse batches that the ranks share already, or whose token ids or labels stand for other things."""
+        refuse_other_meanings(self, loader)
         if min(self.strategy.world_size, getattr(getattr(loader, "scheduler", None), "world_size", 1)) > 1:
             raise OptionError(
                 "an evaluation itself shares the batches among the ranks: plan those of eval_loader with world_size=1"
@@ -323,9 +332,7 @@ class TrainerSetup:
             DataError: it is not the state of a trainer, or its run trained other weights of this model.
         """
         if not state.keys() >= {"model", "optimizer", "precision", "weighting", "progress"}:
-            raise DataError(
-                f"this is not what a trainer's state_dict() returned: it has {', '.join([*state][:5])}"
-            )
+            raise DataError(f"this is not a trainer's state_dict(): it has {', '.join([*state][:5])}")
         saved = state.get("trained", {})  # moments are kept by place: they would go to other weights
         for name, weight in self.model.named_parameters():
             if saved.get(name, weight.requires_grad) != weight.requires_grad:

@@ -67,6 +67,7 @@ class Window:
             self.dummy = dummy_batch(batches[0])
         self.batches: list[Batch | None] = [*batches, *[None] * (length - len(batches))]
         counted = [batch or self.dummy for batch in self.batches]
+        trainer.check_words(*batches)
         goals = trainer.goals.items()
         counts = [{name: goal.count(batch) for name, goal in goals} for batch in counted if batch]
         if not self.gathers:

@@ -43,7 +43,7 @@ PADDED = [name for name in SCHEDULERS if name != "packed"]
 def clip(tokenizer):
     from transformers import CLIPConfig, CLIPModel
 
-    text = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.sep_token_id, **SMALL}
+    text = {"vocab_size": len(tokenizer), "eos_token_id": getattr(tokenizer, "sep_token_id", 3), **SMALL}
     vision = {"image_size": SIDE, "patch_size": 16, **SMALL}
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
 

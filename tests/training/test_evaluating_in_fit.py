@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train
@@ -19,6 +23,7 @@ from mmlab.training.weighting import make_weighting
 from mmlab.types import Square
 from tests.batches import make_batch
 from tests.comparison.test_training import CONFIG, assert_equal, final_state
+from tests.model.test_any_model import clip
 
 TINY = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16}
 BATCHES = [make_batch([(4, 32, 48), (9, 16, 16), (3, 48, 32), (6, 32, 32)], seed=seed) for seed in range(6)]
@@ -32,6 +37,17 @@ class Restless:
         for batch in HELD_OUT:
             torch.rand(3)
             yield batch
+
+
+class Classifier(nn.Module):
+    """A head of three classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(1, 3)
+
+    def forward(self, pixel_values, labels=None):
+        return nn.functional.cross_entropy(self.head(pixel_values.mean((1, 2, 3))[:, None]), labels)
 
 
 def make_trainer(**options) -> FusionTrainer:
@@ -115,8 +131,36 @@ def test_held_out_texts_of_another_tokenizer_are_refused(records):
         PlannedLoader(one, make_scheduler("random", batch_size=8), num_workers=0) for one in datasets
     )
     model = build_model("tiny", vocab_size=1000, **TINY)
+    trainer = FusionTrainer(model, device="cpu")
     with pytest.raises(OptionError, match="token ids of eval_loader stand for other words than in training"):
-        FusionTrainer(model, device="cpu").fit(loader, eval_loader=other)
+        trainer.fit(loader, eval_loader=other)
+    with pytest.raises(OptionError, match="token ids of eval_loader stand for other words than in training"):
+        trainer.evaluate(other)
     alike = MultimodalDataset(held_out, image_policy=Square(32), tokenizer=datasets[0].tokenizer)
     same = PlannedLoader(alike, make_scheduler("random", batch_size=8), num_workers=0)
     FusionTrainer(model, device="cpu").fit(loader, eval_loader=same)
+
+
+def test_held_out_labels_of_other_classes_are_refused_where_they_are_read(records):
+    """Two files read one by one number their class names each for itself."""
+    train = replace(records, labels=np.arange(len(records)) % 3, label_names=("ant", "cat", "dog"))
+    held_out = replace(train, label_names=("cat", "dog"))
+    first = MultimodalDataset(train, image_policy=Square(32))
+    second = MultimodalDataset(held_out, image_policy=Square(32), tokenizer=first.tokenizer)
+    loader, other = (
+        PlannedLoader(one, make_scheduler("random", batch_size=8), num_workers=0) for one in (first, second)
+    )
+    with pytest.raises(OptionError, match="labels of eval_loader stand for other classes than in training"):
+        FusionTrainer(Classifier(), device="cpu").fit(loader, eval_loader=other)
+    model = build_model("tiny", vocab_size=1000, **TINY)
+    FusionTrainer(model, device="cpu").fit(loader, eval_loader=other)  # no objective reads labels
+
+
+def test_token_ids_that_the_model_does_not_know_are_named():
+    for model in (build_model("tiny", vocab_size=20, **TINY), clip(range(20))):
+        trainer = FusionTrainer(model, device="cpu")
+        for use in (trainer.train_step, trainer.evaluate):
+            with pytest.raises(
+                OptionError, match=r"token id \d\d in a model of 20 words: make it with vocab_size"
+            ):
+                use(BATCHES)

@@ -421,7 +421,7 @@ def test_a_weighting_that_is_not_of_these_objectives_is_refused(weighting, messa
 def test_what_is_no_batch_and_an_evaluation_without_one_are_refused():
     trainer = FusionTrainer(tiny_model(), device="cpu")
     for batches in ([], micro_batches()[0], [{"pixel_values": torch.zeros(1)}]):
-        with pytest.raises(OptionError, match="a step takes a list of Batch, as mmlab's loaders give, found"):
+        with pytest.raises(OptionError, match="a step takes a list of Batch, as loaders give, found"):
             trainer.train_step(batches)
     once = iter(micro_batches())
     with pytest.raises(DataError, match="no batch to evaluate on; give a loader that can be iterated anew"):
