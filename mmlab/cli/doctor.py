@@ -198,9 +198,7 @@ def _driver_version() -> str | None:
 
 def _cores() -> Check:
     usable, total = num_usable_cores(), os.cpu_count() or 1
-    remedy = (
-        "data loading and training share one core; give the process more (taskset, container or job settings)"
-    )
+    remedy = "data loading and training share one core; give the process more (taskset, container or job)"
     detail = f"{usable} usable of {total}, {cpu_name()}"
     return _judged("cores", detail, remedy, bad=usable == 1, num_usable=usable, num_total=total)
 
@@ -238,8 +236,6 @@ def _reading(where: Path | None) -> Check:
     detail += f"{cold_mib_per_s:.0f} MiB/s and {cold_files_per_s:.0f} files/s"
     if not rates.really_cold:
         detail += " (alike: the disk is in memory, or its cache could not be dropped)"
-    remedy = (
-        "the first epoch will wait for this disk: copy the data to a local one, or pack them into tar shards"
-    )
+    remedy = "the first epoch waits for this disk: copy the data to a local one, or pack them into tar shards"
     slow = rates.really_cold and cold_mib_per_s < _SLOW_MIB_PER_S
     return _judged("reading", detail, remedy, bad=slow, **values)

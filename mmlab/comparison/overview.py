@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from mmlab.data.records import Records
 
 SHOWN_SCHEDULERS = ("random", "sorted", "bucket", "budget")
-_LABELS = (
-    "labels: {} values; kept with each record, used by models that take labels, not by mmlab's own objectives"
-)
+_LABELS = "labels: {} values; kept, and used by models that take labels, not by mmlab's own objectives"
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 

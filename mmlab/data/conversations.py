@@ -226,9 +226,7 @@ def _parse(entry: Any) -> _Parsed:
         found = f"{num_places} {PLACEHOLDER} in the text and {len(images)} images"
         raise ValueError(f"{found}; every image needs its place, and every place its image")
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
-        raise ValueError(
-            "no answer (a turn of gpt or assistant after another one), so there is nothing to learn"
-        )
+        raise ValueError("no answer (a turn of gpt or assistant after another one), so nothing to learn")
     return messages, tuple(images)
 
 
@@ -240,9 +238,7 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
     if unread := [key for key in ("tool_calls", "reasoning_content") if turn.get(key)]:
-        raise ValueError(
-            f"{where}: {unread[0]} is not read; write it into the text as the model's template does"
-        )
+        raise ValueError(f"{where}: {unread[0]} is not read; write it into the text as the template does")
     if not isinstance(content, str | list):
         raise ValueError(f"{where}: no content or value, found {content!r:.40}")
     parts: list[dict[str, str]] = []

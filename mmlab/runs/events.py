@@ -98,9 +98,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (close() closes it)
         self._lock = threading.Lock()
         if num_torn_bytes:
-            message = (
-                f"cut {num_torn_bytes} bytes of a torn last line, left by a run that was killed while writing"
-            )
+            message = f"cut {num_torn_bytes} bytes of a torn last line, left by a run killed while writing"
             self.write("warning", -1, message=message, source="events")
 
     def write(self, kind: str, step: int, **values: Any) -> None:

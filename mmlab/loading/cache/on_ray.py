@@ -45,9 +45,7 @@ def build_cache_on_ray(
     """
     cache, _ = check_build(dataset, num_actors)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise OptionError(
-            "engine 'ray' has its own workers: start it once, without torchrun, or leave it out"
-        )
+        raise OptionError("engine 'ray' has own workers: start it once, without torchrun, or leave it out")
     try:
         import ray
         import ray.data
