@@ -166,7 +166,7 @@ class LossModel(nn.Module):
             )
         if loss.numel() != 1:
             raise DataError(
-                f"{type(self.module).__name__} returned a loss of shape {tuple(loss.shape)}, no mean"
+                f"{type(self.module).__name__} returned a loss of shape {tuple(loss.shape)}; expected one mean"
             )
         return output
 
