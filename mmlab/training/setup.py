@@ -258,7 +258,7 @@ class TrainerSetup:
     def check_words(self, *batches: Batch) -> None:
         """Refuse token ids that the model does not know; on a GPU they would end the process."""
         known = getattr(self.model, "num_words", None)
-        if known and (largest := max(int(batch.host.input_ids.max()) for batch in batches)) >= known:
+        if known and (largest := max(int(batch.host.input_ids.numpy().max()) for batch in batches)) >= known:
             told = "make it with vocab_size=len(tokenizer), or call resize_token_embeddings"
             raise OptionError(f"token id {largest} in a model of {known} words: {told}")
 
