@@ -257,10 +257,11 @@ class TrainerSetup:
 
     def check_words(self, *batches: Batch) -> None:
         """Refuse token ids that the model does not know; on a GPU they would end the process."""
-        known = getattr(self.model, "num_words", None)
-        if known and (largest := max(int(batch.host.input_ids.numpy().max()) for batch in batches)) >= known:
+        if known := getattr(self.model, "num_words", None):
+            largest = max(batch.host.input_ids.numpy().max(initial=0) for batch in batches)
             told = "make it with vocab_size=len(tokenizer), or call resize_token_embeddings"
-            raise OptionError(f"token id {largest} in a model of {known} words: {told}")
+            if largest >= known:
+                raise OptionError(f"token id {largest} in a model of {known} words: {told}")
 
     def _refuse_held_out(self, loader: Any) -> None:
         """Refuse batches that the ranks share already, or whose token ids or labels stand for other things."""

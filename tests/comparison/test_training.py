@@ -336,7 +336,9 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_in_its_place(
     assert (folder / "config.toml").read_text() == "of the earlier run"
     assert not list((folder / "tokenizer").iterdir())
     if change == "data.path=nowhere":
-        assert main(["train", str(config), "--runs", str(tmp_path), "--set", change, "--set", "name=new"]) == 2
+        assert (
+            main(["train", str(config), "--runs", str(tmp_path), "--set", change, "--set", "name=new"]) == 2
+        )
         assert not list((tmp_path / "new").iterdir()), "mmlab watch would wait for a run that never began"
 
 
