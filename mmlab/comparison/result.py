@@ -207,7 +207,7 @@ class Comparison:
         sizes = ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
         notes = [
             f"Equal memory: a step may need {config['memory_limit_bytes'] / 2**20:.0f} MiB ({given}); every scheduler "
-            f"has the largest batches that are predicted to fit. At most: {sizes}."
+            f"has the largest batches that are predicted to fit. A batch holds at most: {sizes}."
         ]
         if config.get("processor") is None and any(arm.scheduler == "packed" for arm in self.arms):
             notes.append(
@@ -345,7 +345,7 @@ def _size(arm: ArmResult) -> str:
         return f"{arm.options['batch_size']} samples"
     packs_priced = arm.scheduler == "packed" and "PaddedTokens" not in arm.options["cost"]
     if arm.scheduler in ("memory", "fastest") or packs_priced:
-        return "in bytes"
+        return "whatever fits"
     return f"{arm.options['budget']} padded tokens" if "budget" in arm.options else "as configured"
 
 
