@@ -163,7 +163,7 @@ def plan(
     if lengths is not None and images is not None:
         raise OptionError("--lengths has the sizes of images, which are not read: leave --images out")
     if model is None and (device_name, price_per_hour, memory_gb, precision) != (None, None, None, "fp32"):
-        raise OptionError("--device-name, --price-per-hour, --memory-gb, --precision need --model")
+        raise OptionError("--device-name, --price-per-hour, --memory-gb, --precision: give --model too")
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
     policy = parse_image_policy(image)

@@ -347,11 +347,8 @@ def names_of(folders: Iterable[Path]) -> dict[Path, str]:
     while True:
         names = {folder: "/".join(own[-depths[folder] :]) for folder, own in parts.items()}
         counts = Counter(names.values())
-        longer = [
-            folder
-            for folder, name in names.items()
-            if counts[name] > 1 and depths[folder] < len(parts[folder])
-        ]
+        alike = [folder for folder, name in names.items() if counts[name] > 1]
+        longer = [folder for folder in alike if depths[folder] < len(parts[folder])]
         if not longer:
             return names
         for folder in longer:

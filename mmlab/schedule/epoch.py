@@ -45,7 +45,7 @@ class FixedBatches:
 
     def locate(self, state: Mapping[str, Any]) -> Position:
         if state.keys() != {"block", "batch"}:
-            raise DataError("this is no state of a plan of given batches; give what its state_dict() gave")
+            raise DataError("not the state of a plan of given batches; give what its state_dict() returned")
         return Position(state["block"], state["batch"])
 
 

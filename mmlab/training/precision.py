@@ -87,7 +87,9 @@ class Precision:
         """
         halves = (torch.float16, torch.bfloat16)
         if self.name == "fp16" and any(weight.dtype in halves for weight in parameters):
-            raise OptionError("fp16 keeps its weights in fp32, found 16-bit ones; call model.float() first")
+            raise OptionError(
+                "fp16 keeps its weights in fp32 and found 16-bit weights; call model.float() first"
+            )
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context to run the forward pass and the loss in."""

@@ -189,6 +189,7 @@ def test_rows_are_not_late_for_ever_after_the_page_has_asked_for_something(
     """Ten steps a second, in simulated time; buttons of the page are clicked at some moment between two steps."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = clock.time = lambda: clock.now
+    clock.clock_gettime = lambda _clock: clock.now
     for module in ("mmlab.lab.pump", "mmlab.runs.follow", "mmlab.runs.events"):
         monkeypatch.setattr(f"{module}.time", clock)
     lags_s: list[float] = []
