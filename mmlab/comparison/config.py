@@ -211,7 +211,7 @@ def _apply(change: str, sections: dict[str, Any]) -> None:
     if not equals or not key or len(outer) > 1:
         raise OptionError(f"--set takes section.key=value, found {change!r}")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise OptionError(f"--set {place}: config.toml keeps UTF-8 only, found {text!r}; link to it")
+        raise OptionError(f"--set {place}: config.toml keeps UTF-8 only, found {text!r}; rename it")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
