@@ -141,7 +141,7 @@ def test_values_that_no_parser_takes_are_bad_input(value: str, config: Path) -> 
 
 
 def test_text_without_an_encoding_is_bad_input(config: Path) -> None:
-    with pytest.raises(OptionError, match="data.path: config.toml keeps UTF-8 only"):
+    with pytest.raises(OptionError, match="keeps UTF-8 only"):
         load_config(config, ["data.path=a\udcff"])
 
 
