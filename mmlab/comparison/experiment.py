@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -87,9 +86,9 @@ def compare(
     with ExitStack() as stack:
         # no other run writes there
         stack.enter_context(nullcontext() if out is None else exclusive_folder(Path(out)))
-        # should the disk fill up, this is room for errors, ends and results
-        kept = BytesIO() if out is None else TemporaryFile(dir=out, buffering=0)  # noqa: SIM115
-        (room := stack.enter_context(kept)).write(os.urandom(1 << 20))
+        room = stack.enter_context(ExitStack())
+        if out is not None:  # should the disk fill up, this is room for errors, ends and results
+            room.enter_context(TemporaryFile(dir=out, buffering=0)).write(os.urandom(1 << 20))
         names = scheduler_names(schedulers)
         control.report_phase("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)

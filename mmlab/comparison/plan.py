@@ -73,8 +73,8 @@ def plan_run(
         limit_bytes = memory_limit(device, memory_gb=memory_gb).usable_bytes
         if isinstance(dataset, ConversationDataset):
             network: Any = model.to(device)
-            kind = training.precision
-            cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, precision=kind))
+            precision = training.precision
+            cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, precision=precision))
         else:
             step = {**setting, "device": torch.device(device).type}
             step["accumulating"] = training.accumulation_steps > 1

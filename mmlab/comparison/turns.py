@@ -278,7 +278,7 @@ class ComparisonRun:
         self._run.emit(event)
 
 
-def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool, room: Any) -> bool:
+def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool, room: ExitStack) -> bool:
     """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted.
 
     `room` on the disk is set free before the runs' ends are written.
