@@ -27,13 +27,18 @@ runs/scenes/captions.json: | $(READY)
 lab: $(READY)  ## open JupyterLab at the first notebook
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root )notebooks/00_start_here.ipynb
 
-# Many tests wait for processes, so more run at once than there are cores: three share the tests (see tests/conftest.py).
-# Many train until they have seen enough, and cost more where others slow them down: the rest comes after them. What
-# measures time, or fills the machine itself, runs alone at the end.
-test: style chromium  ## everything that CI runs: lint, format, types, notebooks, browser, unit tests, doctests, the site
+# First what needs one core each, with the tests' modules compiled once (three processes would each do it again). Many
+# tests and notebooks wait for processes, so three share them on two cores (see tests/conftest.py). What measures time,
+# or fills the machine itself, runs alone at the end.
+test: style  ## everything that CI runs: lint, format, types, the site, unit tests, doctests, browser, notebooks
+	@$(MAKE) --no-print-directory -j4 types site chromium compiled
 	$(BIN)/python -m pytest -p no:nbval -n 3 --dist loadfile --durations=25 -m "not serial"
-	@$(MAKE) --no-print-directory -j3 types notebooks site
+	@$(MAKE) --no-print-directory notebooks
 	$(BIN)/python -m pytest -p no:nbval --durations=5 -m serial $$(grep -lr --include='test_*.py' mark.serial tests)
+
+.PHONY: compiled
+compiled: $(READY)
+	@$(BIN)/python -m pytest -p no:nbval --collect-only -qq > /dev/null || true  # what is wrong the tests show
 
 check: lint  ## the inner loop: lint, format, types, layers, documents, and the tests of schedule, data and runs
 	$(BIN)/python -m pytest -p no:nbval -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
@@ -49,7 +54,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
-	MMLAB_SMOKE=1 $(BIN)/python -m pytest -p tests.kernels -n 2 --dist loadfile -W default --timeout 0 \
+	MMLAB_SMOKE=1 $(BIN)/python -m pytest -p tests.kernels -n 3 --dist loadfile -W default --timeout 0 \
 		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb
 
 docs: $(READY)  ## execute every notebook in full (ten minutes), keep the copies in docs/notebooks, and build the site
