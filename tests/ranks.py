@@ -16,13 +16,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
+from mmlab.cli.main import main
 from tests.processes import free_port
 
 LIMIT_S = 240.0  # of a whole test, on the busiest machine
@@ -136,6 +138,15 @@ def run_ranks(
     """Call a function on several ranks; returns what each returned, see `started_ranks`."""
     with started_ranks(function, num_ranks, *arguments, joins=joins) as ranks:
         return ranks.results(timeout_s)
+
+
+def mmlab_command(arguments: list[str], printed: Path) -> int:
+    """For a rank: the exit code of an `mmlab` command, whose standard error is written to a file."""
+    with printed.open("w") as file, redirect_stderr(file):
+        try:
+            return main(arguments)
+        except SystemExit as end:
+            return int(end.code or 0)
 
 
 def end_with_parent() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmlab.comparison.sizing import SHORT_FIT
 from tests.prices import speck
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +129,10 @@ def test_live_bytes_are_counted_for_each_precision(gpu: ModuleType, toy: Any) ->
     assert all(step["live_peak_bytes"] > 2**20 for step in row["steps"])
 
 
-def test_the_comparison_runs_and_keeps_its_epochs(gpu: ModuleType, toy: Any) -> None:
+def test_the_comparison_runs_and_keeps_its_epochs(
+    gpu: ModuleType, toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHORT_FIT, "seconds", 1.0)
     row, goals = gpu.compare_schedulers(toy)
     assert [arm["scheduler"] for arm in row["arms"]] == ["random", "sorted", "bucket", "budget", "fastest"]
     assert all(len(arm["epochs"]) == 1 for arm in row["arms"])

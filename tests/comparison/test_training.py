@@ -7,7 +7,6 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ from mmlab.training.checkpoint.keeping import Checkpoints
 from tests.comparison.killed_while_training import kill_ten_times, stop_one_of_two_ranks
 from tests.configs import TINY_MODEL
 from tests.prices import priced_once
-from tests.ranks import run_ranks
+from tests.ranks import mmlab_command, run_ranks, started_ranks
 
 CONFIG = (
     """
@@ -79,10 +78,6 @@ def config(tmp_path: Path, scenes: Path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(CONFIG.format(name="small", scenes=scenes))
     return path
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def steps_of(run: Path) -> list[tuple[int, float]]:
@@ -231,16 +226,16 @@ def test_two_ranks_stop_together_and_go_on_bitwise(config: Path, tmp_path: Path)
 def test_a_signal_leaves_a_checkpoint_of_the_last_step(
     config: Path, tmp_path: Path, number: int, exit_code: int
 ) -> None:
-    events = tmp_path / "runs" / "small" / "events-rank0.jsonl"
-    command = [sys.executable, "-m", "mmlab", "train", str(config), "--runs", str(tmp_path / "runs")]
+    events, printed = tmp_path / "runs" / "small" / "events-rank0.jsonl", tmp_path / "stderr.txt"
+    command = ["train", str(config), "--runs", str(tmp_path / "runs")]
     command += ["--set", "checkpoint.every_steps=1000", "--set", "trainer.num_epochs=100"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment()) as process:
+    with started_ranks(mmlab_command, 1, command, printed, joins=False) as ranks:
         while not events.exists() or b'"kind":"step"' not in events.read_bytes():
-            assert process.poll() is None
+            assert ranks.processes[0].is_alive()
             time.sleep(0.01)
-        process.send_signal(number)
-        assert process.wait(60) == exit_code
-        assert b"resume with auto" in process.stderr.read()
+        os.kill(ranks.processes[0].pid, number)
+        assert ranks.results(60) == [exit_code]
+    assert "resume with auto" in printed.read_text()
     step = steps_of(events.parent)[-1][0]
     assert final_state(events.parent)["progress"]["step"] == step
     *_, saved, end = (

@@ -151,7 +151,13 @@ def test_a_killed_rank_is_started_again_and_no_sample_is_lost_or_repeated(
     starts = [event for event in events_of(run, 0) if event.kind == "start"]
     assert [start.step == 0 for start in starts] == [True, False]
     assert starts[1].step >= 10, "from the last checkpoint, which is every second step"
-    assert last(run, "end")["status"] == "done"
+    losses = []
+    for rank in range(2):
+        assert last(run, "end", rank)["status"] == "done"
+        done = current_events(events_of(run, rank))
+        losses.append([event.values["loss"] for event in done if event.kind == "step"])
+    assert losses[0] == losses[1], "a step's loss is that of all samples"
+    assert not list(run.glob("checkpoints/*/shards"))
     assert_samples_as_planned(config, run)
 
 
