@@ -38,7 +38,7 @@ test: style  ## everything that CI runs: lint, format, types, the site, unit tes
 
 .PHONY: compiled
 compiled: $(READY)
-	@$(BIN)/python -m pytest -p no:nbval --collect-only -qq > /dev/null || true  # what is wrong the tests show
+	@$(BIN)/python -m pytest -p no:nbval --collect-only -qq > /dev/null || true  # an error shows in the tests
 
 check: lint  ## the inner loop: lint, format, types, layers, documents, and the tests of schedule, data and runs
 	$(BIN)/python -m pytest -p no:nbval -n 2 --dist loadfile -m "not serial" tests/project tests/schedule tests/data tests/runs
