@@ -12,19 +12,25 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
+import pytest
 import torch
 from torch import distributed
 
 from mmlab.cli.main import main
+from mmlab.comparison import background
 from tests.processes import free_port
 
 LIMIT_S = 240.0  # of a whole test, on the busiest machine
@@ -147,6 +153,55 @@ def mmlab_command(arguments: list[str], printed: Path) -> int:
             return main(arguments)
         except SystemExit as end:
             return int(end.code or 0)
+
+
+def fork_background_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `start_compare` fork its process here, so that each run begins at once; how it ends is as before."""
+    monkeypatch.setattr(
+        background, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=_ForkedBackgroundRun)
+    )
+
+
+class _ForkedBackgroundRun:
+    """What `start_compare` needs of `subprocess.Popen`."""
+
+    def __init__(self, call: Sequence[str], *, stdout: BinaryIO, start_new_session: bool, **_: Any) -> None:
+        assert call[-1] == background.__name__
+        assert start_new_session
+        theirs, ours = _CONTEXT.Pipe(duplex=False)
+        self._process: Any = _CONTEXT.Process(
+            target=_background_run, args=(theirs, stdout.name, dict(os.environ))
+        )
+        self._process.start()
+        theirs.close()
+        self.stdin = os.fdopen(os.dup(ours.fileno()), "wb")
+        ours.close()
+        self.pid = self._process.pid
+        self._lock = threading.Lock()  # several threads ask
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return self._process.exitcode
+
+    returncode = property(poll)
+
+    def __del__(self) -> None:
+        self.stdin.close()
+
+
+def _background_run(given: Connection, log: str, variables: dict[str, str]) -> None:
+    end_with_parent()
+    os.setsid()
+    os.environ.clear()
+    os.environ |= variables
+    os.dup2(given.fileno(), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    gc.freeze()
+    torch.set_num_threads(1)
+    background._child()
 
 
 def end_with_parent() -> None:

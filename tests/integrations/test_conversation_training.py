@@ -22,6 +22,7 @@ from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from tests.integrations.test_conversations import ONE_ANSWER, conversations, folder, turns  # noqa: F401
 from tests.integrations.vlm_families import FAMILIES, build
+from tests.ranks import fork_background_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
 CONFIG = """
@@ -232,7 +233,13 @@ def test_a_comparison_trains_every_scheduler_on_the_batches_that_it_planned(
     assert json.loads((tmp_path / "compared" / "comparison.json").read_text())["processor"]
 
 
-def test_lab_takes_conversations(files: Path, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_lab_takes_conversations(
+    files: Path,
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork_background_runs(monkeypatch)
     options: dict[str, Any] = {"model": str(files / "model"), "processor": str(files / "model"), "epochs": 1}
     lab = Lab(
         str(files / "talks.json"), images=str(folder), schedulers=("bucket",), equal="batch_size", batch_size=4,

@@ -35,8 +35,15 @@ from mmlab.runs.follow import Runs
 from mmlab.runs.summaries import verdict_of
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.precision import PRECISIONS as ALL_PRECISIONS
+from tests.ranks import fork_background_runs
 
 SMALL = {"image": "aspect:48", "batch_size": 8, "num_workers": 0, "equal": "batch_size"}
+
+
+@pytest.fixture(autouse=True)
+def forked_background_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are started in this process; those of processes that tests start have an interpreter of their own."""
+    fork_background_runs(monkeypatch)
 
 
 def until(true: Callable[[], object], lab: Lab | None = None) -> None:
