@@ -61,9 +61,13 @@ def frozen_objects() -> None:
     gc.freeze()
 
 
+# A comparison would give back at its end what is frozen here, and the next one would look at all of it again.
+_unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
+
+
 def pytest_sessionfinish() -> None:
     """Let the interpreter clear what was kept, or extensions report it as leaked."""
-    gc.unfreeze()
+    _unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
