@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -45,18 +46,19 @@ device = "cpu"
 """
 )
 
-# What a kernel is to its cell: a process that has no file of its own, and raises on an interrupt.
+# What a kernel is to its cells: a process that has no file of its own, raises on an interrupt, and runs the next cell.
 CALLER = """
-import signal, sys
+import json, signal, sys
 from mmlab.comparison.config import load_config
 from mmlab.comparison.train import train_on
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background it would be ignored
-config, runs, *changes = sys.argv[1:]
-try:
-    train_on(load_config(config, ["trainer.num_epochs=10000", *changes]), num_processes=2, runs=runs)
-except KeyboardInterrupt:
-    print("interrupted")
+for cell in sys.stdin:
+    config, runs, *changes = json.loads(cell)
+    try:
+        train_on(load_config(config, ["trainer.num_epochs=10000", *changes]), num_processes=2, runs=runs)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
 """
 
 
@@ -138,68 +140,76 @@ def test_two_ranks_fill_the_cache_and_train(scenes: Path, tmp_path: Path) -> Non
     assert both[0] == both[1]
 
 
+@pytest.fixture
+def caller() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", CALLER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as started:
+        yield started
+        started.kill()  # what is below it then ends too
+
+
 def interrupted(
+    caller: subprocess.Popen[str],
     arguments: list[Path | str],
     is_ready: Callable[[list[psutil.Process]], bool],
     send: Callable[[int, int], None] = os.kill,
     number: int = signal.SIGINT,
 ) -> list[psutil.Process]:
-    """The processes below a caller that got a signal when it was ready; they have ended, and it has said so if it could."""
-    command = [sys.executable, "-c", CALLER, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as caller:
-        try:
-            while not is_ready(processes := psutil.Process(caller.pid).children(recursive=True)):
-                assert caller.poll() is None
-            send(caller.pid, number)
-            said, _ = caller.communicate(timeout=60)
-        finally:
-            caller.kill()  # the ranks then end too
-    assert (said, caller.returncode) == (("", -number) if number == signal.SIGKILL else ("interrupted\n", 0))
-    assert psutil.wait_procs(processes, timeout=10)[1] == []
-    return processes
+    """The ranks of a caller that got a signal when it was ready; they have ended, and it has said so if it could."""
+    print(json.dumps([*map(str, arguments)]), file=caller.stdin, flush=True)
+    itself = psutil.Process(caller.pid)
+    while not is_ready(below := itself.children(recursive=True)):
+        assert caller.poll() is None
+    ranks = [
+        process for process in below if process not in itself.children()
+    ]  # of the server that forks them
+    send(caller.pid, number)
+    killed = number == signal.SIGKILL
+    assert caller.stdout is not None
+    assert caller.stdout.readline() == ("" if killed else "interrupted\n")
+    assert psutil.wait_procs(below if killed else ranks, timeout=10)[1] == []
+    return ranks
 
 
-@pytest.mark.parametrize(
-    ("send", "number", "loading", "num_processes"),
-    [
-        (os.kill, signal.SIGINT, [], 2),
-        (os.killpg, signal.SIGINT, ["data.backend=torch", "data.num_workers=1"], 4),
-        (os.kill, signal.SIGKILL, [], 2),
-    ],
-    ids=["the caller alone", "its group, as Jupyter does", "the caller is killed"],
-)
 def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
-    send: Callable[[int, int], None],
-    number: int,
-    loading: list[str],
-    num_processes: int,
-    scenes: Path,
-    tmp_path: Path,
+    caller: subprocess.Popen[str], scenes: Path, tmp_path: Path
 ) -> None:
-    path, runs = tmp_path / "pair.toml", tmp_path / "runs"
+    """Of the caller alone; in the next cell of its group, as Jupyter does; at last the caller is killed."""
+    path = tmp_path / "pair.toml"
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
-    files = [runs / "pair" / f"events-rank{rank}.jsonl" for rank in range(2)]
+    for cell, (send, number, loading, num_processes) in enumerate(
+        [
+            (os.kill, signal.SIGINT, [], 2),
+            (os.killpg, signal.SIGINT, ["data.backend=torch", "data.num_workers=1"], 4),
+            (os.kill, signal.SIGKILL, [], 2),
+        ]
+    ):
+        folder = tmp_path / f"runs-{cell}" / "pair"
+        files = [folder / f"events-rank{rank}.jsonl" for rank in range(2)]
 
-    def all_step(processes: list[psutil.Process]) -> bool:
-        time.sleep(0.05)
-        return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
+        def all_step(_: list[psutil.Process], files: list[Path] = files) -> bool:
+            time.sleep(0.05)
+            return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
 
-    ended = interrupted([path, runs, *loading], all_step, send, number)
-    assert len(ended) >= num_processes  # ranks, and their workers where they have some
-    ended_s = time.time()
-    saved = read_checkpoint(Checkpoints(runs / "pair" / "checkpoints").paths[-1])
-    for file in files:
-        step, end = [event for event in read_events(file)[0] if event.kind in ("step", "end")][-2:]
-        assert (step.kind, end.kind, end.values["status"]) == ("step", "end", "stopped")
-        assert step.step == end.step == saved["progress"]["step"]
-        assert ended_s - end.time_s < 25, "the launcher killed the ranks, 30 s after it told them to end"
+        ended = interrupted(caller, [path, folder.parent, *loading], all_step, send, number)
+        assert len(ended) >= num_processes  # ranks, and their workers where they have some
+        ended_s = time.time()
+        saved = read_checkpoint(Checkpoints(folder / "checkpoints").paths[-1])
+        for file in files:
+            step, end = [event for event in read_events(file)[0] if event.kind in ("step", "end")][-2:]
+            assert (step.kind, end.kind, end.values["status"]) == ("step", "end", "stopped")
+            assert step.step == end.step == saved["progress"]["step"]
+            assert ended_s - end.time_s < 25, "the launcher killed the ranks, 30 s after it told them to end"
 
 
-def test_an_interrupt_while_ranks_are_started_leaves_none(scenes: Path, tmp_path: Path) -> None:
+def test_an_interrupt_while_ranks_are_started_leaves_none(
+    caller: subprocess.Popen[str], scenes: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "pair.toml"
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
 
-    def one_is_there(processes: list[psutil.Process]) -> bool:
-        return sum("forkserver" in command_line(process) for process in processes) > 1  # the server is one
+    def one_is_there(below: list[psutil.Process]) -> bool:
+        return sum("forkserver" in command_line(process) for process in below) > 1  # the server is one
 
-    interrupted([path, tmp_path / "runs"], one_is_there)
+    interrupted(caller, [path, tmp_path / "runs"], one_is_there)
