@@ -63,7 +63,8 @@ def verify_cache(folder: CacheFolder) -> Printed:
                 damage.append(str(error))
             num_images += 1
     lines = [f"{num_images:,} images with {num_bytes / 2**20:,.1f} MiB read, {len(damage)} damaged", *damage]
-    lines += ["Training makes these again when it reads them; or clear the cache."] * bool(damage)
+    if damage:
+        lines.append("Training makes these again when it reads them; or clear the cache.")
     document = {"num_images": num_images, "num_bytes": num_bytes, "damage": damage}
     return Printed(document=document, text="\n".join(lines), ok=not damage)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _FILE = "comparison.json"
 _FEW_STEPS = 20  # of an epoch; in fewer, what was loaded before the first timed step decides the speed
+_OTHER_PACE = 0.15  # if all predictions are off this far in one direction, the machine was at another pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +227,9 @@ class Comparison:
                 "and those whose epochs overlap."
             )
         if off := [predicted / measured - 1 for predicted, measured in speeds if predicted]:
-            notes.append(f"Predicted samples/s are {min(off):+.0%} to {max(off):+.0%} off those measured.")
+            pace = "slower" if max(off) < -_OTHER_PACE else "faster" if min(off) > _OTHER_PACE else None
+            so = f": the machine was probably {pace} when steps were timed." if pace else "."
+            notes.append(f"Predicted samples/s are {min(off):+.0%} to {max(off):+.0%} off those measured{so}")
         return notes
 
     @property

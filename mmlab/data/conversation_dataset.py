@@ -42,8 +42,7 @@ class ConversationBatch(Batch):
     def part(self, rows: slice) -> Batch:
         """The samples of some rows, made again: only the processor knows which patches are whose."""
         assert self.dataset is not None
-        samples = [self.dataset[row] for row in self.rows[rows]]
-        return self.dataset.collate(samples).to(self.input_ids.device)
+        return self.dataset.collate([self.dataset[row] for row in self.rows[rows]]).to(self.input_ids.device)
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""

@@ -59,8 +59,7 @@ class Panel(widgets.VBox):
 
     def _save(self) -> None:
         """Save what the widgets show, for readers who open the notebook without its kernel."""
-        page = "".join(_parts(self))
-        self._saved.show(page, repr(self))
+        self._saved.show("".join(_parts(self)), repr(self))
 
     def display(self) -> None:
         """Show the panel in the current cell, if this is a notebook."""

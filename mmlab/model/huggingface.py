@@ -254,8 +254,7 @@ def _check_signature(module: nn.Module) -> list[str]:
 def _usual_labels(module: nn.Module) -> str:
     if getattr(module, "can_generate", lambda: False)():
         return "text"
-    is_masked = type(module).__name__.endswith("ForMaskedLM")
-    return "masked" if is_masked else "batch"
+    return "masked" if type(module).__name__.endswith("ForMaskedLM") else "batch"
 
 
 def _text_labels(batch: Batch | HostColumns) -> Tensor:

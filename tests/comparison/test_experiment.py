@@ -238,6 +238,10 @@ def test_pairs_that_were_ranked_the_wrong_way_are_named(at_equal_memory: Compari
     assert found.misranked == [("sorted", "random"), ("sorted", "budget")]
     assert "sorted is faster than random, sorted is faster than budget" in "".join(found.notes())
     assert "Predicted samples/s are -33% to -8% off those measured." in found.notes()
+    for factor, pace in ((0.5, "slower"), (2.0, "faster")):
+        changed = [replace(arm, predicted_samples_per_s=factor * arm.samples_per_s) for arm in arms]
+        said = " ".join(replace(found, arms=changed).notes())
+        assert f"the machine was probably {pace} when steps were timed." in said
     long = replace(found, arms=[replace(arm, num_batches=20) for arm in arms])
     assert not any("too short to judge speed" in note for note in long.notes())
     short = replace(long, arms=[long.arms[0], replace(arms[1], num_batches=19)])
