@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mmlab.training.checkpoint.files import read_checkpoint
 from mmlab.training.checkpoint.keeping import Checkpoints
 from tests.comparison.called_on_ranks import fails_on, summed
 from tests.configs import TINY_MODEL
+from tests.processes import command_line
 
 CONFIG = (
     """
@@ -150,8 +152,10 @@ def caller() -> Iterator[subprocess.Popen[str]]:
 
 def ranks_of(caller: psutil.Process) -> list[psutil.Process]:
     """And their workers: all that is below the server that forks them."""
-    servers = caller.children()
-    return [process for process in caller.children(recursive=True) if process not in servers]
+    with suppress(psutil.NoSuchProcess):
+        servers = caller.children()
+        return [process for process in caller.children(recursive=True) if process not in servers]
+    return []
 
 
 def interrupted(
@@ -160,8 +164,13 @@ def interrupted(
     is_ready: Callable[[list[psutil.Process]], bool],
     send: Callable[[int, int], None] = os.kill,
     number: int = signal.SIGINT,
+    *,
+    is_last: bool = False,
 ) -> list[psutil.Process]:
-    """The ranks of a caller that got a signal when they were ready; they have ended, and it has said so if it could."""
+    """The ranks of a caller that got a signal when they were ready; they have ended, and it has said so if it could.
+
+    After its last cell the caller ends, and what is below it ends with it.
+    """
     print(json.dumps([*map(str, arguments)]), file=caller.stdin, flush=True)
     itself = psutil.Process(caller.pid)
     while not is_ready(ranks := ranks_of(itself)):
@@ -169,12 +178,12 @@ def interrupted(
     servers = itself.children()
     send(caller.pid, number)
     assert caller.stdout is not None
-    if number == signal.SIGKILL:
-        assert caller.stdout.readline() == ""
-        ended = [*ranks, *servers]
-    else:
-        assert caller.stdout.readline() == "interrupted\n"
-        ended = [*ranks, *ranks_of(itself)]  # some may have been started meanwhile
+    assert caller.stdout.readline() == ("" if number == signal.SIGKILL else "interrupted\n")
+    ended = [*ranks]
+    if is_last:
+        ended += [*ranks_of(itself), *servers]  # some may have been started meanwhile
+        assert caller.communicate(timeout=60)[0] == ""
+        assert caller.returncode == (-number if number == signal.SIGKILL else 0)
     assert psutil.wait_procs(ended, timeout=10)[1] == []
     return ranks
 
@@ -199,7 +208,8 @@ def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
             time.sleep(0.05)
             return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
 
-        ended = interrupted(caller, [path, folder.parent, *loading], all_step, send, number)
+        is_last = number == signal.SIGKILL
+        ended = interrupted(caller, [path, folder.parent, *loading], all_step, send, number, is_last=is_last)
         assert len(ended) >= num_processes  # ranks, and their workers where they have some
         ended_s = time.time()
         saved = read_checkpoint(Checkpoints(folder / "checkpoints").paths[-1])
@@ -216,4 +226,7 @@ def test_an_interrupt_while_ranks_are_started_leaves_none(
     path = tmp_path / "pair.toml"
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
 
-    interrupted(caller, [path, tmp_path / "runs"], bool)
+    def one_is_there(ranks: list[psutil.Process]) -> bool:
+        return any("forkserver" in command_line(process) for process in ranks)  # forked from it
+
+    interrupted(caller, [path, tmp_path / "runs"], one_is_there, is_last=True)
