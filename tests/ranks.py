@@ -190,23 +190,30 @@ class _ForkedBackgroundRun:
 
 
 def _background_run(given: Connection, log: str, variables: dict[str, str]) -> None:
-    end_with_parent()
+    _begin(variables)
     os.setsid()
-    os.environ.clear()
-    os.environ |= variables
     os.dup2(given.fileno(), 0)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    gc.freeze()
-    torch.set_num_threads(1)
     background._child()
 
 
 def end_with_parent() -> None:
     """Let this process be killed when the one that forked it ends."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _begin(variables: dict[str, str]) -> None:
+    """What each forked process does first."""
+    end_with_parent()  # the server ends with the tests' process
+    # which may be ignored where the tests were started
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ |= variables
+    gc.freeze()  # what the server has imported stays
+    torch.set_num_threads(1)
 
 
 def _on_rank(
@@ -218,14 +225,7 @@ def _on_rank(
     rank: int,
     num_ranks: int,
 ) -> None:
-    end_with_parent()  # the server ends with the tests' process
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # which may be ignored where the tests were started
-    os.environ.clear()
-    os.environ |= variables
-    gc.freeze()  # what the server has imported stays
-    torch.set_num_threads(1)
+    _begin(variables)
     try:
         if store:
             distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)

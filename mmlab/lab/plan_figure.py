@@ -116,5 +116,4 @@ def thumbnails(plan: BatchPlan) -> tuple[NDArray[np.int64], dict[tuple[int, int]
             cell[high : high + 2, : round(wide * sizes.num_tokens[sample] / max(1, tokens))] = TEXT
         rows.append(row)
     most = max(row.shape[1] for row in rows)
-    cells = np.concatenate([np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows])
-    return cells, places
+    return np.concatenate([np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows]), places

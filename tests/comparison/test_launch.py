@@ -151,7 +151,7 @@ def caller() -> Iterator[subprocess.Popen[str]]:
 
 
 def ranks_of(caller: psutil.Process) -> list[psutil.Process]:
-    """And their workers: all that is below the server that forks them."""
+    """The ranks of a caller and their workers: all that is below the server that forks them."""
     with suppress(psutil.NoSuchProcess):
         servers = caller.children()
         return [process for process in caller.children(recursive=True) if process not in servers]
