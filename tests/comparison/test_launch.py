@@ -153,8 +153,8 @@ def caller() -> Iterator[subprocess.Popen[str]]:
 def ranks_of(caller: psutil.Process) -> list[psutil.Process]:
     """The ranks of a caller and their workers: all that is below the server that forks them."""
     with suppress(psutil.NoSuchProcess):
-        servers = caller.children()
-        return [process for process in caller.children(recursive=True) if process not in servers]
+        below = caller.children(recursive=True)
+        return [process for process in below if process not in caller.children()]
     return []
 
 
@@ -164,13 +164,8 @@ def interrupted(
     is_ready: Callable[[list[psutil.Process]], bool],
     send: Callable[[int, int], None] = os.kill,
     number: int = signal.SIGINT,
-    *,
-    is_last: bool = False,
 ) -> list[psutil.Process]:
-    """The ranks of a caller that got a signal when they were ready; they have ended, and it has said so if it could.
-
-    After its last cell the caller ends, and what is below it ends with it.
-    """
+    """The ranks of a caller that got a signal when they were ready; all have ended, and it has said so if it could."""
     print(json.dumps([*map(str, arguments)]), file=caller.stdin, flush=True)
     itself = psutil.Process(caller.pid)
     while not is_ready(ranks := ranks_of(itself)):
@@ -179,12 +174,9 @@ def interrupted(
     send(caller.pid, number)
     assert caller.stdout is not None
     assert caller.stdout.readline() == ("" if number == signal.SIGKILL else "interrupted\n")
-    ended = [*ranks]
-    if is_last:
-        ended += [*ranks_of(itself), *servers]  # some may have been started meanwhile
-        assert caller.communicate(timeout=60)[0] == ""
-        assert caller.returncode == (-number if number == signal.SIGKILL else 0)
-    assert psutil.wait_procs(ended, timeout=10)[1] == []
+    assert psutil.wait_procs(ranks + servers * (number == signal.SIGKILL), timeout=10)[1] == []
+    while left := ranks_of(itself):  # started meanwhile
+        assert psutil.wait_procs(left, timeout=10)[1] == []
     return ranks
 
 
@@ -208,8 +200,7 @@ def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
             time.sleep(0.05)
             return all(file.exists() and b'"kind":"step"' in file.read_bytes() for file in files)
 
-        is_last = number == signal.SIGKILL
-        ended = interrupted(caller, [path, folder.parent, *loading], all_step, send, number, is_last=is_last)
+        ended = interrupted(caller, [path, folder.parent, *loading], all_step, send, number)
         assert len(ended) >= num_processes  # ranks, and their workers where they have some
         ended_s = time.time()
         saved = read_checkpoint(Checkpoints(folder / "checkpoints").paths[-1])
@@ -229,4 +220,4 @@ def test_an_interrupt_while_ranks_are_started_leaves_none(
     def one_is_there(ranks: list[psutil.Process]) -> bool:
         return any("forkserver" in command_line(process) for process in ranks)  # forked from it
 
-    interrupted(caller, [path, tmp_path / "runs"], one_is_there, is_last=True)
+    interrupted(caller, [path, tmp_path / "runs"], one_is_there)
