@@ -116,10 +116,11 @@ class StageReport:
     def bottleneck(self) -> str | None:
         """The busiest stage, if training waits for it; None if it idles too, as when an epoch starts."""
         busiest, wait_ratio = self._busiest, self.wait_ratio
-        # without workers, training waits while the stages work; with them, for one that is mostly busy
-        busy_ratio = sum(row["num_threads"] * row["busy_ratio"] for row in self.rows[:-1])
-        in_turns = busiest["queue_depth"] is None and 0.05 * wait_ratio <= busy_ratio <= wait_ratio
-        short = wait_ratio > NO_WAIT_RATIO and (in_turns or busiest["busy_ratio"] >= 0.5)
+        shared = busiest["queue_depth"] is None
+        worked = sum(row["busy_ratio"] for row in self.rows[:-1]) if shared else busiest["busy_ratio"]
+        # without workers, training waits while the stages work; with them, for some that are mostly busy
+        in_turns = shared and busiest["num_threads"] == 1 and 0.5 * wait_ratio <= worked <= wait_ratio
+        short = wait_ratio > NO_WAIT_RATIO and (in_turns or worked >= 0.5)
         return busiest["stage"] if short else None
 
     @property
