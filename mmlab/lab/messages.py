@@ -56,10 +56,10 @@ def facts_of(run: RunState) -> dict[str, Any]:
     }
 
 
-def earlier_of(runs: Sequence[RunState]) -> list[RunState]:
-    """The runs that were moved aside, if others are shown as well: they are drawn pale, as a reference."""
+def earlier_of(runs: Sequence[RunState], begins: bool = False) -> list[RunState]:
+    """The runs that were moved aside, drawn pale as a reference, if others are shown as well or a new one begins."""
     aside = [run for run in runs if is_aside(run.name.partition("/")[0])]
-    return aside if len(aside) < len(runs) else []
+    return aside if begins or len(aside) < len(runs) else []
 
 
 _GAUGED = ("utilization_ratio", "memory_bytes", "memory_total_bytes")
@@ -108,9 +108,9 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     return {"id": run.id, "figures": [item for item in figures.items() if item[1]], "gauges": gauges}
 
 
-def headlines_of(runs: Sequence[RunState]) -> dict[str, Any]:
+def headlines_of(runs: Sequence[RunState], begins: bool = False) -> dict[str, Any]:
     """Every run's tile, and the verdict on the runs; runs that were moved aside are only a reference."""
-    earlier = earlier_of(runs)
+    earlier = earlier_of(runs, begins)
     return {
         "tiles": [tile_of(run, earlier if run not in earlier else ()) for run in runs if run.count()],
         "verdict": verdict_of(run for run in runs if run not in earlier),

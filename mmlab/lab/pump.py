@@ -273,7 +273,8 @@ class Pump:
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
         self._names |= {run.folder: run.name for run in runs}
         light, dark = (colours_of(self._names.values(), dark=dark) for dark in (False, True))
-        earlier = earlier_of(runs)
+        begins = self._controller is not None and state in ("running", "paused", "stopping")
+        earlier = earlier_of(runs, begins)
         facts = {
             "runs": [
                 {
@@ -289,18 +290,18 @@ class Pump:
             "state": state,
             "progress": self._progress(),
             "phase": "" if any(run.count() for run in runs if run not in earlier) else self._phase(),
-            **self._headlines(runs),
+            **self._headlines(runs, begins),
         }
         changed = {key: value for key, value in facts.items() if self._said.get(key) != value}
         self._said, self._looked_s = facts, time.monotonic()
         return changed
 
-    def _headlines(self, runs: list[RunState]) -> dict[str, Any]:
+    def _headlines(self, runs: list[RunState], begins: bool) -> dict[str, Any]:
         """Every run's tile and the verdict, updated every 4 s, or less often if that takes long."""
-        started_s, shown = time.monotonic(), (self._news_s, [(run.id, run.status) for run in runs])
+        started_s, shown = time.monotonic(), (self._news_s, begins, [(run.id, run.status) for run in runs])
         if started_s >= self._headline_due_s and shown != self._headline_of:
             self._headline_of = shown
-            self._headline = headlines_of(runs)
+            self._headline = headlines_of(runs, begins)
             least_s = HEADLINE_S if self._headline["tiles"] else 0.0
             self._headline_due_s = started_s + max(least_s, 200 * (time.monotonic() - started_s))
         return self._headline

@@ -92,12 +92,14 @@ class StageMeter:
         for stage, num_threads in self.num_threads.items():
             waits = max(0.0, 1 - (sum(busy.values()) if self.shared else busy[stage]))
             depth = None if self.shared else change[f"{stage} depth"] / num_deliveries
-            per_s = change[f"{stage} finished"] / duration_s
-            rows.append((stage, num_threads, per_s, busy[stage], waits, depth))
+            rows.append(
+                (stage, num_threads, change[f"{stage} finished"] / duration_s, busy[stage], waits, depth)
+            )
         waits = min(1.0, change["wait"] / duration_s)
         rows.append(("train", 1, change["train finished"] / duration_s, 1 - waits, waits, None))
-        named = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
-        return StageReport(named, change["hits"] / num_samples)
+        return StageReport(
+            [dict(zip(_COLUMNS, row, strict=True)) for row in rows], change["hits"] / num_samples
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,7 +425,7 @@ def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_ke
     # stopped in its first epoch, a run has failed
     until(lambda: runs.poll() and now.count() > before.count() + 1)
     assert (before.name, now.name) == ("previous-1/budget", "budget")
-    assert earlier_of([before, now]) == [before]
+    assert earlier_of([before, now]) == earlier_of([before], begins=True) == [before]
     assert dict(tile_of(now, [before])["figures"])["over previous-1"].endswith(" %")
     page = saved_view([before, now])
     assert page.startswith(f"<p>{escape(verdict_of([now]))}</p>"), (

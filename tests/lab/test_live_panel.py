@@ -243,13 +243,17 @@ def test_buttons_call_the_controller_and_its_state_comes_back(
     tmp_path: Path, panels: list[LivePanel]
 ) -> None:
     controller = Steered(tmp_path)
-    panels.append(LivePanel(controller.folder, controller))
+    for name in ("previous-1/random", "previous-2/random"):
+        write(tmp_path / name, 1, 1)
+    panels.append(LivePanel([tmp_path, *tmp_path.iterdir()], controller))
     page = Page(panels[0])
     page.say("ready", have={})
-    page.until(lambda: page.facts.get("state") == "idle")
+    page.until(lambda: page.facts.get("state") == "idle" and page.facts.get("runs"))
     for action, state in (("start", "running"), ("pause", "paused"), ("stop", "stopped")):
         page.say("action", name=action)
         page.until(lambda state=state: page.facts["state"] == state)
+        pale = [run["ghost"] for run in page.facts["runs"]]
+        assert pale == 2 * [state != "stopped"], "earlier runs hide what a run that begins is doing"
     assert [name for name, _ in controller.called] == ["start", "pause", "stop"]
 
 
