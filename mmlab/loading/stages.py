@@ -92,14 +92,12 @@ class StageMeter:
         for stage, num_threads in self.num_threads.items():
             waits = max(0.0, 1 - (sum(busy.values()) if self.shared else busy[stage]))
             depth = None if self.shared else change[f"{stage} depth"] / num_deliveries
-            rows.append(
-                (stage, num_threads, change[f"{stage} finished"] / duration_s, busy[stage], waits, depth)
-            )
+            per_s = change[f"{stage} finished"] / duration_s
+            rows.append((stage, num_threads, per_s, busy[stage], waits, depth))
         waits = min(1.0, change["wait"] / duration_s)
         rows.append(("train", 1, change["train finished"] / duration_s, 1 - waits, waits, None))
-        return StageReport(
-            [dict(zip(_COLUMNS, row, strict=True)) for row in rows], change["hits"] / num_samples
-        )
+        named = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+        return StageReport(named, change["hits"] / num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +133,11 @@ class StageReport:
         stage, busiest = self.bottleneck, self._busiest
         waited, busy = f"{self.wait_ratio:.1%} of the time", f"{busiest['busy_ratio']:.0%}"
         if stage is None:
-            said = f"No stage is the bottleneck: training waited for data {waited}"
+            why = f"but the busiest stage, {busiest['stage']}, worked {busy} of it. It waited for batches to be "
+            why += "handed over, as the first of an epoch, or for other programs."
             if self.wait_ratio <= NO_WAIT_RATIO:
-                return f"{said}, and a faster loader could save no more than that."
-            return (
-                f"{said}, but the busiest stage, {busiest['stage']}, worked {busy} of it. It waited for batches to be "
-                "handed over, as the first of an epoch, or for other programs."
-            )
+                why = "and a faster loader could save no more than that."
+            return f"No stage is the bottleneck: training waited for data {waited}, {why}"
         remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (
             f"{stage} is the bottleneck: training waited {waited}, while its threads ({busiest['num_threads']}) were busy "
