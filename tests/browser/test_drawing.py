@@ -236,9 +236,15 @@ def test_the_cursor_reads_the_same_step_in_every_plot(panel: Panel, runs: Path) 
         "loss": f"budget: training {step['loss']:.4g}",
     }.items():
         expect(panel.plot(plot).locator(".mmlp-read")).to_contain_text(text)
+    assert panel.root.locator(".mmlp-read:visible").evaluate_all(_COVERED) == 0
     panel.page.mouse.move(2, 2)
     panel.frames()
     assert not panel.root.locator(".mmlp-read:visible").count()
+
+
+_COVERED = """reads => { const boxes = reads.map(each => each.getBoundingClientRect());
+  return boxes.filter((a, i) => boxes.some((b, k) => k > i && a.left < b.right - 1 && b.left < a.right - 1
+    && a.top < b.bottom - 1 && b.top < a.bottom - 1)).length; }"""
 
 
 def test_the_csv_has_every_number_of_every_run(panel: Panel, runs: Path) -> None:

@@ -654,9 +654,8 @@ class View {
 			}
 			made.read.replaceChildren(...rows);
 			made.read.hidden = !rows.length;
-			const left = at < LEFT + (width - LEFT) / 2 && made.figure.offsetLeft + at + made.read.offsetWidth < this.grid.clientWidth;
-			made.read.style.left = left ? `${at + 8}px` : "auto";
-			made.read.style.right = left ? "auto" : `${width - at + 8}px`;
+			const wide = made.read.offsetWidth, from = made.figure.offsetLeft - this.grid.offsetLeft, left = at < LEFT + (width - LEFT) / 2 ? at + 8 : at - 8 - wide;
+			made.read.style.left = `${Math.max(-from, Math.min(left, this.grid.clientWidth - from - wide))}px`; // beside those of the other plots
 		}
 	}
 
