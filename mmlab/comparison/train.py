@@ -377,9 +377,8 @@ class _Training:
             if math.isfinite(values["loss"]):
                 self._loss = values["loss"]
             if not self._bar.disable:
-                text = f"step {event.step}/{self.trainer.total_steps}, epoch {values['epoch']}, "
-                text += f"loss {values['loss']:.3f}, {values['samples_per_s']:.0f} samples/s"
-                self._bar.set_postfix_str(text, refresh=False)
+                told = "step {}, epoch {epoch}, loss {loss:.3f}, {samples_per_s:.0f} samples/s"
+                self._bar.set_postfix_str(told.format(event.step, **values), refresh=False)
                 self._bar.update(self._epochs_done() - self._bar.n)
         elif event.kind == "eval":
             self._evaluation = _finite(values)

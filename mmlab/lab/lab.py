@@ -184,8 +184,7 @@ class Lab:
             RunError: nothing was started, the run failed, or it was stopped before every scheduler had finished an
                 epoch.
         """
-        run = self._run
-        if run is not None:
+        if (run := self._run) is not None:
             return run.wait()
         if self.state == "idle":
             raise RunError("nothing is running; press Start or call start() first")

@@ -268,8 +268,8 @@ class Pump:
         with self._wake:
             errors = [*self._runs.errors[-10:], *self._errors]
         if failure:
-            raised = failure.rsplit("Traceback (", 1)[-1]
-            text = re.split(r"\n(?=\S)", raised, maxsplit=1)[-1].strip()  # after the indented frames
+            # after the indented frames
+            text = re.split(r"\n(?=\S)", failure.rsplit("Traceback (", 1)[-1], maxsplit=1)[-1].strip()
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
         self._names |= {run.folder: run.name for run in runs}
         light, dark = (colours_of(self._names.values(), dark=dark) for dark in (False, True))

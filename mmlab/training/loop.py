@@ -256,6 +256,9 @@ class FusionTrainer(TrainerSetup):
         in the loader's plan."""
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self.epoch)
+            if self.options.total_steps is None and not self.epoch_batches:  # epochs differ in length
+                self.schedule = [self.step, *self._place(self.step)]
+                self.total_steps = self.step + self.steps_left(loader, self.last_epoch)
         started = time.perf_counter()
         goes_on = getattr(loader, "start_batch", 0) > 0  # the loader itself skips the batches that are done
         if self.epoch_batches and not goes_on and self._resumed_on_others:

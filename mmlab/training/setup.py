@@ -92,7 +92,7 @@ class TrainerSetup:
         self._stopping = threading.Event()
         self.taught = meanings_of(None)  # of the training's loader
 
-    schedule: list[float] | None
+    schedule: list[Any] | None
 
     def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
         options = self.options
@@ -179,8 +179,8 @@ class TrainerSetup:
     def learning_rate(self, step: int) -> float:
         """Learning rate at a step: linear warm-up, then a cosine to zero at `total_steps`, or constant `lr`.
 
-        A resume on another number of ranks changes the number of steps left; the rest of the schedule is
-        stretched over them.
+        An epoch of another length, or a resume on another number of ranks, changes the number of steps left; the rest
+        of the schedule is stretched over them.
         """
         place, length = self._place(step)
         return self.options.lr * warmup_cosine(place, length, self.options.warmup_ratio)
@@ -208,9 +208,8 @@ class TrainerSetup:
             )
         others, same_end = self.saved_on != num_shares and self.step > 0, last_epoch == self.last_epoch
         if self.options.total_steps is None and (self.total_steps is None or not same_end or others):
-            if others and self.total_steps is not None and same_end:
-                place, length = self._place(self.step)
-                self.schedule = [self.step, place, length or 0]
+            goes_on = others and self.total_steps is not None and same_end
+            self.schedule = [self.step, *self._place(self.step)] if goes_on else None
             self.total_steps = self.step + self.steps_left(loader, last_epoch)
         self.last_epoch, self.saved_on = last_epoch, num_shares
         self._resumed_on_others = others

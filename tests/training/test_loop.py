@@ -217,3 +217,24 @@ def test_fit_keeps_the_values_of_the_last_steps_only(monkeypatch):
     trainer = FusionTrainer(tiny_model(), device="cpu", total_steps=3)
     history = trainer.fit(micro_batches())
     assert [values["num_samples"] for values in history] == [1, 4]
+
+
+def test_the_schedule_ends_with_the_last_step_though_epochs_differ_in_length():
+    class Epochs:
+        def set_epoch(self, epoch):
+            self.batches = micro_batches()[: 1 + epoch]
+
+        def __len__(self):
+            return len(self.batches)
+
+        def __iter__(self):
+            return iter(self.batches)
+
+    loader = Epochs()
+    loader.set_epoch(0)
+    trainer = FusionTrainer(tiny_model(), device="cpu", lr=1e-3, warmup_ratio=0)
+    rates = [values["lr"] for values in trainer.fit(loader, num_epochs=3)]
+    assert len(rates) == trainer.total_steps == 6
+    assert rates == sorted({*rates}, reverse=True)
+    assert 0 < rates[-1] < 0.5 * rates[0]
+    assert trainer.learning_rate(6) == 0
