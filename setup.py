@@ -6,7 +6,7 @@ from shutil import copytree, ignore_patterns
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-TOUR = ("notebooks", "data", "examples", "docs")  # as in mmlab/cli/tour.py
+TOUR = ("notebooks", "data", "examples", "docs", "benchmarks/results")  # as in mmlab/cli/tour.py
 
 
 class BuildWithTour(build_py):

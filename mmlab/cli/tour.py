@@ -11,7 +11,7 @@ from typing import Annotated
 from mmlab.cli.printed import Printed
 from mmlab.errors import DataError, RunError
 
-_FOLDERS = ("notebooks", "data", "examples", "docs")  # as in setup.py
+_FOLDERS = ("notebooks", "data", "examples", "docs", "benchmarks/results")  # as in setup.py
 _SKIPPED = ignore_patterns(".*", "__pycache__", "site", "notebooks")  # the last two: those below docs
 
 

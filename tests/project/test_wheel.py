@@ -16,7 +16,7 @@ from mmlab.cli.main import main
 from tests.project.checkout import ROOT, tracked
 
 BUILD = "import setuptools.build_meta as backend; print(backend.build_wheel('wheels'))"
-TOUR = ("notebooks/", "data/", "examples/", "docs/")
+TOUR = ("notebooks/", "data/", "examples/", "docs/", "benchmarks/results/")
 
 
 def toured() -> set[str]:
