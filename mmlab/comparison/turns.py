@@ -127,7 +127,9 @@ class ComparisonRun:
             augment=augmentation(options.augment),
         )
         self._loader.weights = weights
-        self._total_steps = options.epochs * len(self._loader)
+        plans = [planner.plan(setup.train_set.sizes, epoch=epoch) for epoch in range(options.epochs)]
+        self._total_steps = sum(map(len, plans))
+        self._planned_cost = sum(float(setup.expected(plan).sum()) for plan in plans)
         self._saved = _saved(self._make_trainer())  # state of model, optimizer and schedule
         self._run = Run(None if setup.folder is None else setup.folder / "runs" / name, control=setup.control)
         self._epoch = RunState()  # this epoch's step events
@@ -147,7 +149,7 @@ class ComparisonRun:
             config=self._setup.config,
             num_steps=self._total_steps,
             num_epochs=self._setup.options.epochs,
-            planned_cost=self._setup.options.epochs * float(self._setup.expected(self._loader.plan).sum()),
+            planned_cost=self._planned_cost,
         )
         return self._run
 

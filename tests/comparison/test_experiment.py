@@ -405,11 +405,14 @@ def test_the_figure_has_the_schedulers_in_their_order_and_colours(comparison: Co
     assert list(drawn.items()) == [*colours_of(["budget", "random"]).items()]
 
 
-def test_each_run_has_a_start_device_readings_and_an_end(comparison: Comparison) -> None:
+def test_each_run_has_a_start_with_what_is_to_come_device_readings_and_an_end(comparison: Comparison) -> None:
     assert comparison.folder is not None
     events = read_runs(comparison.folder / "runs")
+    assert len({len(epoch) for _, epoch in comparison.steps.groupby(["run", "epoch"])}) > 1
     for _, run in events.groupby("run"):
-        kinds = run["kind"].tolist()
+        kinds, first = run["kind"].tolist(), run.iloc[0]
+        assert first["num_steps"] == kinds.count("step"), "epochs differ in length"
+        assert first["planned_cost"] == pytest.approx(run["predicted_cost"].sum())
         assert kinds[0] == "start"
         assert kinds[-1] == "end"
         assert kinds.count("start") == kinds.count("end") == 1

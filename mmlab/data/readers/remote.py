@@ -126,5 +126,4 @@ def _place(url: str) -> Path:
     if query and not before.endswith(".tar"):
         bare += f"/{hashlib.sha256(query.encode()).hexdigest()[:16]}.tar"
     parts = [quote(part, safe="") for part in re.split(r"::|://|/", bare) if part not in ("", ".", "..")]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "mmlab", "shards", *parts)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mmlab", "shards", *parts)

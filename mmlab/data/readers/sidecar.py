@@ -107,8 +107,7 @@ def _sidecar_path(name: str, root: Path | None, stamps: Mapping[str, Stamp | Non
     if len(folders) == 1 and _may_write(folder := folders.pop()):
         return Path(os.path.realpath(folder), f".mmlab-{name}.json")
     digest = hashlib.sha256(str(root or min(stamps)).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "mmlab", f"{name}-{digest}.json")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mmlab", f"{name}-{digest}.json")
 
 
 def _may_write(folder: str) -> bool:
