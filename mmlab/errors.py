@@ -20,21 +20,31 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
-_ABOVE_0 = 5e-324  # the smallest positive float
-_COUNTS = """accumulation_steps classes_per_octave embed_dim epochs eval_batches eval_every every_steps fusion_heads
-    fusion_levels head_dim hidden_dim image_depth image_dim image_layers keep_last limit limit_bytes max_batch_size mega_batch
+_ABOVE_0, _BELOW_1 = 5e-324, 1 - 2**-53  # the next floats
+_COUNTS = """accumulation_steps classes_per_octave embed_dim eval_batches eval_every every_steps fusion_heads
+    fusion_levels head_dim hidden_dim image_depth image_dim image_layers interval keep_last limit limit_bytes max_batch_size mega_batch
     micro_batches multiple num_devices num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks
     repeats rounds side steps text_depth text_dim text_step threads total_steps vocab_size window world_size"""
-_AMOUNTS = "budget cache_limit_gib every_minutes limit_gib max_ram_gb memory_gb price_per_hour timeout_s"
+_AMOUNTS = "budget every_minutes interval_s price_per_hour timeout_s"
+_GIB = "cache_limit_gib limit_gib max_ram_gb memory_gb"
 # Least and greatest value of every numeric option; where the least is an int, the option is a whole number.
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_COUNTS.split(), (1, 2**63 - 1)),
     **dict.fromkeys(_AMOUNTS.split(), (_ABOVE_0, 10**15)),
+    **dict.fromkeys(_GIB.split(), (_ABOVE_0, 9 * 10**5)),  # as many bytes as an amount
     **dict.fromkeys(("ahead", "keep_best", "max_bad_samples", "num_held_out", "num_workers"), (0, math.inf)),
-    **dict.fromkeys(("fusion_layers", "num"), (0, math.inf)),
+    **dict.fromkeys(("fusion_layers", "mask_id", "num"), (0, math.inf)),
     **dict.fromkeys(("lr", "weight_decay"), (0.0, math.inf)),
-    **dict.fromkeys(("mask_ratio", "val_fraction", "warmup_ratio"), (0.0, 1.0)),
+    **dict.fromkeys(("flip_probability", "val_fraction", "warmup_ratio"), (0.0, 1.0)),
+    **dict.fromkeys(("mask_ratio", "smoothing", "target_ratio"), (_ABOVE_0, 1.0)),
+    **dict.fromkeys(("brightness", "contrast", "saturation"), (0.0, 1e6)),
+    "hue": (0.0, 0.5),
+    "magnitude": (0, 30),
+    "num_operations": (0, 100),
+    "dropout": (0.0, _BELOW_1),
+    "fraction": (_ABOVE_0, _BELOW_1),
     "captions_per_image": (1, 1000),
+    "epochs": (1, 10**4),  # planned or compared
     "num_images": (1, 10**9),
     "num_probes": (7, math.inf),  # as many as `mmlab.pricing.time_model.TIME_EXPONENTS`
     "batch_size": (1, 2**16),  # twice that of CLIP
@@ -131,6 +141,29 @@ def check_name(kind: str, name: object, known: Collection[object]) -> None:
         raise unknown_name(kind, name, known)
 
 
+def check_is(name: str, value: object, kind: Any, wanted: str, *, optional: bool = False) -> None:
+    """Refuse a value that is not of a kind: a type, or the name of an attribute that it must have.
+
+    >>> check_is("scheduler", "random", "plan", "a scheduler, as make_scheduler() gives")
+    Traceback (most recent call last):
+        ...
+    mmlab.errors.OptionError: scheduler must be a scheduler, as make_scheduler() gives, found 'random'
+
+    Args:
+        optional: None stands for a default.
+    """
+    fits = hasattr(value, kind) if isinstance(kind, str) else isinstance(value, kind)
+    if isinstance(value, type) or not (fits or (optional and value is None)):
+        raise OptionError(f"{name} must be {wanted}, found {value!r:.80}")
+
+
+def check_state(what: str, state: object, *keys: str) -> None:
+    """Refuse what is no `state_dict()` of a loader or a trainer."""
+    if not isinstance(state, Mapping) or not state.keys() >= {*keys}:
+        found = [*state][:5] if isinstance(state, Mapping) else state
+        raise DataError(f"this is not a {what}'s state_dict(): found {found!r:.80}")
+
+
 def check_numbers(options: Any, prefix: str = "") -> None:
     """Refuse a number that is outside its bounds in `BOUNDS`; other names are not checked.
 
@@ -142,7 +175,7 @@ def check_numbers(options: Any, prefix: str = "") -> None:
     Args:
         options: values by name, or a dataclass that has them. None and "auto" stand for a default, in a dataclass only
             where the option's type has None or a text.
-        prefix: text before the name in the message.
+        prefix: text before the name in the message; "--" makes it an option of the command line.
     """
     types: dict[str, str] = {}
     if not isinstance(options, Mapping):
@@ -160,5 +193,6 @@ def check_numbers(options: Any, prefix: str = "") -> None:
         if not is_number:
             bounds = "a whole number" if whole else "a number"
         elif value > least:
-            bounds = "finite" if value == math.inf else f"at most {most:,}"
-        raise OptionError(f"{prefix}{name} must be {bounds}, found {value!r}")
+            bounds = "finite" if value == math.inf else "below 1" if most == _BELOW_1 else f"at most {most:,}"
+        shown = name.replace("_", "-") if prefix == "--" else name
+        raise OptionError(f"{prefix}{shown} must be {bounds}, found {value!r}")

@@ -197,7 +197,7 @@ class MemoryLimit:
     """Memory of a device, and how much of it training may use.
 
     >>> print(MemoryLimit(device="cuda", total_bytes=16 * GIB, others_bytes=2 * GIB, context_bytes=GIB))
-    cuda: 13.0 GiB for training (16.0 GiB, less 2.0 in use by others, less 1.0 for the context)
+    cuda: 13 GiB for training (16 GiB, less 2 in use by others, less 1 for the context)
     """
 
     device: str
@@ -217,8 +217,8 @@ class MemoryLimit:
     def __str__(self) -> str:
         sizes = (max(0, self.usable_bytes), self.total_bytes, self.others_bytes, self.context_bytes)
         usable, total, others, context = (size / GIB for size in sizes)
-        parts = f"{total:.1f} GiB, less {others:.1f} in use by others, less {context:.1f} for the context"
-        return f"{self.device}: {usable:.1f} GiB for training ({parts})"
+        parts = f"{total:.3g} GiB, less {others:.3g} in use by others, less {context:.3g} for the context"
+        return f"{self.device}: {usable:.3g} GiB for training ({parts})"
 
 
 def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) -> MemoryLimit:

@@ -43,7 +43,7 @@ def call(options: argparse.Namespace) -> Any:
         raise OptionError("this command measures in one process: start it once, without torchrun")
     if "json" not in signature(run).parameters:
         del values["json"]
-    check_numbers(values)
+    check_numbers(values, "--")
     return run(**values)
 
 

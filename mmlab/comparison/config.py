@@ -36,7 +36,7 @@ from pydantic import create_model
 from mmlab.comparison.options import DataOptions, SamplingOptions, read_options
 from mmlab.comparison.preparation import augmentation
 from mmlab.data.augment import Augment
-from mmlab.errors import DataError, OptionError, check_name
+from mmlab.errors import DataError, OptionError, check_is, check_name
 from mmlab.machine import regular
 from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.reduce import ParallelOptions
@@ -116,8 +116,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
     known = [section.name for section in dataclasses.fields(RunConfig)]
     for section, values in sections.items():
         check_name(f"section in {path}", section, known)
-        if not isinstance(values, dict):
-            raise OptionError(f"{path}: {section} is a section: write [{section}] and its keys below")
+        check_is(f"{path}: {section}", values, dict, f"a section, [{section}] and its keys below")
 
     def read(section: str, kind: Any) -> Any:
         return read_options(kind, sections.get(section, {}), f"[{section}] of {path}")

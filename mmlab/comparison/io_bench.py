@@ -25,7 +25,7 @@ from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.loading.backends import Copier
 from mmlab.loading.speeds import MIB, ReadRates, read_rates, work_rate
 from mmlab.loading.stages import as_table
@@ -166,6 +166,7 @@ def bench_io(
         DataError: the data cannot be used, or have no images.
         OptionError: an option cannot work; the message names it.
     """
+    check_numbers({"batch_size": batch_size})
     if batch_size < 2:
         raise OptionError(f"batch_size must be at least 2 (the loss needs negatives), found {batch_size}")
     policy, device = parse_image_policy(image), resolve_device(device)

@@ -14,19 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_numbers
 from mmlab.types import Region
 
 if TYPE_CHECKING:
     import torch
 
 _NUM_ATTEMPTS = 10  # to find a crop that fits, as torchvision has it
-_LARGEST_MAGNITUDE = 30  # of RandAugment
+_LARGEST_MAGNITUDE = 30  # of RandAugment, as in `mmlab.errors.BOUNDS`
 
 _COLOURS = ("brightness", "contrast", "saturation", "hue")
 # RandAugment's operations: the amount at full strength, whether its sign is drawn, and the change, by torchvision's
@@ -120,13 +119,7 @@ class Augment:
             pair = (1, 1) if given is None and name == "crop_scale" else given
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and 0 < pair[0] <= pair[1] <= highest):
                 raise OptionError(f"{name} must be (least, largest), above 0, up to {highest}, found {given}")
-        limits = {"flip_probability": 1.0, "hue": 0.5, "num_operations": 100, "magnitude": _LARGEST_MAGNITUDE}
-        for name in ("brightness", "contrast", "saturation", *limits):
-            limit, value = limits.get(name, 1e6), getattr(self, name)
-            kind = Integral if isinstance(limit, int) else Real
-            if not (isinstance(value, kind) and 0 <= float(value) <= limit):
-                whole = ", a whole number" * (kind is Integral)
-                raise OptionError(f"{name} must be from 0 to {limit:g}{whole}, found {value!r}")
+        check_numbers(self)
 
     def draw(self, *, seed: int, epoch: int, record_id: str) -> Drawn:
         """Draw a sample's changes for an epoch. Options that are off do not change what others draw."""

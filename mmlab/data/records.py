@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.errors import DataError, OptionError, check_numbers
+from mmlab.errors import DataError, check_numbers
 from mmlab.machine import open_regular, regular
 from mmlab.types import ImagePolicy, Record, SampleSizes
 
@@ -159,8 +159,7 @@ class Grouped:
             OptionError: `fraction` is not between 0 and 1.
             DataError: there is only one group.
         """
-        if not 0 < fraction < 1:
-            raise OptionError(f"fraction must lie between 0 and 1, found {fraction}")
+        check_numbers({"fraction": fraction, "seed": seed})
         groups = np.unique(group := self.group)
         if len(groups) < 2:
             raise DataError(

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, check_is
 from mmlab.machine import place_of_process
 from mmlab.schedule.base import Scheduler, sizes_of
 from mmlab.schedule.plan import BatchPlan
@@ -79,11 +79,10 @@ class PlannedSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if not isinstance(scheduler, Scheduler):
-            raise OptionError(
-                f"{type(scheduler).__name__} is no mmlab scheduler, or changes its plan during an epoch, which other "
-                "trainers cannot follow; use mmlab.make_scheduler(...)"
-            )
+        wanted = (
+            "one of mmlab.make_scheduler(...), whose plan of an epoch is fixed, for other trainers to follow"
+        )
+        check_is("scheduler", scheduler, Scheduler, wanted)
         here, ranks = place_of_process()
         self.rank = here if rank is None else rank
         self.world_size = ranks if world_size is None else world_size

@@ -17,6 +17,7 @@ from torch import nn
 
 from mmlab.data.synthetic import make_dataset
 from mmlab.data.synthetic.scenes import draw_size
+from mmlab.errors import check_name
 from mmlab.model.fusion import MultimodalFusion
 from mmlab.types import SampleSizes
 
@@ -74,6 +75,7 @@ def change_by_one_text(fusion: str) -> list[float]:
     Returns:
         Mean distance of each sample's features, as a share of the largest.
     """
+    check_name("fusion", fusion, ("mmlab", "article"))
     generator = torch.Generator().manual_seed(0)
     image, text, other = (torch.randn(8, 12, 512, generator=generator) for _ in range(3))
     other[1:] = text[1:]

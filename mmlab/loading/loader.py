@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from mmlab.data.conversation_dataset import ConversationBatch
-from mmlab.errors import DataError, OptionError, RunError, check_name, check_numbers
+from mmlab.errors import DataError, RunError, check_is, check_name, check_numbers, check_state
 from mmlab.loading.backends import Backend, Copier, Setting, ThreadBackend
 from mmlab.loading.batches import Augmentation, BadSample, BatchRequest, LoadedBatch, SampleLoader
 from mmlab.loading.cache.store import SampleCache
@@ -101,10 +101,10 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         check_numbers({"max_bad_samples": max_bad_samples})
         if pin_memory and not torch.cuda.is_available():
             warnings.warn("pin_memory=True has no effect: no GPU is available", stacklevel=2)
-        if not hasattr(dataset, "sizes"):
-            raise OptionError(
-                f"{type(dataset).__name__} has no sizes: give a MultimodalDataset, for a part one of records.select(rows)"
-            )
+        check_is("dataset", dataset, "records", "a MultimodalDataset, for a part of records.select(rows)")
+        check_is("scheduler", scheduler, "plan", "a scheduler, as make_scheduler() gives")
+        check_is("cache", cache, "stats", "a SampleCache(folder, key=cache_key(dataset))", optional=True)
+        check_is("augment", augment, "__call__", "an Augment() or a function", optional=True)
         if cache is not None:
             dataset.cache = cache
         self.dataset, self.scheduler = dataset, scheduler
@@ -200,6 +200,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 iteration, if the number of ranks is the same); or only one of the two plans follows memory
                 use.
         """
+        check_state("loader", state, "epoch", "num_batches", "num_bad_samples")
         if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
             raise DataError(
                 "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmlab.errors import DataError, OptionError, check_name, check_numbers, first_line
+from mmlab.errors import DataError, OptionError, check_is, check_name, check_numbers, first_line
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.types import IGNORED, Batch, HostColumns
 
@@ -41,8 +41,7 @@ def accept_batches(model: nn.Module) -> nn.Module:
     Raises:
         OptionError: it is no module, such as a name, or takes none of a batch's tensors.
     """
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"expected a model (torch.nn.Module), found {model!r}; build_model makes a preset")
+    check_is("model", model, nn.Module, "a torch.nn.Module, as build_model makes of a preset")
     return model if [*inspect.signature(model.forward).parameters][:1] == ["batch"] else LossModel(model)
 
 

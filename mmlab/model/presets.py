@@ -81,8 +81,6 @@ def build_model(
     config = replace(PRESETS[preset], **changes)
     check_numbers({"vocab_size": vocab_size})
     check_numbers(config)
-    if not 0 <= config.dropout < 1:
-        raise OptionError(f"dropout must lie in [0, 1), found {config.dropout}")
     for name in ("image_dim", "text_dim"):
         if (dim := getattr(config, name)) < 1 or dim % config.head_dim:
             raise OptionError(f"head_dim must divide {name}, found {config.head_dim} for width {dim}")

@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from mmlab.errors import USER_ERRORS, OptionError, RunError, check_numbers
+from mmlab.errors import USER_ERRORS, OptionError, RunError, check_is, check_numbers
 from mmlab.loading.workers import START_METHOD
 from mmlab.machine import num_usable_cores, share_cores
 from mmlab.parallel.faults import broke_off
@@ -157,8 +157,7 @@ def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_process
             "a rank imports the script that started it, and must not start others: put the call under "
             "if __name__ == '__main__':"
         )
-    if not callable(function):
-        raise OptionError(f"the first argument must be a function, found {function!r}")
+    check_is("the first argument", function, "__call__", "a function")
     name = getattr(function, "__qualname__", "")  # a functools.partial has none
     in_a_cell = function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
     if in_a_cell or "<" in name:

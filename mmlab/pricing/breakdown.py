@@ -77,7 +77,7 @@ def price(
         OptionError: an unknown name, or an operation that cannot be priced, with the module it is in.
     """
     tracer = StepTracer(model, precision=precision, optimizer=optimizer, **setting)
-    trace = tracer(BatchShape(*shape))
+    trace = tracer(shape)
     at = int(trace.live_bytes.argmax())
     in_first_step = trace.step_peak_bytes > trace.live_bytes[at]
     batch = 0 if in_first_step else trace.batch_bytes

@@ -79,7 +79,7 @@ def fit_memory(
         candidates, unseen, largest = batches.candidates(), batches.spread(num_held_out), batches.largest
     probes = _probes(candidates, patch)
     bar = progress_bar([*probes, *unseen], "pricing", unit="step", show=progress)
-    traces = [tracer(BatchShape(*map(int, shape))) for shape in bar]
+    traces = [tracer(shape) for shape in bar]
     live = _aligned(traces[: len(probes)])
     rows = fit_rows(probes, live, step_peak_bytes=tracer.step_peak_bytes, patch=patch, largest=largest)
     peaks = np.array([trace.peak_bytes for trace in traces[len(probes) :]])

@@ -25,7 +25,7 @@ from mmlab.pricing.time_model import TimeModel, fit_polynomial
 from mmlab.pricing.timing import probe_shapes
 from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import PaddedTokens, batch_costs
-from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
+from mmlab.types import PATCH, CostModel, SampleSizes
 
 _NUM_PROBES, _NUM_HELD_OUT = 12, 4
 
@@ -77,7 +77,7 @@ def predict_time(
         shapes = batches.spread(number)
     tracer = StepTracer(model, batches=batches, device=device.kind, **setting)
     bar = progress_bar(shapes.tolist(), f"predicting {device.name}", unit="step", show=progress)
-    seconds = np.array([device.seconds(tracer(BatchShape(*shape)), precision) for shape in bar])
+    seconds = np.array([device.seconds(tracer(shape), precision) for shape in bar])
     rows = fit_polynomial(shapes[:_NUM_PROBES], seconds[:_NUM_PROBES], patch=patch)
     return TimeModel(
         rows=rows,

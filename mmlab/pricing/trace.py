@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -147,8 +148,11 @@ class StepTracer:
         self._learnt: list[nn.Parameter] = []  # weights with a gradient, known after the first step
         self._step: Any = None  # those weights, and what a step over their gradients did
 
-    def __call__(self, shape: BatchShape) -> StepTrace:
+    def __call__(self, shape: BatchShape | Sequence[int]) -> StepTrace:
         """Trace a step over one micro-batch of this shape, in which every sample has an image and a text."""
+        if np.shape(shape) != (4,) or not all(isinstance(side, Integral) and side > 0 for side in shape):
+            raise OptionError(f"a shape is (B, T, H, W), whole numbers of at least 1; found {shape!r:.80}")
+        shape = BatchShape(*map(int, shape))
         if self._has_gradients and not self._learnt:
             self._trace(shape)
         return self._trace(shape)
@@ -200,8 +204,6 @@ class StepTracer:
 
     def _batch(self, shape: BatchShape) -> Batch:
         """A batch as the loader collates it: something is padded, and every patch of every image is there."""
-        if min(shape) < 1:
-            raise OptionError(f"a batch has at least one sample, token and pixel, found {shape}")
         if self._make_batch is not None:
             with without_modes():
                 real = self._make_batch(shape)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mmlab.errors import OptionError
+from mmlab.errors import check_numbers
 from mmlab.machine import process_rss_bytes
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import DeviceMeter
@@ -48,8 +48,7 @@ class DeviceMonitor:
         interval_s: float = 0.5,
         rank: int = 0,
     ) -> None:
-        if not interval_s > 0:
-            raise OptionError(f"interval_s: expected seconds above 0, found {interval_s}")
+        check_numbers({"interval_s": interval_s})
         self.error: Exception | None = None  # that ended the thread early
         self._emit, self._device, self._interval_s, self._rank = emit, device, interval_s, rank
         self._stop = threading.Event()

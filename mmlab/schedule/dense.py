@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_is
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.classic import aspect_class
 from mmlab.schedule.collisions import images_of, resolve_collisions
@@ -75,10 +74,7 @@ class Budget(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not hasattr(self.cost, "as_polynomial") or isinstance(self.cost, type):
-            raise OptionError(
-                f"cost must have as_polynomial(), found {type(self.cost).__name__}; write it as a MaxPolynomial"
-            )
+        check_is("cost", self.cost, "as_polynomial", "a cost model with as_polynomial()")
         if (time := self.time) is not None:
             if (unit := getattr(time, "unit", "no unit")) != "seconds":
                 raise OptionError(f"time must predict seconds, found {type(time).__name__} in {unit}")
@@ -199,8 +195,6 @@ class Memory(Budget):
                 f"scheduler 'memory' needs a cost model in bytes and a budget, found a cost in {self.cost.unit} and "
                 f"budget={self.budget}; give cost=<memory model>, budget=<bytes of the device> (in mmlab plan: --model)"
             )
-        if not isinstance(self.target_ratio, Real) or not 0 < self.target_ratio <= 1:
-            raise OptionError(f"target_ratio must lie in (0, 1], found {self.target_ratio}")
 
     def limits(self, sizes: SampleSizes) -> Limits:
         assert self.budget is not None

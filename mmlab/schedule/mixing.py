@@ -22,7 +22,7 @@ from numbers import Real
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.errors import OptionError, check_name
+from mmlab.errors import OptionError, check_is, check_name
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.dense import Budget
@@ -55,8 +55,7 @@ class Drawing(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.inner, Scheduler):
-            raise OptionError(f"inner must be a scheduler, as make_scheduler() gives, found {self.inner!r}")
+        check_is("inner", self.inner, Scheduler, "a scheduler, as make_scheduler() gives")
         if isinstance(self.inner, Drawing) and self.inner.draws:
             raise OptionError(
                 f"{type(self).__name__} cannot wrap {type(self.inner).__name__}: the inner draw would be lost"
@@ -150,15 +149,17 @@ class Mixed(Drawing):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("length", self.length, LENGTHS)
-        epochs = [epoch for epoch, _ in self._points]
-        if self.draws and not epochs:
+        if self.draws and not self._points:
             raise OptionError("ratios need a point (epoch, shares) at least; None takes each sample once")
+        for point in self._points:
+            match point:
+                case [Real(), Mapping() as shares] if all(isinstance(each, Real) for each in shares.values()):
+                    continue
+            raise OptionError(f"a point of ratios must be (epoch, {{source: share}}), found {point!r:.80}")
+        epochs = [epoch for epoch, _ in self._points]
         if epochs != sorted(set(epochs)):
             raise OptionError(f"the points of ratios must be at ascending epochs, found {epochs}")
         for epoch, shares in self._points:
-            if not isinstance(shares, Mapping) or not all(isinstance(each, Real) for each in shares.values()):
-                found = f"found {(epoch, shares)}"
-                raise OptionError(f"a point of ratios must be (epoch, {{source: share}}), {found}")
             if min(shares.values(), default=0.0) < 0 or not 0 < sum(shares.values()) < np.inf:
                 raise OptionError(f"ratios must not be negative or all zero, found {shares} at epoch {epoch}")
             if shares.keys() != self._points[0][1].keys():
@@ -230,7 +231,7 @@ class Mixed(Drawing):
     def _points(self) -> Sequence[tuple[int, Ratios]]:
         if self.ratios is None:
             return ()
-        return ((0, self.ratios),) if isinstance(self.ratios, Mapping) else self.ratios
+        return self.ratios if isinstance(self.ratios, list | tuple) else ((0, self.ratios),)
 
     def _check_names(self, available: Mapping[str, int]) -> None:
         wanted = {name for _, shares in self._points for name, share in shares.items() if share > 0}

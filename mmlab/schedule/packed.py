@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_is
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.collisions import images_of
 from mmlab.schedule.columns import Block, Ints, Limits
@@ -58,8 +58,7 @@ class Packed(Scheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cost is not None and not hasattr(self.cost, "as_polynomial"):
-            raise OptionError(f"cost must have as_polynomial(), found {type(self.cost).__name__}")
+        check_is("cost", self.cost, "as_polynomial", "a cost model with as_polynomial()", optional=True)
         if self.cost is not None and self.budget is None:
             raise OptionError(f"cost goes with a budget in {self.cost.unit}; give both")
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmlab.errors import DataError, OptionError, check_numbers
+from mmlab.errors import DataError, OptionError, check_is, check_numbers
 from mmlab.runs.control import Control
 from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.evaluation import meanings_of
@@ -99,6 +99,7 @@ class FusionTrainer(TrainerSetup):
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
+        check_is("checkpoints", checkpoints, "due", "Checkpoints(folder)", optional=True)
         self.taught = meanings_of(loader)
         self._refuse_held_out(eval_loader)
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
@@ -118,7 +119,7 @@ class FusionTrainer(TrainerSetup):
                     if hasattr(loader, "observe"):
                         loader.observe(values)
                     stopping = should_stop()
-                    if stopping or self._is_save_due(checkpoints):
+                    if stopping or (checkpoints and self.strategy.largest(float(checkpoints.due(self.step)))):
                         self._save(checkpoints, loader)
                     if stopping:
                         return list(history)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 
-from mmlab.errors import OptionError, check_name, check_numbers
+from mmlab.errors import OptionError, check_name, check_numbers, listed
 from mmlab.model.parameters import PARTS
 
 
@@ -71,7 +71,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("objectives", "freeze"):  # a text is one name, not its letters
             found = getattr(self, name)
-            object.__setattr__(self, name, (found,) if isinstance(found, str) else tuple(found or ()))
+            object.__setattr__(self, name, listed(found or (), f"{name} must be a list of names"))
         object.__setattr__(self, "device", None if self.device is None else str(self.device))
         check_name("policy for out-of-memory", self.on_out_of_memory, ("auto", "split", "raise"))
         check_name("policy for losses that are not finite", self.on_nonfinite, ("raise", "skip"))

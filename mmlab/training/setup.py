@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmlab.errors import DataError, OptionError, RunError, check_name
+from mmlab.errors import DataError, OptionError, RunError, check_is, check_name, check_state
 from mmlab.machine import place_of_process, resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
@@ -70,6 +70,8 @@ class TrainerSetup:
         for name in changes:
             check_name("option of the trainer", name, TrainOptions.__dataclass_fields__)
         self.options = replace(options or TrainOptions(), **changes)
+        check_is("strategy", strategy, Strategy, "a strategy, as make_strategy() gives", optional=True)
+        check_is("memory", memory, "__call__", "a memory model, as fit_memory() gives", optional=True)
         self.strategy = strategy or alone()
         self._emit = emit or (lambda event: None)
         self._make_model(model, objectives if isinstance(objectives, Mapping) else self.options.objectives)
@@ -288,10 +290,6 @@ class TrainerSetup:
         """End `fit` after the current step; safe to call from any thread."""
         self._stopping.set()
 
-    def _is_save_due(self, checkpoints: Checkpoints | None) -> bool:
-        """Whether any rank's interval is over."""
-        return checkpoints is not None and self.strategy.largest(float(checkpoints.due(self.step))) > 0
-
     def _save(self, checkpoints: Checkpoints | None, loader: Any, found: StepValues | None = None) -> None:
         """Rank 0 writes a checkpoint while the others wait; if sharded, every rank writes its share."""
         if checkpoints is None:
@@ -331,8 +329,7 @@ class TrainerSetup:
         Raises:
             DataError: it is not the state of a trainer, or its run trained other weights of this model.
         """
-        if not state.keys() >= {"model", "optimizer", "precision", "weighting", "progress"}:
-            raise DataError(f"this is not a trainer's state_dict(): it has {', '.join([*state][:5])}")
+        check_state("trainer", state, "model", "optimizer", "precision", "weighting", "progress")
         saved = state.get("trained", {})  # moments are kept by place: they would go to other weights
         for name, weight in self.model.named_parameters():
             if saved.get(name, weight.requires_grad) != weight.requires_grad:

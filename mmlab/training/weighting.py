@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from mmlab.errors import OptionError, check_name
+from mmlab.errors import OptionError, check_name, check_numbers
 
 Numbers = Mapping[str, float]  # by objective
 _STATE = ("shares", "_last_step", "_sums", "_counts", "_first", "_before")
@@ -57,10 +57,7 @@ class Weighting:
         weights = dict(start) if isinstance(start, Mapping) else dict.fromkeys(start, 1.0)
         if not weights or not all(0 < weight < math.inf for weight in weights.values()):
             raise OptionError(f"every objective needs a weight above 0, found {weights or 'no objective'}")
-        if not interval >= 1 or not 0 < smoothing <= 1:
-            raise OptionError(
-                f"interval must be at least 1 and smoothing above 0 and at most 1, found {interval} and {smoothing}"
-            )
+        check_numbers({"interval": interval, "smoothing": smoothing})
         if not 0 <= min_share * len(weights) <= 1 <= max_share * len(weights):
             raise OptionError(
                 f"{len(weights)} shares between {min_share} and {max_share} cannot add up to 1: min_share may be "

@@ -221,7 +221,7 @@ def test_plan_predicts_seconds_and_money_on_a_named_device(
     assert main([*words, "--device-name", "T4", "--precision", "bf16"]) == 2
     assert "T4 does not support bf16" in capsys.readouterr().err
     assert main([*words, "--device-name", "T4", "--memory-gb", "0.3"]) == 2
-    assert "too little memory: T4: 0.0 GiB for training (0.3 GiB, less" in capsys.readouterr().err
+    assert "too little memory: T4: 0 GiB for training (0.3 GiB, less" in capsys.readouterr().err
     wide.write_text("height,width,num_tokens\n96,96,8\n16000,16000,8\n")
     too_large = ["plan", "--lengths", str(wide), "--image", "aspect:16000", *asked[3:]]
     assert main(too_large) == 2

@@ -83,6 +83,8 @@ def test_it_shows_itself(found: IoBench) -> None:
 def test_bad_input_is_told(scenes: Path) -> None:
     with pytest.raises(OptionError, match="batch_size must be at least 2"):
         bench_io(scenes, batch_size=1)
+    with pytest.raises(OptionError, match="batch_size must be a whole number, found '8'"):
+        bench_io(scenes, batch_size="8")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="found 1 images in 3 records, at least 2 are needed"):
         bench_io(scenes, limit=3, progress=False)
 

@@ -108,8 +108,10 @@ def test_holding_out_divides_the_images(num_images, per_image, fraction, seed):
 
 
 def test_holding_out_refuses_what_cannot_be():
-    with pytest.raises(OptionError, match=r"fraction must lie between 0 and 1, found 1.5"):
+    with pytest.raises(OptionError, match=r"fraction must be below 1, found 1.5"):
         make().hold_out(1.5)
+    with pytest.raises(OptionError, match=r"fraction must be a number, found 'a'"):
+        make().hold_out("a")
     with pytest.raises(DataError, match=r"all 2 records are of one group .* at least 2 groups are needed"):
         make(1).hold_out()
 

@@ -137,5 +137,5 @@ def test_groups_may_have_any_values() -> None:
 
 
 def test_what_is_no_scheduler_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"str is no mmlab scheduler"):
+    with pytest.raises(OptionError, match=r"scheduler must be one of mmlab.make_scheduler"):
         PlannedSampler(sizes(), "budget")  # type: ignore[arg-type]

@@ -48,3 +48,5 @@ def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
 def test_without_models_there_is_no_panel() -> None:
     with pytest.raises(OptionError, match="no memory models to explore"):
         MemoryPanel(SIZES, {})
+    with pytest.raises(OptionError, match=r"models must be fitted memory models .*found 3"):
+        MemoryPanel(SIZES, 3)

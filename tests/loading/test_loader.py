@@ -10,7 +10,7 @@ import torch
 from mmlab.data.collate import Sample, collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.records import Records
-from mmlab.errors import OptionError
+from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import Aspect
@@ -76,10 +76,18 @@ def test_batches_are_those_of_the_plan_in_every_epoch(dataset: MultimodalDataset
             assert batch.shape == shape
 
 
-def test_a_data_set_without_sizes_is_refused(dataset: MultimodalDataset) -> None:
-    part = torch.utils.data.Subset(dataset, range(10))
-    with pytest.raises(OptionError, match=r"Subset has no sizes: give a MultimodalDataset.*records.select"):
-        PlannedLoader(part, make_scheduler("random", batch_size=4))
+def test_what_is_no_data_set_no_scheduler_and_no_cache_is_refused(dataset: MultimodalDataset) -> None:
+    part, planner = torch.utils.data.Subset(dataset, range(10)), make_scheduler("random", batch_size=4)
+    with pytest.raises(
+        OptionError, match=r"dataset must be a MultimodalDataset.*records.select.*found <torch"
+    ):
+        PlannedLoader(part, planner)
+    with pytest.raises(OptionError, match=r"scheduler must be a scheduler, .*found \[\[0, 1\]\]"):
+        PlannedLoader(dataset, [[0, 1]])  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"cache must be a SampleCache\(.*found 'folder'"):
+        PlannedLoader(dataset, planner, cache="folder")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"this is not a loader's state_dict\(\): found \[\]"):
+        PlannedLoader(dataset, planner).load_state_dict({})
 
 
 def test_iterating_leaves_the_global_generator_alone(dataset: MultimodalDataset) -> None:

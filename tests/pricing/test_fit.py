@@ -145,5 +145,5 @@ def test_too_few_probes_are_refused():
         OptionError, match="unknown option of a step 'checkpoint'; did you mean 'checkpointing'"
     ):
         fit_memory(Texts(lambda length: 2), checkpoint=True, progress=False)
-    with pytest.raises(OptionError, match=r"expected a model .*, found 'tiny'"):
+    with pytest.raises(OptionError, match=r"model must be a torch.nn.Module.*, found 'tiny'"):
         fit_memory("tiny", progress=False)  # type: ignore[arg-type]

@@ -169,7 +169,7 @@ def test_the_command_refuses_what_it_cannot_price(scenes: Path, capsys: pytest.C
     assert main(["memory", "--model", "no/such/model", "--data", str(scenes), "--memory-gb", "8"]) == 2
     assert "'no/such/model' is neither a preset" in capsys.readouterr().err
     assert main(["memory", "--model", "tiny", "--data", str(scenes), "--memory-gb", "0.1"]) == 2
-    assert "too little memory: cuda: 0.0 GiB for training (0.1 GiB" in capsys.readouterr().err
+    assert "too little memory: cuda: 0 GiB for training (0.1 GiB" in capsys.readouterr().err
     arguments = ["memory", "--model", "tiny", "--data", str(scenes), "--memory-gb", "8"]
     assert main([*arguments, "--save", "no/such/folder/memory.json"]) == 2
     assert "there is no folder no/such/folder" in capsys.readouterr().err

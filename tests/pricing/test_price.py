@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmlab.errors import OptionError
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.pricing.breakdown import PARTS, price
 from mmlab.pricing.fingerprint import fingerprint
@@ -113,6 +114,12 @@ def test_traces_repeat_and_keep_their_order() -> None:
     assert first.static_bytes == other.static_bytes == again.static_bytes
     assert other.peak_bytes > first.peak_bytes
     assert other.step_peak_bytes == first.step_peak_bytes > first.static_bytes
+
+
+@pytest.mark.parametrize("shape", [(4, 20, 80), (4, 20, 80.5, 80), (4, 20, -80, 80), "abcd", None])
+def test_what_is_no_shape_is_refused(shape: object) -> None:
+    with pytest.raises(OptionError, match=r"a shape is \(B, T, H, W\), whole numbers of at least 1; found"):
+        price(tiny(), shape)  # type: ignore[arg-type]
 
 
 def test_what_saves_memory() -> None:

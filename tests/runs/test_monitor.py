@@ -120,5 +120,6 @@ def test_a_log_that_can_no_longer_be_written_is_shown_at_the_end() -> None:
 
 
 def test_an_interval_must_be_positive() -> None:
-    with pytest.raises(OptionError, match="interval_s: expected seconds above 0, found 0"):
-        DeviceMonitor(print, device="cpu", interval_s=0)
+    for interval_s, message in ((0, "above 0, found 0"), ("a", "a number, found 'a'")):
+        with pytest.raises(OptionError, match=f"interval_s must be {message}"):
+            DeviceMonitor(print, device="cpu", interval_s=interval_s)  # type: ignore[arg-type]

@@ -179,7 +179,7 @@ def test_small_batches_are_pointed_out():
         ({"budget": -5.0}, "budget must be above 0"),
         ({"window": 0}, "window must be at least 1, found 0"),
         ({"time": PaddedTokens()}, "time must predict seconds.*PaddedTokens in padded tokens"),
-        ({"cost": sum}, "cost must have as_polynomial.*found builtin_function"),
+        ({"cost": sum}, "cost must be a cost model with as_polynomial.*found <built"),
         ({"time": replace(TIME, patch=32)}, "time counts image patches of 32 pixels and cost those of 16"),
         ({"max_batch_size": 0}, "max_batch_size must be at least 1, found 0"),
         ({"world_size": 0}, "world_size must be at least 1"),
@@ -200,9 +200,9 @@ def test_memory_plans_below_its_share_of_the_device():
         OptionError, match="needs a cost model in bytes and a budget, found a cost in padded tokens"
     ):
         make_scheduler("memory", budget=1e9)
-    with pytest.raises(OptionError, match=r"target_ratio must lie in \(0, 1\], found 1.5"):
+    with pytest.raises(OptionError, match=r"target_ratio must be at most 1.0, found 1.5"):
         make_scheduler("memory", cost=BYTES, budget=1e9, target_ratio=1.5)
-    with pytest.raises(OptionError, match=r"target_ratio must lie in \(0, 1\], found None"):
+    with pytest.raises(OptionError, match=r"target_ratio must be a number, found None"):
         make_scheduler("memory", cost=BYTES, budget=1e9, target_ratio=None)
 
 
@@ -217,7 +217,7 @@ def test_costs_that_are_none_and_samples_that_are_none_are_refused():
     with pytest.raises(OptionError, match="time must predict seconds, found float in no unit"):
         make_scheduler("fastest", time=3.0)
     for name in ("budget", "packed"):
-        with pytest.raises(OptionError, match=r"cost must have as_polynomial\(\), found float"):
+        with pytest.raises(OptionError, match=r"cost must be a cost model with as_polynomial\(\), found"):
             make_scheduler(name, cost=3.0)
     for samples in ("lengths.csv", None, [{"height": 16}]):
         with pytest.raises(DataError, match="samples must be records, SampleSizes, or have sizes"):

@@ -218,6 +218,8 @@ def test_ranks_share_a_mixed_plan():
         ({"inner": "random"}, "inner must be a scheduler, .*found 'random'"),
         ({"ratios": [("image-text", 0.5)]}, "a point of ratios must be"),
         ({"ratios": {"image-text": "1"}}, "a point of ratios must be"),
+        ({"ratios": 5}, "a point of ratios must be .*found .0, 5."),
+        ({"ratios": [1, 2]}, "a point of ratios must be .*found 1"),
     ],
 )
 def test_impossible_options_are_named(options, message):

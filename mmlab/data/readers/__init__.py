@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from mmlab.data.readers.rows import Row, Table, image_folder, to_records
 from mmlab.data.readers.tar import is_tar, read_shards
 from mmlab.data.records import FileStore, Records
 from mmlab.data.text import load_tokenizer, measure_tokens
-from mmlab.errors import DataError, OptionError, check_name, check_numbers
+from mmlab.errors import DataError, check_is, check_name, check_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,8 +61,7 @@ def read_records(
     """
     check_name("errors=", errors, ("raise", "report"))
     check_numbers({"limit": limit, "seed": seed})
-    if not (tokenizer is None or isinstance(tokenizer, str) or callable(tokenizer)):
-        raise OptionError(f"tokenizer must be a tokenizer or its name, found {tokenizer!r:.40}")
+    check_is("tokenizer", tokenizer, str | Callable, "a tokenizer or its name", optional=True)
     folder = None if images is None else image_folder(images)
     if texts is None:
         table = _table(source, folder, allow_missing_modality, progress)

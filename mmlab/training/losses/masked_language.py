@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmlab.errors import OptionError
+from mmlab.errors import check_is, check_numbers
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.training.losses.base import sample_weights
@@ -44,13 +44,9 @@ class MaskedLanguage:
     mask_ratio: float = 0.15
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask_id, Integral) or self.mask_id < 0:
-            raise OptionError(
-                "masked_language needs the tokenizer's mask token: "
-                'objectives={"masked_language": MaskedLanguage.of(tokenizer)}'
-            )
-        if not isinstance(self.mask_ratio, Real) or not 0 < self.mask_ratio <= 1:
-            raise OptionError(f"mask_ratio must lie in (0, 1], found {self.mask_ratio}")
+        wanted = "of the tokenizer's mask token: objectives={'masked_language': MaskedLanguage.of(tokenizer)}"
+        check_is("mask_id", self.mask_id, Integral, wanted)
+        check_numbers(self)
 
     @classmethod
     def of(cls, tokenizer: Any, *, mask_ratio: float = 0.15) -> MaskedLanguage:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmlab.errors import OptionError, check_name
+from mmlab.errors import OptionError, check_is, check_name
 from mmlab.model.huggingface import LossModel
 from mmlab.training.losses.base import Objective, at_least_fp32
 from mmlab.training.losses.contrastive import Contrastive, Matching
@@ -76,11 +76,8 @@ def parse_objectives(
         raise OptionError(f"no objective; known are {', '.join(OBJECTIVES)}")
     if isinstance(asked, Mapping):
         for name, goal in asked.items():
-            if isinstance(goal, type) or not (callable(goal) and hasattr(goal, "count")):
-                raise OptionError(
-                    f"objective {name!r} must have count(batch) and __call__(output, batch), as "
-                    f"mmlab.training.losses.base.Objective says; found a {type(goal).__name__}"
-                )
+            for method in ("count", "__call__"):
+                check_is(f"objective {name!r}", goal, method, "an object with count(batch) and __call__")
         return dict(asked)
     makers: dict[str, Any] = {**OBJECTIVES, ALL_RANKS: partial(Contrastive, all_ranks=True)}
     if tokenizer is not None:
