@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from mmlab.errors import RunError
 from mmlab.model.checkpointing import counting_norms
 from mmlab.schedule.cost import described
-from mmlab.training.losses.base import LossTerms
+from mmlab.training.losses.base import LossTerms, count_of
 from mmlab.training.losses.names import OWN
 from mmlab.training.out_of_memory import out_of_memory_in, release_memory
 from mmlab.types import Batch
@@ -69,7 +69,7 @@ class Window:
         counted = [batch or self.dummy for batch in self.batches]
         trainer.check_words(*batches)
         goals = trainer.goals.items()
-        counts = [{name: goal.count(batch) for name, goal in goals} for batch in counted if batch]
+        counts = [{name: count_of(name, goal, batch) for name, goal in goals} for batch in counted if batch]
         if not self.gathers:
             pairs = zip(batches, counts, strict=True)
             self.batches = [batch for batch, count in pairs if any(count.values())]

@@ -395,7 +395,10 @@ def test_biases_norms_and_temperature_do_not_decay():
         ({"freeze": ["*"]}, "FusionModel has nothing to train"),
         ({"objectives": ()}, "no objective; known are contrastive"),
         ({"objectives": None, "options": TrainOptions(objectives=None)}, "no objective; known are"),
-        ({"objectives": {"contrastive": Contrastive}}, "objective 'contrastive' must have .*found a type"),
+        (
+            {"objectives": {"contrastive": Contrastive}},
+            "objective 'contrastive' must be an object .*found <class",
+        ),
         ({"max_grad_norm": None}, "max_grad_norm must be above 0 .*found None"),
         ({"max_grad_norm": {"text": "1"}}, "max_grad_norm must be above 0"),
     ],
@@ -708,5 +711,43 @@ def test_the_norms_that_gradnorm_asks_for_leave_running_statistics_alone():
 
 
 def test_what_is_no_objective_is_refused_by_its_name():
-    with pytest.raises(OptionError, match=r"objective 'mine' must have count\(batch\).*found a function"):
+    with pytest.raises(
+        OptionError, match=r"objective 'mine' must be an object with count\(batch\).*found <function"
+    ):
         FusionTrainer(tiny_model(), device="cpu", objectives={"mine": lambda output, batch: 0})
+    with pytest.raises(OptionError, match=r"strategy must be .*found 'ddp'"):
+        FusionTrainer(tiny_model(), device="cpu", strategy="ddp")
+
+
+@pytest.mark.parametrize(
+    ("count", "loss", "message"),
+    [
+        (
+            3,
+            lambda output: output.image_embedding.sum(1),
+            "'mine' must return its sum, a scalar .*found tensor",
+        ),
+        (
+            3,
+            lambda output: output.image_embedding.sum().detach(),
+            "'mine' must return its sum, .*found tensor",
+        ),
+        (3, lambda output: 1.5, "'mine' must return its sum, .*found 1.5"),
+        (
+            None,
+            lambda output: output.image_embedding.sum(),
+            r"count\(batch\) of objective 'mine' .*found None",
+        ),
+    ],
+)
+def test_an_objective_that_gives_no_sum_or_no_count_is_named(count, loss, message):
+    class Own:
+        def count(self, batch):
+            return count
+
+        def __call__(self, output, batch):
+            return loss(output)
+
+    objectives = {"contrastive": Contrastive(), "mine": Own()}
+    with pytest.raises(OptionError, match=message):
+        FusionTrainer(tiny_model(), device="cpu", objectives=objectives).train_step([make_batch(SIZES)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mmlab.errors import OptionError, check_is
 from mmlab.model.fusion_model import FusionOutput
 from mmlab.types import Batch
 
@@ -29,8 +31,8 @@ class LossTerms:
     gradient of the whole window's mean.
 
     >>> terms = LossTerms({"contrastive": 4})
-    >>> terms.add({"contrastive": torch.tensor(6.0)})
-    tensor(1.5000)
+    >>> terms.add({"contrastive": torch.tensor(6.0, requires_grad=True)}).item()
+    1.5
     >>> terms.means()
     {'contrastive': 1.5}
 
@@ -53,6 +55,9 @@ class LossTerms:
         """Add a micro-batch's sums; returns its share of the step's loss, ready for the backward pass."""
         loss: Tensor | None = None
         for name, value in sums.items():
+            if not isinstance(value, Tensor) or value.dim() or value.requires_grad < torch.is_grad_enabled():
+                wanted = f"objective {name!r} must return its sum, a scalar tensor with a gradient"
+                raise OptionError(f"{wanted}; found {value!r:.80}")
             known, share = self._sums.get(name), value * self._factors[name]
             self._sums[name] = value.detach() if known is None else known + value.detach()
             loss = share if loss is None else loss + share
@@ -63,6 +68,13 @@ class LossTerms:
         """Mean of each objective that counted anything, without its weight; waits for the device."""
         counted = [name for name in self._sums if self.counts[name]]
         return {name: float(self._sums[name]) / self.counts[name] for name in counted}
+
+
+def count_of(name: str, goal: Objective, batch: Batch) -> int:
+    """An objective's count; refuses what is no count."""
+    count = goal.count(batch)
+    check_is(f"count(batch) of objective {name!r}", count, Integral, "a whole number of terms")
+    return count
 
 
 def pairs(batch: Batch) -> Tensor:
