@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmlab.errors import OptionError, loading_by_name
 from mmlab.model.huggingface import LossModel
+from mmlab.model.presets import PRESETS
 from mmlab.types import IGNORED, Batch, HostColumns
 
 
@@ -95,6 +96,8 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
+    if name in PRESETS:
+        raise OptionError(f"model {name!r} takes pairs; name the vision-language model")
     # what is trained is kept in fp32, whatever the file has; frozen weights stay as they are
     options: Any = {"trust_remote_code": False} | ({"dtype": torch.float32} if lora_rank is None else {})
     if os.path.isdir(name):

@@ -17,6 +17,7 @@ from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.model import ConversationModel
 from mmlab.model.conversation_model import named_vlm
+from mmlab.pricing.named_model import conversation_model
 from mmlab.pricing.step_prices import price_dataset
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
@@ -310,6 +311,8 @@ def test_pairs_and_conversations_are_not_mistaken_for_each_other_in_a_comparison
         compare(files / "talks.json", **chosen, model=chosen["processor"], image="square:64", augment="crop")
     with pytest.raises(OptionError, match="name the vision-language model"):
         compare(files / "talks.json", **chosen)
+    with pytest.raises(OptionError, match="'tiny' takes pairs; name the vision-language model"):
+        conversation_model("tiny")  # as in mmlab plan and mmlab memory
     with pytest.raises(DataError, match="conversations are read with the --processor"):
         compare(files / "talks.json")
 
