@@ -57,7 +57,7 @@ class LossTerms:
         for name, value in sums.items():
             if not isinstance(value, Tensor) or value.dim() or value.requires_grad < torch.is_grad_enabled():
                 wanted = f"objective {name!r} must return its sum, a scalar tensor with a gradient"
-                raise OptionError(f"{wanted}; found {value!r:.80}")
+                raise OptionError(f"{wanted}; found {' '.join(repr(value).split()):.80}")
             known, share = self._sums.get(name), value * self._factors[name]
             self._sums[name] = value.detach() if known is None else known + value.detach()
             loss = share if loss is None else loss + share
