@@ -25,7 +25,7 @@ _COUNTS = """accumulation_steps classes_per_octave embed_dim eval_batches eval_e
     fusion_levels head_dim hidden_dim image_depth image_dim image_layers interval keep_last limit limit_bytes max_batch_size mega_batch
     micro_batches multiple num_devices num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks
     repeats rounds side steps text_depth text_dim text_step threads total_steps vocab_size window world_size"""
-_AMOUNTS = "budget every_minutes interval_s price_per_hour timeout_s"
+_AMOUNTS = "budget every_minutes interval_s max_memory_gb price_per_hour timeout_s"
 _GIB = "cache_limit_gib limit_gib max_ram_gb memory_gb"
 # Least and greatest value of every numeric option; where the least is an int, the option is a whole number.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -38,20 +38,15 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("flip_probability", "val_fraction", "warmup_ratio"), (0.0, 1.0)),
     **dict.fromkeys(("mask_ratio", "smoothing", "target_ratio"), (_ABOVE_0, 1.0)),
     **dict.fromkeys(("brightness", "contrast", "saturation"), (0.0, 1e6)),
-    "hue": (0.0, 0.5),
-    "magnitude": (0, 30),
-    "num_operations": (0, 100),
-    "dropout": (0.0, _BELOW_1),
-    "fraction": (_ABOVE_0, _BELOW_1),
-    "captions_per_image": (1, 1000),
-    "epochs": (1, 10**4),  # planned or compared
-    "num_images": (1, 10**9),
+    **{"captions_per_image": (1, 1000), "epochs": (1, 10**4)},
+    **{"num_images": (1, 10**9), "port": (0, 2**16 - 1)},
+    **{"dropout": (0.0, _BELOW_1), "fraction": (_ABOVE_0, _BELOW_1)},
+    **{"hue": (0.0, 0.5), "magnitude": (0, 30), "num_operations": (0, 100)},  # of images
     "num_probes": (7, math.inf),  # as many as `mmlab.pricing.time_model.TIME_EXPONENTS`
     "batch_size": (1, 2**16),  # twice that of CLIP
     **dict.fromkeys(("image_side", "max_side"), (16, 2**14)),  # pixels
     "max_tokens": (2, math.inf),  # the special tokens
     "num_tokens": (2, 512),  # what the presets take
-    "port": (0, 2**16 - 1),
     "seed": (0, 2**63 - 1),  # what torch and NumPy both take
 }
 
@@ -160,8 +155,7 @@ def check_is(name: str, value: object, kind: Any, wanted: str, *, optional: bool
 def check_state(what: str, state: object, *keys: str) -> None:
     """Refuse what is no `state_dict()` of a loader or a trainer."""
     if not isinstance(state, Mapping) or not state.keys() >= {*keys}:
-        found = [*state][:5] if isinstance(state, Mapping) else state
-        raise DataError(f"this is not a {what}'s state_dict(): found {found!r:.80}")
+        raise DataError(f"this is not a {what}'s state_dict(): found {state!r:.80}")
 
 
 def check_numbers(options: Any, prefix: str = "") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import ipywidgets as widgets
 import numpy as np
 
-from mmlab.errors import OptionError, check_is
+from mmlab.errors import check_is
 from mmlab.lab.panels import LONG, SLIDES, WIDE, Panel, picture
 from mmlab.lab.plan_figure import page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
@@ -42,9 +42,7 @@ class MemoryPanel(Panel):
         *,
         memory_gb: tuple[float, float, float] = (2, 80, 16),
     ) -> None:
-        check_is("models", models, Mapping, "fitted memory models by names for them")
-        if not models:
-            raise OptionError("no memory models to explore; give at least one, by a name for it")
+        check_is("models", models or None, Mapping, "fitted memory models by names for them, at least one")
         self._sizes, self._models = sizes.take(some_images(sizes, MAX_EXPLORED)), dict(models)
         part = f"<br>planned for {len(self._sizes):,} of {len(sizes):,} samples: more have fuller batches"
         self._part = part if len(self._sizes) < len(sizes) else ""

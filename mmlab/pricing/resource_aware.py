@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mmlab.errors import DataError, OptionError, check_name
+from mmlab.errors import DataError, OptionError, check_name, check_numbers
 from mmlab.machine import GIB, available_memory_bytes
 from mmlab.pricing.memory_policies import Halving, MemoryPolicy, Predictive
 from mmlab.runs.events import RunEvent
@@ -63,11 +63,9 @@ class ResourceAwareScheduler:
         agree: Callable[[float], float] | None = None,
     ) -> None:
         check_name("policy", policy, POLICIES)
-        limit_bytes = (
-            max_memory_gb * GIB if max_memory_gb is not None else getattr(planner, "budget", None) or 16 * GIB
-        )
-        if not limit_bytes > 0:
-            raise OptionError(f"no memory limit; give max_memory_gb above 0, found {max_memory_gb}")
+        check_numbers({"max_memory_gb": max_memory_gb})
+        usual = getattr(planner, "budget", None) or 16 * GIB
+        limit_bytes = usual if max_memory_gb is None else max_memory_gb * GIB
         if planner is not None and planner.world_size > 1 and agree is None:
             raise OptionError(
                 f"{planner.world_size} ranks would decide independently; give agree=, a function that returns the largest of their numbers"

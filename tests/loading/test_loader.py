@@ -86,7 +86,7 @@ def test_what_is_no_data_set_no_scheduler_and_no_cache_is_refused(dataset: Multi
         PlannedLoader(dataset, [[0, 1]])  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"cache must be a SampleCache\(.*found 'folder'"):
         PlannedLoader(dataset, planner, cache="folder")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"this is not a loader's state_dict\(\): found \[\]"):
+    with pytest.raises(DataError, match=r"this is not a loader's state_dict\(\): found \{\}"):
         PlannedLoader(dataset, planner).load_state_dict({})
 
 

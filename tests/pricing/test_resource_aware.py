@@ -432,7 +432,7 @@ def test_what_cannot_work_is_refused():
         aware(memory_planner(), policy="halving")
     assert ResourceAwareScheduler().limit_bytes == 16 * 2**30  # the article's
     for limit in (0, float("nan")):
-        with pytest.raises(OptionError, match="give max_memory_gb"):
+        with pytest.raises(OptionError, match="max_memory_gb must be above 0"):
             ResourceAwareScheduler(limit)
     with pytest.raises(OptionError, match="2 ranks would decide independently"):
         aware(memory_planner(world_size=2))
