@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mmlab.errors import RunError
+from mmlab.errors import RunError, first_line
 from mmlab.loading.batches import BatchRequest, LoadedBatch, LoadedSample, SampleLoader, Upcoming
 from mmlab.loading.stages import StageMeter
 from mmlab.machine import resolve_device
@@ -148,7 +148,11 @@ class Backend(ABC):
             if pending and sum(item.num_bytes for item in pending) + num_bytes > self.max_bytes:
                 return request
             held = None
-            pending.append(Pending(request, num_bytes, self._submit(request)))
+            try:
+                pending.append(Pending(request, num_bytes, self._submit(request)))
+            except (OSError, EOFError, RuntimeError) as error:
+                remedy = "use fewer num_workers, or raise the limits (`ulimit -a`)"
+                raise RunError(f"no worker can be started ({first_line(error)}); {remedy}") from error
         return held
 
     def _pool(self) -> Any:

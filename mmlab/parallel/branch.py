@@ -79,8 +79,7 @@ class BranchStrategy(RanksStrategy):
         if not isinstance(model, FusionModel):
             raise OptionError(f"{type(model).__name__} has no two branches; branch needs a FusionModel")
         if getattr(model.forward, "__func__", None) is not FusionModel.forward:
-            told = "has a forward of its own, which no rank calls: change encode_image, encode_text or join instead"
-            raise OptionError(f"{type(model).__name__} {told}")
+            raise OptionError(f"{type(model).__name__} has its own forward, which no rank calls: change join")
         if any(getattr(goal, "all_ranks", False) for goal in trainer.objectives.values()):
             raise OptionError("both ranks read the same batches, so contrastive already has all negatives")
         self._image_layers = self.options.image_layers

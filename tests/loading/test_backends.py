@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -179,6 +180,15 @@ class NoRoom:
 def test_where_shared_memory_is_too_small_the_remedy_is_named(dataset) -> None:
     with pytest.raises(RunError, match=r"No space left on device; enlarge /dev/shm \(--shm-size\), or use"):
         list(make_loader(dataset, "torch", augment=NoRoom()))
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), BlockingIOError(11, "unavailable")]
+)
+def test_a_machine_at_its_limit_of_processes_is_told_from_other_failures(dataset, monkeypatch, error) -> None:
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor._adjust_thread_count", Mock(side_effect=error))
+    with pytest.raises(RunError, match=r"no worker can be started \(.*\); use fewer num_workers, or raise"):
+        list(make_loader(dataset, num_workers=2))
 
 
 def test_a_worker_that_never_had_a_batch_ends_too(dataset) -> None:

@@ -271,7 +271,7 @@ def what_cannot_work_is_refused() -> None:
     with pytest.raises(OptionError, match="LossModel has no two branches"):
         trainer_on_ranks(Classifier(), ["contrastive"])
     (own := build()).forward = lambda batch: None  # or a class that overrides it
-    with pytest.raises(OptionError, match="has a forward of its own, which no rank calls"):
+    with pytest.raises(OptionError, match="FusionModel has its own forward, which no rank calls"):
         trainer_on_ranks(own, ["contrastive"])
     with pytest.raises(OptionError, match="one alone cannot run a micro-batch again in parts"):
         branch_trainer(["contrastive"], on_out_of_memory="split")
