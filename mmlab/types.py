@@ -361,7 +361,7 @@ def parse_image_policy(text: str) -> ImagePolicy:
     Raises:
         OptionError: the text has another form, or the size is impossible.
     """
-    match = re.fullmatch(r"(square|aspect):(\d{1,5})(?::(\d{1,5}))?", text.strip())
+    match = re.fullmatch(r"(square|aspect):(\d{1,5})(?::(\d{1,5}))?", str(text).strip())
     if match is None or (match[1] == "square" and match[3]) or int(match[2]) > 2**14:
         raise OptionError(
             f"image policy {text!r} is not square:SIDE or aspect:SIDE[:MULTIPLE] of at most 16384 pixels (aspect:224)"

@@ -85,6 +85,7 @@ def test_policies_are_read_from_their_short_form_and_write_it():
         "aspect:1.5",
         "aspect:8:8:8",
         "square:99999",
+        224,
     ],
 )
 def test_other_forms_are_refused(text):
