@@ -149,8 +149,7 @@ def train_on(
         RunError: a rank failed, or was killed.
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
-    call = partial(train, config, runs=str(runs), resume=resume)
-    return run_on_ranks(call, num_processes=num_processes)[0]
+    return run_on_ranks(partial(train, config, runs=str(runs), resume=resume), num_processes=num_processes)[0]
 
 
 def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase]:

@@ -38,8 +38,7 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
         DataError: an image cannot be decoded.
     """
     paths = [path for path in dict.fromkeys(records.image_paths) if path is not None]
-    is_file = isinstance(records.store, FileStore)
-    stamps = {path: stamp_of(path) if is_file else None for path in paths}
+    stamps = {path: stamp_of(path) if isinstance(records.store, FileStore) else None for path in paths}
     measured = measure_once("complexity", (float,), stamps, partial(_measure, records), progress=progress)
     for path, outcome in measured.items():
         if isinstance(outcome, str):

@@ -151,8 +151,8 @@ class Backend(ABC):
             try:
                 pending.append(Pending(request, num_bytes, self._submit(request)))
             except (OSError, EOFError, RuntimeError) as error:
-                remedy = "use fewer num_workers, or raise the limits (`ulimit -a`)"
-                raise RunError(f"no worker can be started ({first_line(error)}); {remedy}") from error
+                remedy = "where no thread or process can be started, use fewer num_workers, or raise the limits (`ulimit -a`)"
+                raise RunError(f"workers cannot take a batch: {first_line(error)}; {remedy}") from error
         return held
 
     def _pool(self) -> Any:

@@ -107,7 +107,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         check_is("augment", augment, "__call__", "an Augment() or a function", optional=True)
         if cache is not None:
             dataset.cache = cache
-        self.dataset, self.scheduler, self._is_closed = dataset, scheduler, False
+        self.dataset, self.scheduler = dataset, scheduler
+        self._is_closed = False
         self.on_bad_sample, self.max_bad_samples, self._emit = on_bad_sample, max_bad_samples, emit
         self.bad_samples: list[BadSample] = []  # of the last iteration, as far as delivered
         max_bytes = total_memory_bytes() // 4 if max_ram_gb is None else int(max_ram_gb * 2**30)

@@ -187,7 +187,9 @@ def test_where_shared_memory_is_too_small_the_remedy_is_named(dataset) -> None:
 )
 def test_a_machine_at_its_limit_of_processes_is_told_from_other_failures(dataset, monkeypatch, error) -> None:
     monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor._adjust_thread_count", Mock(side_effect=error))
-    with pytest.raises(RunError, match=r"no worker can be started \(.*\); use fewer num_workers, or raise"):
+    with pytest.raises(
+        RunError, match=r"workers cannot take a batch: .*; where no .* use fewer num_workers, or raise"
+    ):
         list(make_loader(dataset, num_workers=2))
 
 

@@ -751,3 +751,16 @@ def test_an_objective_that_gives_no_sum_or_no_count_is_named(count, loss, messag
     objectives = {"contrastive": Contrastive(), "mine": Own()}
     with pytest.raises(OptionError, match=message):
         FusionTrainer(tiny_model(), device="cpu", objectives=objectives).train_step([make_batch(SIZES)])
+
+
+def test_an_objective_may_find_nothing_in_a_batch():
+    class Nothing:
+        def count(self, batch):
+            return len(batch)
+
+        def __call__(self, output, batch):
+            return output.image_embedding.new_zeros(())
+
+    objectives = {"contrastive": Contrastive(), "nothing": Nothing()}
+    values = FusionTrainer(tiny_model(), device="cpu", objectives=objectives).train_step([make_batch(SIZES)])
+    assert values["user_nothing_loss"] == 0 < values["loss"]

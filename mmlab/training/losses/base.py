@@ -55,7 +55,7 @@ class LossTerms:
         """Add a micro-batch's sums; returns its share of the step's loss, ready for the backward pass."""
         loss: Tensor | None = None
         for name, value in sums.items():
-            if not isinstance(value, Tensor) or value.dim() or value.requires_grad < torch.is_grad_enabled():
+            if not isinstance(value, Tensor) or value.dim() or _is_detached(value):
                 wanted = f"objective {name!r} must return its sum, a scalar tensor with a gradient"
                 raise OptionError(f"{wanted}; found {' '.join(repr(value).split()):.80}")
             known, share = self._sums.get(name), value * self._factors[name]
@@ -68,6 +68,11 @@ class LossTerms:
         """Mean of each objective that counted anything, without its weight; waits for the device."""
         counted = [name for name in self._sums if self.counts[name]]
         return {name: float(self._sums[name]) / self.counts[name] for name in counted}
+
+
+def _is_detached(value: Tensor) -> bool:
+    """Whether a sum that is not zero, as one over nothing is, lacks its gradient."""
+    return torch.is_grad_enabled() and not value.requires_grad and bool(value)
 
 
 def count_of(name: str, goal: Objective, batch: Batch) -> int:
