@@ -640,22 +640,22 @@ class View {
 					const found = measure.soft || this.off.has(`${made.plot.id}.${measure.id}`) ? null : line.values(measure);
 					if (!found) continue;
 					const { array: xs, sorted } = line.x(found.track, this.axis), i = nearest(xs, found.n, x, sorted), last = found.n - 1;
-					if (this.isExtra(line, measure) || sorted && (x > xs[last] + (high - low) / 500 || x < xs[0] - (xs[1] - xs[0] || 0))) continue; // it has ended, or not begun
-					const y = line.smoothed(measure, found, this.weight)[i], nothing = found.track === "step" && (measure.learnt || measure.id === "loss") && !line.teaches(i);
+					if (this.isExtra(line, measure) || sorted && (x > xs[last] + (high - low) / 500 || x < xs[0] - (xs[1] - xs[0] || 0))) continue; // ended, or not begun
+					const y = line.smoothed(measure, found, this.weight)[i], nothing = found.track === "step" && (measure.learnt || measure.id === "loss") && !line.teaches(i), text = inUnit(y, made.plot.unit);
 					if (!nothing && Number.isNaN(y)) continue;
-					parts.push((made.plot.measures.length > 1 ? measure.label + " " : "") + (nothing ? `${measure.learnt ? inUnit(y, made.plot.unit) + ", " : ""}nothing to learn` : inUnit(y, made.plot.unit)));
+					parts.push((made.plot.measures.length > 1 ? measure.label + " " : "") + (nothing ? `${measure.learnt ? text + ", " : ""}nothing to learn` : text));
 					if (Number.isFinite(y)) { g.fillStyle = this.colourOf(line, colours); g.setLineDash([]); g.beginPath(); g.arc(made.scale.px(xs[i]), made.scale.py(y), 3, 0, 7); g.fill(); }
 				}
 				if (parts.length) {
-					const dot = element("i"), row = element("div", {}, dot, element("span.name", {}, `${line.label}: `), parts.join(", "));
+					const dot = element("i");
 					dot.style.background = this.colourOf(line, colours);
-					rows.push(row);
+					rows.push(element("div", {}, dot, element("span.name", {}, `${line.label}: `), parts.join(", ")));
 				}
 			}
 			made.read.replaceChildren(...rows);
 			made.read.hidden = !rows.length;
 			const wide = made.read.offsetWidth, from = made.figure.offsetLeft - this.grid.offsetLeft, left = at < LEFT + (width - LEFT) / 2 ? at + 8 : at - 8 - wide;
-			made.read.style.left = `${Math.max(-from, Math.min(left, this.grid.clientWidth - from - wide))}px`; // beside those of the other plots
+			made.read.style.left = `${Math.max(-from, Math.min(left, this.grid.clientWidth - from - wide))}px`; // inside the grid
 		}
 	}
 
