@@ -105,7 +105,7 @@ def test_the_model_speaks_of_every_number_of_devices(document: Any) -> None:
         (["--model", "huge"], "huge"),
         (["--precision", "int3"], "int3"),
         (["--precision", "fp16", "--strategies", "ddp,fsdp"], "'fsdp' does not train in fp16"),
-        (["--num-tokens", "513"], "num_tokens must be at most 512, found 513"),
+        (["--num-tokens", "513"], "--num-tokens must be at most 512, found 513"),
     ],
 )
 def test_bad_input_exits_with_2_before_anything_is_launched(
