@@ -214,6 +214,7 @@ class Pump:
             "kind": "update",
             "seq": self._seq,
             "more": self._more,
+            "hears": self._heard,
             "rows": [[name, self._sent.get(name, 0), columns.shape[1]] for name, columns in rows.items()],
             "last_s": max((run.last_s for run in self._shown_runs() if isfinite(run.last_s)), default=None),
         }

@@ -186,7 +186,7 @@ function firstAtLeast(array, n, value) {
 class Store {
 	constructor(model) {
 		Object.assign(this, { model, views: new Set(), series: new Map(), lines: [], runs: [], notes: [], errors: [], tiles: [], verdict: "", phase: "", lost: false, busy: false });
-		Object.assign(this, { state: "waiting", progress: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0 });
+		Object.assign(this, { state: "waiting", progress: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0, untold: [] });
 		this.tracks = model.get("tracks");
 		this.listen = (message, buffers) => this.take(message, buffers);
 		this.part = () => { this.lost = true; this.schedule(); };
@@ -198,6 +198,7 @@ class Store {
 	get shownState() { return this.lost ? "lost" : this.busy ? "busy" : this.state; }
 	close() { clearInterval(this.timer); this.model.off("msg:custom", this.listen); this.model.off("comm_live_update", this.part); }
 	send(message) { try { this.model.send(message); } catch (error) { console.debug("mmlab panel: no kernel", error); } }
+	tell(...messages) { this.untold.push(...messages); if (this.hears) for (const each of this.untold.splice(0)) this.send(each); }
 	ready() {
 		const have = {};
 		for (const [name, series] of this.series) have[name] = series.n;
@@ -215,6 +216,8 @@ class Store {
 		const { rows, runs, seq, ...facts } = message, bytes = buffers?.[0];
 		if (facts.kind !== "update") return;
 		Object.assign(this, facts, { heard: Date.now(), lost: false, busy: false, seq: Math.max(this.seq, seq) });
+		this.tell(); // what was sent before the page got its subshell waits behind the running cell: ask again, ever less often
+		if (!this.hears && this.views.size && this.heard - this.nudged > 500 + this.nudged - this.born) this.ready();
 		if (runs) this.setRuns(runs);
 		if (bytes && rows.length) {
 			const data = new Float32Array(bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength));
@@ -360,7 +363,7 @@ class View {
 			if (act) { if (event.detail < 2) this[act](); } // the second of a double click on Start would pause
 			else if (line) this.toggle(this.hidden, line);
 			else if (measure) this.toggle(this.off, measure);
-			else if (clear) this.store.send({ kind: "clear", run: clear });
+			else if (clear) this.store.tell({ kind: "clear", run: clear });
 		});
 		this.axes.addEventListener("change", () => this.setAxis(this.axes.value));
 		this.last.addEventListener("change", () => this.setZoom(null));
@@ -403,11 +406,10 @@ class View {
 	end() { this.act("stop"); }
 	reset() { this.last.value = ""; this.setZoom(null); }
 	act(name) {
-		if (this.store.model.get("steers") && !this.store.lost && this.can(name)) this.store.send({ kind: "action", name });
+		if (this.store.model.get("steers") && this.can(name)) this.store.tell({ kind: "action", name });
 	}
 	can(name) {
-		const state = this.store.state;
-		return { start: /^(?!running|paused|stopping)/, pause: /running/, resume: /paused/, stop: /running|paused/ }[name].test(state);
+		return !this.store.lost && { start: /^(?!running|paused|stopping)/, pause: /running/, resume: /paused/, stop: /running|paused/ }[name].test(this.store.state);
 	}
 	key(event) {
 		if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -490,7 +492,7 @@ class View {
 		for (const made of this.plots) this.drawKeys(made, colours);
 		this.drawCursor(colours);
 		const root = this.root.dataset, state = this.store.shownState;
-		if (root.state !== state) { root.state = state; setText(this.live, `state: ${state}`); }
+		setText(this.live, `state: ${root.state = state}`);
 		root.points = this.store.points;
 		root.lines = this.visible().length;
 		root.x = range.join(" ");
@@ -511,8 +513,7 @@ class View {
 		const log = plot.robust && this.log;
 		setAttribute(made.log, "aria-pressed", !!log);
 		for (const line of this.visible()) plot.measures.forEach((measure, order) => {
-			if (this.isExtra(line, measure, soft)) return;
-			if (this.off.has(`${plot.id}.${measure.id}`)) return;
+			if (this.isExtra(line, measure, soft) || this.off.has(`${plot.id}.${measure.id}`)) return;
 			const found = line.values(measure);
 			if (!found) return;
 			const { array: xs, sorted } = line.x(found.track, this.axis);
@@ -553,12 +554,11 @@ class View {
 		g.textAlign = "right"; g.textBaseline = "middle";
 		if (!jobs.length) return g.fillText("not measured", LEFT + w / 2 + 32, TOP + h / 2);
 		for (const y of log ? logTicks(bottom, top) : ticks(bottom, top, 4, plot.unit)) {
-			g.beginPath(); g.moveTo(LEFT, Math.round(py(y)) + 0.5); g.lineTo(LEFT + w, Math.round(py(y)) + 0.5); g.stroke();
+			segment(g, LEFT, LEFT + w, Math.round(py(y)) + 0.5);
 			g.fillText(plot.unit === "share" ? +(100 * y).toFixed(2) + " %" : inUnit(y, plot.unit), LEFT - 5, py(y));
 		}
 		g.textBaseline = "top";
-		const marks = ticks(low, high, Math.max(2, w / 52));
-		for (const x of marks) { g.textAlign = px(x) > LEFT + w - 14 ? "right" : "center"; g.fillText(number(x, 6, high), Math.min(px(x), LEFT + w), TOP + h + 4); }
+		for (const x of ticks(low, high, Math.max(2, w / 52))) { g.textAlign = px(x) > LEFT + w - 14 ? "right" : "center"; g.fillText(number(x, 6, high), Math.min(px(x), LEFT + w), TOP + h + 4); }
 		g.strokeRect(LEFT + 0.5, TOP + 0.5, w - 1, h - 1);
 		g.save();
 		g.beginPath(); g.rect(LEFT, TOP - 4, w + 4, h + 8); g.clip();
@@ -576,13 +576,13 @@ class View {
 			const all = job.measure.marks || job.to - job.from < 3, alone = (i) => job.measure.sharp && !Number.isFinite(job.ys[i - 1]) && !Number.isFinite(job.ys[i + 1]);
 			if (all || job.measure.sharp) { // also values that no line reaches
 				g.setLineDash([]);
-				for (let i = job.from; i < job.to; i++) if (Number.isFinite(job.ys[i]) && (all || alone(i))) { g.beginPath(); g.arc(px(job.xs[i]), py(job.ys[i]), 3, 0, 7); g.fill(); }
+				for (let i = job.from; i < job.to; i++) if (Number.isFinite(job.ys[i]) && (all || alone(i))) { dot(g, px(job.xs[i]), py(job.ys[i])); }
 			}
 		}
 		g.restore();
 		Object.entries(soft).filter(([, y]) => y > top).forEach(([label, y], i) => {
 			const text = `${label} ${inUnit(y, plot.unit)} ↑`, at = [LEFT + w - 6, TOP + h - 15 - 13 * i];
-			g.textAlign = "right"; g.textBaseline = "top"; g.strokeStyle = colours.bg; g.fillStyle = colours.dim; g.lineWidth = 4; g.lineJoin = "round"; g.setLineDash([]);
+			g.textAlign = "right"; g.strokeStyle = colours.bg; g.fillStyle = colours.dim; g.lineWidth = 4; g.lineJoin = "round";
 			g.strokeText(text, ...at); g.fillText(text, ...at);
 		});
 	}
@@ -644,7 +644,7 @@ class View {
 					const y = line.smoothed(measure, found, this.weight)[i], nothing = found.track === "step" && (measure.learnt || measure.id === "loss") && !line.teaches(i), text = inUnit(y, made.plot.unit);
 					if (!nothing && Number.isNaN(y)) continue;
 					parts.push((made.plot.measures.length > 1 ? measure.label + " " : "") + (nothing ? `${measure.learnt ? text + ", " : ""}nothing to learn` : text));
-					if (Number.isFinite(y)) { g.fillStyle = this.colourOf(line, colours); g.setLineDash([]); g.beginPath(); g.arc(made.scale.px(xs[i]), made.scale.py(y), 3, 0, 7); g.fill(); }
+					if (Number.isFinite(y)) { g.fillStyle = this.colourOf(line, colours); g.setLineDash([]); dot(g, made.scale.px(xs[i]), made.scale.py(y)); }
 				}
 				if (parts.length) {
 					const dot = element("i");
@@ -663,9 +663,10 @@ class View {
 		const store = this.store, state = store.shownState;
 		setText(this.state, state);
 		const main = { running: ["pause", "❚❚ Pause"], paused: ["resume", "▶ Resume"], stopping: ["pause", "❚❚ Pause"] }[store.state] ?? ["start", "▶ Start"];
-		if (this.main.dataset.action !== main[0] || this.main.textContent !== main[1]) { this.main.dataset.action = main[0]; setText(this.main, main[1]); }
-		setAttribute(this.main, "aria-disabled", store.lost || !this.can(main[0])); // not `disabled`, which would lose the focus
-		setAttribute(this.stop, "aria-disabled", store.lost || !this.can("stop"));
+		this.main.dataset.action = main[0];
+		setText(this.main, main[1]);
+		setAttribute(this.main, "aria-disabled", !this.can(main[0])); // not `disabled`, which would lose the focus
+		setAttribute(this.stop, "aria-disabled", !this.can("stop"));
 		const [share, left] = store.progress, percent = share === null ? 0 : Math.round(1000 * share) / 10;
 		this.bar.hidden = share === null;
 		setAttribute(this.bar, "aria-valuenow", percent);
@@ -691,8 +692,8 @@ class View {
 			const { name, colours: pair } = this.store.runs.find((run) => run.id === tile.id) ?? {};
 			if (!name) return [];
 			const made = element("div.tile", { "data-tile": name, title: `${name}: its median epoch, and all of its steps so far` }, element("b", {}, name),
-				...tile.figures.map(([label, text]) => element("span", {}, element("span.dim", {}, label), element("b", {}, text))));
-			made.append(...tile.gauges.map(([label, busy, used, total]) => element("span.gauge", {}, element("span.dim", {}, label),
+				...tile.figures.map(([label, text]) => element("span", {}, element("span.dim", {}, label), element("b", {}, text))),
+				...tile.gauges.map(([label, busy, used, total]) => element("span.gauge", {}, element("span.dim", {}, label),
 				element("meter", { value: busy, max: 1 }), `${inUnit(busy, "share")} busy`, element("meter", { value: used, max: total }), `${inUnit(used, "bytes")} of ${inUnit(total, "bytes")}`)));
 			made.style.borderLeftColor = pair[+colours.dark];
 			return [made];
@@ -764,7 +765,7 @@ class View {
 		let x = 10;
 		for (const line of lines) {
 			g.strokeStyle = this.colourOf(line, colours); g.lineWidth = 2; g.setLineDash(this.dashOf(line));
-			g.beginPath(); g.moveTo(x, 38); g.lineTo(x + 24, 38); g.stroke(); g.fillText(line.label, x + 29, 38); x += 46 + g.measureText(line.label).width;
+			segment(g, x, x + 24, 38); g.fillText(line.label, x + 29, 38); x += 46 + g.measureText(line.label).width;
 		}
 		for (const made of this.plots) {
 			const at = made.area.getBoundingClientRect(), x = at.x - corner.x, y = top + at.y - corner.y;
@@ -772,7 +773,7 @@ class View {
 			g.translate(x, y);
 			this.drawPlot(g, made, made.width, made.height, colours, range);
 			g.restore();
-			g.fillStyle = colours.fg; g.font = "600 12" + FONT; g.textAlign = "left"; g.textBaseline = "middle"; g.setLineDash([]);
+			g.font = "600 12" + FONT;
 			g.fillText([made.plot.title, [...made.keys.children].map((key) => key.textContent).join(", ")].filter(Boolean).join(": "), x + 2, y - 10, made.width - 4);
 		}
 		g.globalCompositeOperation = "destination-over";
@@ -790,9 +791,8 @@ const single = (value) => { // the shortest text that is this float32 again
 const short = (value) => String(+value.toPrecision(12));
 
 function traceback(text) {
-	if (!text) return document.createTextNode("");
-	const pre = element("pre", {}, text);
-	const copy = element("button.copy", {}, "Copy");
+	if (!text) return "";
+	const pre = element("pre", {}, text), copy = element("button.copy", {}, "Copy");
 	copy.onclick = async () => {
 		getSelection().selectAllChildren(pre);
 		try { await navigator.clipboard.writeText(text); } catch { document.execCommand("copy"); }
@@ -809,6 +809,9 @@ function download(blob, name) {
 	setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
+function dot(g, x, y) { g.beginPath(); g.arc(x, y, 3, 0, 7); g.fill(); }
+function segment(g, from, to, y) { g.beginPath(); g.moveTo(from, y); g.lineTo(to, y); g.stroke(); }
+
 // A canvas at the screen's resolution, its units CSS pixels.
 function fit(canvas, width, height) {
 	const ratio = window.devicePixelRatio || 1;
@@ -823,7 +826,7 @@ function nearest(xs, n, x, sorted) {
 	return after > 0 && x - xs[after - 1] <= xs[after] - x ? after - 1 : after;
 }
 
-// A path through rows from..to: of a pixel column only first, lowest, highest, last; NaN is a gap, `cut` ends it before a row.
+// A path through rows from..to: a pixel column's first, lowest, highest, last; NaN is a gap, `cut` ends it before a row.
 function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	const path = new Path2D();
 	let column = NaN, low = 0, high = 0, last = 0, lowFirst = true, open = false;
