@@ -222,8 +222,11 @@ class Pump:
         for name, columns in rows.items():
             self._sent[name] = self._sent.get(name, 0) + columns.shape[1]
         runs = self._shown_runs()
-        ids = [run.id for run in runs]
-        if not self._more and self._said["state"] in ENDED and self._saved != ids:
+        if (
+            not self._more
+            and self._said["state"] in ENDED
+            and self._saved != (ids := [run.id for run in runs])
+        ):
             self._saved = ids
             self._save(runs)
 
