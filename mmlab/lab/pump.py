@@ -134,8 +134,7 @@ class Pump:
 
     def _report(self, where: str, error: Exception) -> None:
         with self._wake:
-            shown = shown_error(where, error)
-            if shown not in self._errors:
+            if (shown := shown_error(where, error)) not in self._errors:
                 self._errors = [*self._errors[-9:], shown]
                 self._urgent = True
 
@@ -222,11 +221,8 @@ class Pump:
         for name, columns in rows.items():
             self._sent[name] = self._sent.get(name, 0) + columns.shape[1]
         runs = self._shown_runs()
-        if (
-            not self._more
-            and self._said["state"] in ENDED
-            and self._saved != (ids := [run.id for run in runs])
-        ):
+        ids = [run.id for run in runs]
+        if not self._more and self._said["state"] in ENDED and self._saved != ids:
             self._saved = ids
             self._save(runs)
 
