@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mmlab.errors import DataError, OptionError, RunError, check_is, check_name, check_state
-from mmlab.machine import place_of_process, resolve_device, signals_held
+from mmlab.machine import resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
 from mmlab.model.huggingface import accept_batches
@@ -202,11 +202,6 @@ class TrainerSetup:
             raise OptionError(
                 f"the batches are planned for {planned_for} rank, so each of {num_shares} would train all samples: "
                 f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
-            )
-        if num_shares == 1 < min(planned_for, place_of_process()[1]):
-            raise OptionError(
-                "each rank would train a model of its own on its share of the batches: call "
-                "torch.distributed.init_process_group() and give FusionTrainer strategy=make_strategy('ddp')"
             )
         others, same_end = self.saved_on != num_shares and self.step > 0, last_epoch == self.last_epoch
         if self.options.total_steps is None and (self.total_steps is None or not same_end or others):

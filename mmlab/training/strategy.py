@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from mmlab.errors import OptionError, RunError
+from mmlab.machine import place_of_process
 from mmlab.training.precision import part_norms
 
 if TYPE_CHECKING:
@@ -142,9 +143,9 @@ def alone() -> Strategy:
     Raises:
         OptionError: there are other ranks, with which this strategy would share nothing.
     """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if (started := place_of_process()[1]) > 1:
         raise OptionError(
-            f"{distributed.get_world_size()} ranks were started without a strategy: give FusionTrainer "
-            "strategy=make_strategy('ddp') from mmlab.parallel"
+            f"{started} ranks were started without a strategy, and each would train a model of its own: give "
+            "FusionTrainer strategy=make_strategy('ddp') from mmlab.parallel"
         )
     return Strategy()
