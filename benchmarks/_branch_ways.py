@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 def take_turns(sizes: Sizes, num_rounds: int) -> tuple[Plan, dict[str, dict[str, list[float]]]]:
     """Predict every way; then seconds and losses of their steps, as this rank saw them; rank 0 alone has `one device`."""
     torch.set_num_threads(1)
-    ways: dict[str, Callable[[], float | None]] = {ONE: _trained(sizes)}  # before there is a group
+    ways: dict[str, Callable[[], float | None]] = {ONE: _trained(sizes, strategy=Strategy())}
     distributed.init_process_group("gloo")
     rank, window = distributed.get_rank(), sizes.window()
     batches = [window[0], window[0].part(slice(0, sizes.batch_size // 2))]
