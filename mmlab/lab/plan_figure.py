@@ -57,7 +57,7 @@ def plan_figure(
     for area, name, picture in zip(axes, shown, pictures, strict=False):
         area.imshow(picture)
         area.set(xlim=(0, wide), ylim=(high, 0))  # one scale
-        area.set_title(f"{name}: {_NUM_BATCHES} of {len(plans[name]):,} batches", fontsize="medium")
+        area.set_title(f"{name}: {min(_NUM_BATCHES, n := len(plans[name]))} of {n:,} batches", size="medium")
         area.set_axis_off()
     image = "" if photo else "blue: image, "
     kinds = f"rows: the first samples of batches, the cheapest on top; {image}orange: text, grey: padding; dashed: limit"
@@ -72,7 +72,7 @@ def plan_figure(
     area.set(xlabel="padded tokens of a batch", ylabel="batches", ylim=(0, None))
     area.locator_params(nbins=4)
     area.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="upper right", ncols=5, frameon=False)
+    figure.legend(loc="upper right", ncols=len(plans), frameon=False, fontsize="small", handlelength=1)
     return figure
 
 
@@ -101,7 +101,7 @@ def thumbnails(plan: BatchPlan) -> tuple[NDArray[np.int64], dict[tuple[int, int]
     padding = PADDING if plan.limits.streams is None else EMPTY  # packs have none
     by_cost = np.argsort(plan.costs(), kind="stable")
     rows: list[NDArray[np.int64]] = []
-    for batch in by_cost[np.linspace(0, len(plan) - 1, _NUM_BATCHES).astype(int)]:
+    for batch in by_cost[np.linspace(0, len(plan) - 1, min(_NUM_BATCHES, len(plan))).astype(int)]:
         end, count = batches.ends[batch], batches.counts[batch]
         members = batches.order[end - count : end][:_NUM_SAMPLES]
         tokens, height, width = (int(most) for most in plan.shape_columns[batch, 1:])

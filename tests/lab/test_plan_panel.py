@@ -139,6 +139,14 @@ def test_costs_are_drawn_against_the_limit() -> None:
     assert area.lines[0].get_xdata()[0] == 500
     assert area.get_xlim()[1] >= 500
     assert [int(stairs.get_data().values.sum()) for stairs in area.patches] == list(map(len, plans.values()))
+    names = ("random", "sorted", "bucket", "length_grouped", "aspect_bucket", "budget", "packed")
+    few = draw_sizes(3).resized(Aspect(96**2))
+    figure = plan_figure({name: make_scheduler(name).plan(few) for name in names}, 500.0)
+    figure.draw_without_rendering()
+    legend, title = figure.legends[0].get_window_extent(), figure.axes[0].title
+    assert legend.x0 > 0
+    assert title.get_text() == "random: 2 of 2 batches"
+    assert legend.y0 > title.get_window_extent().y1, "the legend of all schedulers covers no title"
 
 
 def test_without_a_front_end_for_widgets_the_figures_are_text_and_the_saved_view_has_the_picture() -> None:
