@@ -161,7 +161,7 @@ class Backend(ABC):
         return self._pools[-1]
 
     def _new_meter(self) -> StageMeter:
-        num_workers = max(1, self.setting.num_workers)
+        num_workers = max(1, min(self.setting) if self.in_turns else self.setting.num_workers)  # at work
         shared = self.in_turns or not self.setting.num_workers
         stages = {"read": num_workers, "decode": num_workers, "collate": num_workers if shared else 1}
         return StageMeter(stages | ({"copy": 1} if self.copier.has_work else {}), shared=shared)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _REMEDIES = {
     "read": "a faster disk, or more workers to read at the same time",
-    "decode": "more cores and workers, images stored smaller, or a cache",
+    "decode": "more cores, workers and batches ahead, images stored smaller, or a cache",
     "collate": "smaller batches, or images of similar size together (less padding)",
     "copy": "pinned memory, or fewer pixels",
 }

@@ -19,7 +19,7 @@ from tests.loading.loaders import BACKENDS, Slow, make_loader
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_slow_decoding_is_named_and_events_tell_the_same(dataset, tmp_path: Path, backend: str) -> None:
     with RunLog(tmp_path) as log:
-        loader = make_loader(dataset, backend, augment=Slow(0.02), emit=log.emit)
+        loader = make_loader(dataset, backend, augment=Slow(0.02), emit=log.emit, prefetch=1)
         for epoch in range(2):  # the first starts processes, for which no stage is to blame
             loader.set_epoch(epoch)
             started = time.perf_counter()
