@@ -161,7 +161,8 @@ class Backend(ABC):
         return self._pools[-1]
 
     def _new_meter(self) -> StageMeter:
-        num_workers = max(1, min(self.setting) if self.in_turns else self.setting.num_workers)  # at work
+        num_workers, ahead = self.setting
+        num_workers = max(1, min(num_workers, ahead) if self.in_turns else num_workers)  # that can have work
         shared = self.in_turns or not self.setting.num_workers
         stages = {"read": num_workers, "decode": num_workers, "collate": num_workers if shared else 1}
         return StageMeter(stages | ({"copy": 1} if self.copier.has_work else {}), shared=shared)
