@@ -168,7 +168,7 @@ class FusionTrainer(TrainerSetup):
             if self.weighting.wants_grad_norms(self.step + 1):
                 norms = self._norms_by_objective(window)
             means = self._gradient(window)
-            loss = sum(weights[name] * mean for name, mean in means.items())
+            loss = sum(weights[name] * mean for name, mean in means.items()) if means else math.nan
             if not math.isfinite(loss):  # its gradient may look sound all the same
                 self.model.zero_grad(set_to_none=True)
             result = self.precision.clip_and_step(
@@ -178,7 +178,7 @@ class FusionTrainer(TrainerSetup):
                 norms_of=self.strategy.part_norms,
                 retry=self._retry,
             )
-        if not math.isfinite(loss) or (result.skipped and means and not self.precision.scales):
+        if means and (not math.isfinite(loss) or (result.skipped and not self.precision.scales)):
             self._not_finite(window, means, result)
         self.step += 1
         self.num_samples += sum(map(len, batches))
@@ -186,6 +186,7 @@ class FusionTrainer(TrainerSetup):
         return {
             "epoch": self.epoch,
             "lr": lr,
+            "loss": loss,
             **self.meter.end(window, batches, means, result, data_wait_s=data_wait_s),
             "num_out_of_memory": self.num_out_of_memory - num_failures,
             **self.strategy.step_values(),
@@ -258,8 +259,7 @@ class FusionTrainer(TrainerSetup):
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self.epoch)
             if self.options.total_steps is None and not self.epoch_batches:  # epochs differ in length
-                self.schedule = [self.step, *self._place(self.step)]
-                self.total_steps = self.step + self.steps_left(loader, self.last_epoch)
+                self._set_length(loader, self.last_epoch, stretches=True)
         started = time.perf_counter()
         goes_on = getattr(loader, "start_batch", 0) > 0  # the loader itself skips the batches that are done
         if self.epoch_batches and not goes_on and self._resumed_on_others:

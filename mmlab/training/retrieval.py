@@ -168,7 +168,7 @@ def uniformity(vectors: Tensor) -> float:
     for start in range(0, len(vectors), ROWS_PER_BLOCK):
         similarity = vectors[start : start + ROWS_PER_BLOCK] @ vectors.T
         near = (4 * similarity - 4).exp()  # d^2 = 2 - 2 x similarity
-        near[torch.arange(len(near)), torch.arange(start, start + len(near))] = 0.0
+        near.diagonal(start).zero_()  # a row with itself
         total += float(near.sum(dtype=torch.float64))
     num_pairs = len(vectors) * (len(vectors) - 1)
     return math.log(total / num_pairs) if num_pairs and total > 0 else math.nan
@@ -178,9 +178,8 @@ def _ranks(
     queries: Tensor, query_groups: Tensor, candidates: Tensor, candidate_groups: Tensor
 ) -> Iterator[Tensor]:
     """For blocks of queries: how many wrong candidates are ranked at or above the best right one."""
-    for start in range(0, len(queries), ROWS_PER_BLOCK):
-        rows = slice(start, start + ROWS_PER_BLOCK)
-        similarity = queries[rows] @ candidates.T
-        right = query_groups[rows, None] == candidate_groups
+    for block, groups in zip(queries.split(ROWS_PER_BLOCK), query_groups.split(ROWS_PER_BLOCK), strict=True):
+        similarity = block @ candidates.T
+        right = groups[:, None] == candidate_groups
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
         yield (~(similarity < best - _TIE) & ~right).sum(1)  # a NaN never wins

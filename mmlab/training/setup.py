@@ -88,13 +88,12 @@ class TrainerSetup:
             live.add(self.model, self.optimizer)
         self.step = self.epoch = self.epoch_batches = self.num_samples = self.last_epoch = 0
         self.num_out_of_memory, self.phase = 0, "forward"
-        self.total_steps, self.schedule = self.options.total_steps, None
+        self.total_steps = self.options.total_steps
+        self.schedule: list[Any] | None = None
         self.saved_on = self.strategy.num_shares
         self._resumed_on_others = False
         self._stopping = threading.Event()
         self.taught = meanings_of(None)  # of the training's loader
-
-    schedule: list[Any] | None
 
     def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
         options = self.options
@@ -203,13 +202,17 @@ class TrainerSetup:
                 f"the batches are planned for {planned_for} rank, so each of {num_shares} would train all samples: "
                 f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
             )
-        others, same_end = self.saved_on != num_shares and self.step > 0, last_epoch == self.last_epoch
-        if self.options.total_steps is None and (self.total_steps is None or not same_end or others):
-            goes_on = others and self.total_steps is not None and same_end
-            self.schedule = [self.step, *self._place(self.step)] if goes_on else None
-            self.total_steps = self.step + self.steps_left(loader, last_epoch)
+        others = self.saved_on != num_shares and self.step > 0
+        is_known = self.total_steps is not None and last_epoch == self.last_epoch
+        if self.options.total_steps is None and (others or not is_known):
+            self._set_length(loader, last_epoch, stretches=others and is_known)
         self.last_epoch, self.saved_on = last_epoch, num_shares
         self._resumed_on_others = others
+
+    def _set_length(self, loader: Iterable[Batch], last_epoch: int, *, stretches: bool) -> None:
+        """End the schedule with the steps left, stretched from where it stands or anew."""
+        self.schedule = [self.step, *self._place(self.step)] if stretches else None
+        self.total_steps = self.step + self.steps_left(loader, last_epoch)
 
     def steps_left(self, loader: Iterable[Batch], last_epoch: int) -> int:
         """Optimizer steps until `last_epoch` epochs are done, if all are as long as this one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -67,8 +66,8 @@ class StepMeter:
         *,
         data_wait_s: float,
     ) -> StepValues:
-        """A step event's values for time, losses, gradient, padding and memory."""
-        weights, predicted_bytes = window.weights or {}, window.predicted_bytes
+        """A step event's values for time, each objective, gradient, padding and memory."""
+        predicted_bytes = window.predicted_bytes
         step_s = clock(self.device) - self._started_s + data_wait_s
         num_samples, shapes = sum(map(len, batches)), [batch.shape for batch in batches]
         return {
@@ -77,9 +76,8 @@ class StepMeter:
             "num_tokens": max(shape.num_tokens for shape in shapes),
             "height": max(shape.height for shape in shapes),
             "width": max(shape.width for shape in shapes),
-            "loss": sum(weights[name] * mean for name, mean in means.items()) if means else math.nan,
             **{key_of(name, "loss"): mean for name, mean in means.items() if name != OWN},
-            **{key_of(name, "weight"): weights[name] for name in means if name != OWN},
+            **{key_of(name, "weight"): window.weights[name] for name in means if name != OWN},
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,
             "loss_scale": result.loss_scale,

@@ -192,7 +192,7 @@ def test_the_tokenizer_names_mask_and_special_tokens(records):
 
 def test_what_cannot_be_hidden_says_why():
     with pytest.raises(
-        OptionError, match=r"mask_id must be of the tokenizer's mask token: objectives=.*MaskedLanguage.of"
+        OptionError, match=r"mask_id must be the tokenizer's mask token; give objectives=.*MaskedLanguage.of"
     ):
         parse_objectives(make_model(), ["masked_language"])
     with pytest.raises(OptionError, match=r"mask_ratio must be above 0, found 0"):

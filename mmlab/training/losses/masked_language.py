@@ -44,8 +44,8 @@ class MaskedLanguage:
     mask_ratio: float = 0.15
 
     def __post_init__(self) -> None:
-        wanted = "of the tokenizer's mask token: objectives={'masked_language': MaskedLanguage.of(tokenizer)}"
-        check_is("mask_id", self.mask_id, Integral, wanted)
+        remedy = "objectives={'masked_language': MaskedLanguage.of(tokenizer)}"
+        check_is("mask_id", self.mask_id, Integral, f"the tokenizer's mask token; give {remedy}")
         check_numbers(self)
 
     @classmethod
