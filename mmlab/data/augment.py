@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmlab.errors import OptionError, check_numbers
+from mmlab.errors import BOUNDS, OptionError, check_numbers
 from mmlab.types import Region
 
 if TYPE_CHECKING:
     import torch
 
 _NUM_ATTEMPTS = 10  # to find a crop that fits, as torchvision has it
-_LARGEST_MAGNITUDE = 30  # of RandAugment, as in `mmlab.errors.BOUNDS`
 
 _COLOURS = ("brightness", "contrast", "saturation", "hue")
 # RandAugment's operations: the amount at full strength, whether its sign is drawn, and the change, by torchvision's
@@ -138,7 +137,7 @@ class Augment:
             name = _NAMES[uniform.integers(len(_NAMES))]
             strongest, is_signed, _ = _OPERATIONS[name]
             sign = -1.0 if uniform.random() < 0.5 and is_signed else 1.0
-            changes.append((name, sign * strongest * self.magnitude / _LARGEST_MAGNITUDE))
+            changes.append((name, sign * strongest * self.magnitude / BOUNDS["magnitude"][1]))
         if self.crop_scale is not None:  # uniform in the area and in the logarithm of the aspect ratio
             low, high = np.array([self.crop_scale, np.log(self.crop_ratio)]).T
             crops = low + crops * (high - low)

@@ -25,12 +25,11 @@ from torch.nn.utils.rnn import pad_sequence
 from mmlab.data.conversation_sizes import (
     answer_tokens,
     check_processor,
-    count_images,
     is_encoder_decoder,
     processor_inputs,
     templated,
 )
-from mmlab.data.conversations import Message
+from mmlab.data.conversations import Message, count_images
 from mmlab.errors import DataError, OptionError
 from mmlab.types import IGNORED
 

@@ -24,7 +24,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.data.conversations import PLACEHOLDER, Conversations, Message
+from mmlab.data.conversations import PLACEHOLDER, Conversations, Message, count_images
 from mmlab.data.readers.sidecar import Size
 from mmlab.errors import OptionError
 from mmlab.machine import progress_bar, replace_file
@@ -179,11 +179,6 @@ def _question_and_answer(processor: Any, messages: list[Message]) -> tuple[str, 
 
 def _text(message: Message) -> str:
     return "".join(part.get("text", "") for part in message["content"])
-
-
-def count_images(messages: Sequence[Message]) -> int:
-    """Number of images in these messages."""
-    return sum(part["type"] == "image" for message in messages for part in message["content"])
 
 
 def image_tokens(processor: Any, sizes: Sequence[Size]) -> tuple[list[int], list[int]] | None:

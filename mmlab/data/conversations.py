@@ -213,7 +213,7 @@ def _parse(entry: Any) -> _Parsed:
         message, named = _message(turn, f"turn {number}")
         messages.append(message)
         own += named
-    num_places = sum(part["type"] == "image" for message in messages for part in message["content"])
+    num_places = count_images(messages)
     if own and images:
         raise ValueError("images are named in the messages and in a column of their own; keep one of them")
     images = images or own
@@ -344,6 +344,11 @@ def _measure(
         if row not in reasons:
             rows[row] = tuple(image for _, image in own), sizes
     return rows
+
+
+def count_images(messages: Sequence[Message]) -> int:
+    """Number of images in these messages."""
+    return sum(part["type"] == "image" for message in messages for part in message["content"])
 
 
 def decode(image: bytes) -> Any:

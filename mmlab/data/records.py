@@ -114,7 +114,7 @@ class Grouped:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def select(self, rows: Sequence[int] | NDArray[np.integer]) -> Self:
+    def select(self, rows: Sequence[int] | NDArray[np.integer | np.bool_]) -> Self:
         """The given rows in the given order, or the rows where a mask is True; the store of images is shared."""
         index = np.asarray(rows)
         index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
@@ -168,7 +168,7 @@ class Grouped:
             )
         num_held_out = min(len(groups) - 1, max(1, round(fraction * len(groups))))
         held_out = np.isin(group, np.random.default_rng(seed).choice(groups, num_held_out, replace=False))
-        return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
+        return self.select(~held_out), self.select(held_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
