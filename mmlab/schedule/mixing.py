@@ -60,7 +60,7 @@ class Drawing(Scheduler):
             raise OptionError(
                 f"{type(self).__name__} cannot wrap {type(self.inner).__name__}: the inner draw would be lost"
             )
-        # a saved position does not depend on the number of ranks; `_inner` sets both
+        # a saved position does not depend on the number of ranks; `_inner` sets it
         object.__setattr__(self, "inner", replace(self.inner, seed=self.seed, world_size=1))
 
     @property
@@ -111,7 +111,7 @@ class Drawing(Scheduler):
 
     @property
     def _inner(self) -> Scheduler:
-        return replace(self.inner, seed=self.seed, world_size=self.world_size)
+        return replace(self.inner, world_size=self.world_size)
 
 
 Ratios = Mapping[str, float]
