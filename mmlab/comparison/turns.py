@@ -45,7 +45,7 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.follow import RunState
 from mmlab.runs.meters import LiveBytes
-from mmlab.runs.summaries import WARMUP_STEPS, summarize
+from mmlab.runs.summaries import after_warmup, summarize
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.cost import ROUNDING
 from mmlab.schedule.plan import BatchPlan
@@ -232,7 +232,7 @@ class ComparisonRun:
             "num_batches": found["steps"],
             "shape_mismatches": self._shape_mismatches,
             **predicted,
-            "step_s": float(np.median(step_s[WARMUP_STEPS:] if len(step_s) > WARMUP_STEPS else step_s)),
+            "step_s": float(np.median(after_warmup(step_s))),
             **{key: found[key] for key in _RUN_KEYS},
             "planned_combined_waste": plan.report().combined_waste,
             "train_loss": float(np.average(losses[learnt], weights=samples[learnt])),

@@ -14,6 +14,7 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmlab.runs.figures import as_label, colours_of
 from mmlab.runs.follow import RunState
@@ -79,18 +80,22 @@ def _evaluations_left(run: RunState) -> float:
     return num_left * max(1.0, num_evaluated / max(1, num_done))
 
 
+def after_warmup(steps: NDArray[Any]) -> NDArray[Any]:
+    """A column of steps without the first ones, unless there are no others."""
+    return steps[WARMUP_STEPS:] if len(steps) > WARMUP_STEPS else steps
+
+
 def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     """The figures of one rank of a run; None where a figure is not known. Samples/s: the median of finished epochs."""
     step, device = run.latest("step", rank), run.latest("device", rank)
-    seconds, samples = (run.column_or_nan(key, rank=rank) for key in ("step_s", "num_samples"))
-    timed = slice(WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0, None)
-    timed_s, speeds = seconds[timed].sum(), _epoch_speeds(run, rank)
+    seconds, samples = (after_warmup(run.column_or_nan(key, rank=rank)) for key in ("step_s", "num_samples"))
+    timed_s, speeds = seconds.sum(), _epoch_speeds(run, rank)
     peaks, losses = (run.column_or_nan(key, rank=rank) for key in ("peak_bytes", "loss"))
     peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
     losses = losses[np.isfinite(losses)]  # a batch of one image may have none
 
     def ratio_of_time(key: str) -> float | None:
-        return _ratio(run.column_or_nan(key, rank=rank)[timed].sum(), timed_s)
+        return _ratio(after_warmup(run.column_or_nan(key, rank=rank)).sum(), timed_s)
 
     return {
         "status": run.status,
@@ -98,8 +103,8 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "planned_steps": run.latest("start", rank).get("num_steps"),
         "epoch": step.get("epoch"),
         "samples": int(run.done("num_samples", rank).sum()),
-        "samples_per_s": _known(np.median(speeds)) if speeds else _ratio(samples[timed].sum(), timed_s),
-        "step_s": _known(np.median(seconds[timed])) if len(seconds) else None,
+        "samples_per_s": _known(np.median(speeds)) if speeds else _ratio(samples.sum(), timed_s),
+        "step_s": _known(np.median(seconds)) if len(seconds) else None,
         "data_wait_ratio": ratio_of_time("data_wait_s"),
         "rank_wait_ratio": ratio_of_time("rank_wait_s"),
         **waste_of(run, rank),
@@ -202,14 +207,11 @@ def are_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:
     """Samples a second of each finished epoch, without its first steps."""
     epochs, samples, seconds = run.rows(("epoch", "num_samples", "step_s"), "step", rank)
-    speeds = []
     known = np.flatnonzero(np.isfinite(epochs))
     known = known[np.argsort(epochs[known], kind="stable")]
     starts = np.flatnonzero(np.diff(epochs[known], prepend=-1.0))
-    for rows in np.split(known, starts)[1:][: _epochs_done(run)]:
-        rows = rows[WARMUP_STEPS if len(rows) > WARMUP_STEPS else 0 :]
-        speeds.append(float(samples[rows].sum() / seconds[rows].sum()))
-    return speeds
+    finished = np.split(known, starts)[1:][: _epochs_done(run)]
+    return [float(samples[rows].sum() / seconds[rows].sum()) for rows in map(after_warmup, finished)]
 
 
 def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
