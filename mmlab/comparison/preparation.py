@@ -43,6 +43,7 @@ from mmlab.schedule.live import LivePlan
 from mmlab.schedule.mixing import Mixed, Weighted
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.step_meter import plan_costs
 from mmlab.types import parse_image_policy
 
 Rows = TypeVar("Rows", Records, Conversations)
@@ -132,10 +133,10 @@ def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
         shared = trained & np.isin(records.group, records.group[held_out])
         if num := shared.sum():
             warnings.warn(f"{num:,} training pairs show images held out too; they are left out", stacklevel=3)
-        sides = [records.select(np.flatnonzero(side)) for side in (trained & ~shared, held_out)]
+        sides = records.select(trained & ~shared), records.select(held_out)
     else:
         share = max(0.1, 2 / max(1, len(np.unique(records.group))))
-        sides = list(records.hold_out(min(0.5, share), seed=seed))
+        sides = records.hold_out(min(0.5, share), seed=seed)
     for part, purpose in zip(sides, ("train on", "hold out"), strict=True):
         if (num_groups := len(np.unique(part.group))) < 2:
             raise DataError(
@@ -143,7 +144,7 @@ def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
                 f"{num_groups} image{'s' * (num_groups != 1)} (groups), at least 2 are needed; give more images, or a "
                 "higher limit"
             )
-    return sides[0], sides[1]
+    return sides
 
 
 def held_out_loader(dataset: Any, scheduler: str = "sorted") -> PlannedLoader:
@@ -209,7 +210,7 @@ def costs_of(plan: BatchPlan | LivePlan) -> NDArray[np.float64]:
 
     Ones for a plan that changes during the epoch.
     """
-    return plan.costs(COST) if isinstance(plan, BatchPlan) else np.ones(len(plan))
+    return plan_costs(plan) if isinstance(plan, BatchPlan) else np.ones(len(plan))
 
 
 def describe_machine(device: str) -> dict[str, Any]:

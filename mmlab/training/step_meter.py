@@ -136,10 +136,10 @@ def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float
     if not isinstance(plan, BatchPlan):
         return {}
     start -= len(loader) - len(plan)  # after a resume the plan is that of the rest
-    return {"predicted_cost": float(_plan_costs(plan)[start : start + num_batches].sum())}
+    return {"predicted_cost": float(plan_costs(plan)[start : start + num_batches].sum())}
 
 
 @lru_cache(maxsize=1)
-def _plan_costs(plan: BatchPlan) -> NDArray[np.float64]:
+def plan_costs(plan: BatchPlan) -> NDArray[np.float64]:
     """Tokens and patches of each batch: with padding, or without in a packed plan."""
     return plan.costs(PaddedTokens())
