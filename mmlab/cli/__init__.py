@@ -1,8 +1,4 @@
-"""The command line: `mmlab COMMAND ...`.
-
-Exit codes: 0 done, 1 failed, 2 bad input or usage with one clear line on stderr. With `--json` stdout holds one JSON
-document and nothing else.
-"""
+"""The command line: `mmlab COMMAND ...`; `main` says what it prints and how it exits."""
 
 import lazy_loader
 

@@ -20,7 +20,7 @@ from mmlab.cli.cache import CacheFolder, cache_info, clear_cache, verify_cache
 from mmlab.cli.doctor import diagnose
 from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
-from mmlab.comparison.options import ComparisonOptions, scheduler_names
+from mmlab.comparison.options import COMPARED, ComparisonOptions, scheduler_names
 from mmlab.errors import OptionError
 from mmlab.machine import GIB
 
@@ -36,12 +36,13 @@ Precision = Annotated[str, "of the training: fp32, tf32, bf16 or fp16"]
 Names = Annotated[str, "names of schedulers, separated by commas"]
 Plot = Annotated[str | None, "a file to draw it into as well, as PNG, SVG or PDF"]
 Seed = Annotated[int, "of all that is drawn"]
+_COMPARED = ",".join(COMPARED)
 
 
 def compare(
     *,
     data: Data,
-    schedulers: Names = "random,sorted,bucket,budget,fastest",
+    schedulers: Names = _COMPARED,
     out: Annotated[str | None, "folder for the results (default: runs/compare-DATE-TIME)"] = None,
     **options: Annotated[Any, ComparisonOptions],
 ) -> Any:
@@ -156,6 +157,7 @@ def plan(
     """Show what each scheduler's batches would waste, and what an epoch would take, before any training."""
     from mmlab.data.readers import read_records
     from mmlab.schedule.preview import preview, read_lengths
+    from mmlab.schedule.schedulers import SCHEDULERS
     from mmlab.types import Aspect, parse_image_policy
 
     if (data is None) == (lengths is None):
@@ -188,8 +190,8 @@ def plan(
         if model is not None and isinstance(policy, Aspect) and image.count(":") == 1:
             policy = replace(policy, multiple=side_of_patch(model))
         sizes, made = sizes.resized(policy), str(policy)
-    timed = "" if model is None else "fastest,"
-    usual = f"random,sorted,bucket,length_grouped,aspect_bucket,budget,{timed}packed"
+    left_out = ("memory", "fastest") if model is None else ("memory",)
+    usual = ",".join(name for name in SCHEDULERS if name not in left_out)
     names = scheduler_names(_names(schedulers or usual))
     planned: Any = {"ranks": ranks, "epochs": epochs}
     # captions of one image are kept apart, as in `compare`
