@@ -64,14 +64,13 @@ def draw_comparison(comparison: Comparison) -> Figure:
     time.set(title="Time per sample", ylabel="ms")
     memory.set(title=f"Peak memory ({table['peak_source'].iloc[0]})", ylabel="MiB")
     costs.set(title="Cost of each batch, first to last", ylabel=unit, ylim=(0, None))
-    loss.set(title="Held-out loss", xlabel="epoch", ylabel="nats")
+    loss.set(title="Held-out loss", ylabel="nats")
     low, high = loss.get_ylim()
     spare = max(0.0, 0.1 - (high - low)) / 2  # noise alone must not look like a ranking
     loss.set_ylim(low - spare, high + spare)
     loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    for axes in (waste, throughput, time, memory, costs):
-        axes.tick_params(axis="x", rotation=0 if len(table) < 6 else 30)
-    for axes in (waste, throughput, time, memory, costs, loss):
+    for axes in figure.axes:
+        axes.tick_params(axis="x", rotation=0 if axes is loss or len(table) < 6 else 30)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("epoch" if axes is loss else "")
         if axes.get_legend_handles_labels()[1] and axes is not memory:
