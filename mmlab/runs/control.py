@@ -44,8 +44,7 @@ def send(folder: str | Path, command: str) -> None:
         OSError: the folder does not exist or cannot be written to.
     """
     check_name("command to a run", command, _LEVELS)
-    path = Path(folder) / CONTROL
-    replace_file(path, json.dumps({"command": command}))
+    replace_file(Path(folder) / CONTROL, json.dumps({"command": command}))
 
 
 def read_phase(folder: str | Path) -> str:
