@@ -70,6 +70,15 @@ def one_micro_batch_differs_from_local_negatives(rank: int) -> None:
     assert relative(local, both) > 0.01
 
 
+def without_a_negative_on_any_rank_the_step_is_skipped(rank: int) -> None:
+    trainer = make_trainer(objectives={"contrastive": Contrastive(all_ranks=True)})
+    before, batch = weights(trainer), micro_batch(rank)
+    values = trainer.train_step([dataclasses.replace(batch, groups=torch.zeros_like(batch.groups))])
+    assert values["skipped"]
+    assert math.isnan(values["loss"])
+    assert (weights(trainer) == before).all(), "weight decay alone would change them"
+
+
 class Broken:
     """An objective that fails on every rank, so that none waits for another."""
 
@@ -95,4 +104,5 @@ def main() -> None:
     rank = distributed.get_rank()
     same_gradient(rank)
     one_micro_batch_differs_from_local_negatives(rank)
+    without_a_negative_on_any_rank_the_step_is_skipped(rank)
     a_failure_ends_the_run(rank)
