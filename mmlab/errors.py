@@ -94,10 +94,10 @@ def loading_by_name(problem: str) -> Iterator[None]:
 def first_line(error: object) -> str:
     """The type of an error or a warning and the first line of its message.
 
-    >>> first_line(ValueError("no driver\\nsee the log"))
+    >>> first_line(ValueError("\\nno driver\\nsee the log"))
     'ValueError: no driver'
     """
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def printable(text: object) -> str:
