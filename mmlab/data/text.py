@@ -27,12 +27,13 @@ NUM_SPECIAL_TOKENS = 2  # [CLS] text [SEP]
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # all they need is in tokenizer.json
 _MAX_ALPHABET = 1000  # distinct characters that get tokens of their own; rarer ones become [UNK]
-_WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
+# Chinese and Japanese have no spaces; tokenizers make a token of about each character
+_WORD_OR_MARK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]")
 _BATCH_SIZE = 2048  # texts per call into the tokenizer
 
 
 def estimate_num_tokens(text: str | None) -> int:
-    """Words and punctuation marks, plus `[CLS]` and `[SEP]`: an estimate that needs no tokenizer; zero for no text.
+    """Words, or characters of Chinese and Japanese, and punctuation marks, plus `[CLS]` and `[SEP]`; zero for no text.
 
     >>> estimate_num_tokens("Two dogs, one ball.")
     8

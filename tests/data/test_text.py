@@ -39,7 +39,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [(None, 0), ("", 2), ("a dog", 4), ("it's (fine)!", 9), ("Käfer läuft", 4)]
+    ("text", "number"),
+    [(None, 0), ("", 2), ("a dog", 4), ("it's (fine)!", 9), ("Käfer läuft", 4), ("一只dog跑。犬が", 9)],
 )
 def test_the_estimate_counts_words_and_marks(text, number):
     assert estimate_num_tokens(text) == number
