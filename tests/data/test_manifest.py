@@ -128,6 +128,8 @@ def test_unclosed_quotes_are_not_swallowed(folder):
     folder.image("a.jpg")
     with pytest.raises(DataError, match=r"line 3: .*double the quotes"):
         read_records(folder.text("data.csv", 'image,text\na.jpg,"open\na.jpg,next\n'))
+    with pytest.raises(DataError, match=r"1 of 2 rows .*\n.*line 2: .*double the quotes"):
+        read_records(folder.text("data.tsv", 'image\ttext\na.jpg\t"open\na.jpg\ta board of 5"\na.jpg\tx\n'))
 
 
 def test_broken_json_lines_are_bad_rows(folder):

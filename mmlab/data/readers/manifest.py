@@ -234,9 +234,10 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
                 yield where, f"expected {len(header)} fields as in the header, found {len(values)}"
             elif any("\0" in value for value in values):
                 yield where, "holds a NUL byte; remove it"
+            elif delimiter == "\t" and any("\t" in value and "\n" in value for value in values):
+                yield where, "a quote joins it with the lines below; double the quotes inside a quoted field"
             else:
-                named = zip(header, values, strict=False)
-                yield where, {name: value if value.strip() else None for name, value in named}
+                yield where, {n: v if v.strip() else None for n, v in zip(header, values, strict=False)}
     except csv.Error as error:
         raise DataError(
             f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field (a field may have "
@@ -249,11 +250,9 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            yield f"line {number}", _as_entry(json.loads(line))
         except (ValueError, RecursionError) as error:
             yield f"line {number}", f"not JSON: {error}"
-        else:
-            yield f"line {number}", _as_entry(entry)
 
 
 def numbered(entries: Iterable[object], kind: str = "item") -> Iterator[tuple[str, dict[str, Any] | str]]:
