@@ -61,6 +61,7 @@ class FakeDevice:
             if self.device.type == "cuda":
                 if not torch.cuda.is_available():
                     stack.enter_context(python_backward())
+                    stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # else RNNs need it
                 stack.enter_context(mixed_precision_without_driver())
                 stack.enter_context(cuda_attention_replaced(cuda_attention))
             stack.enter_context(reading_known_values(self._answers.known))

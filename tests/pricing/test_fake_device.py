@@ -58,7 +58,10 @@ def test_a_step_is_traced_as_in_fake_mode_of_torch(
 def test_nothing_is_left_behind() -> None:
     backward, autocast = torch.autograd.backward, torch.cuda.amp.common.amp_definitely_not_available
     with FakeDevice("cuda"):
-        pass
+        gru = nn.GRU(4, 4, device="cuda")  # asks the driver, unless told otherwise
+        gru(torch.ones(3, 2, 4, device="cuda"))[0].sum().backward()
+        assert gru.weight_hh_l0.grad is not None
+    assert torch.backends.cudnn.enabled
     assert torch.autograd.backward is backward
     assert torch.cuda.amp.common.amp_definitely_not_available is autocast
     x = torch.ones(2, requires_grad=True)
