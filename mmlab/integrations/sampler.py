@@ -70,6 +70,8 @@ class PlannedSampler(Sampler[list[int]]):
         OptionError: the scheduler changes its plan in mid-epoch, or a sample fits no batch.
     """
 
+    follow_until = 0  # before this epoch, the state of an epoch's end is followed by the next epoch
+
     def __init__(
         self,
         sizes: Samples | MultimodalDataset,
@@ -79,17 +81,14 @@ class PlannedSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        wanted = (
-            "one of mmlab.make_scheduler(...), whose plan of an epoch is fixed, for other trainers to follow"
-        )
+        wanted = "one of mmlab.make_scheduler(...), whose plan of an epoch is fixed, for trainers to follow"
         check_is("scheduler", scheduler, Scheduler, wanted)
         here, ranks = place_of_process()
         self.rank = here if rank is None else rank
         self.world_size = ranks if world_size is None else world_size
-        self.scheduler = replace(scheduler, world_size=self.world_size)
+        self.scheduler, self.num_epochs = replace(scheduler, world_size=self.world_size), num_epochs
         own: Any = getattr(sizes, "sizes", sizes)  # a data set has them already
         self.sizes = own if isinstance(own, SampleSizes) else sizes_of(sizes)  # type: ignore[arg-type]
-        self.num_epochs = num_epochs
         self._most = max((len(self._plan(epoch)) for epoch in range(num_epochs or 0)), default=None)
         self._start: int  # batches that the next iteration skips
         self._begin(0)
@@ -119,9 +118,8 @@ class PlannedSampler(Sampler[list[int]]):
                 ahead.
         """
         done = self.num_drawn if num_batches is None else num_batches
-        plan = self._plan(self.epoch).state_dict(0)
         place = {"epoch": self.epoch, "num_batches": done, "of_batches": len(self)}
-        return {**place, "world_size": self.world_size, "plan": plan}
+        return {**place, "world_size": self.world_size, "plan": self._plan(self.epoch).state_dict(0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next iteration after the batches that are done.
@@ -174,8 +172,7 @@ class PlannedSampler(Sampler[list[int]]):
             batches = split_steps(whole.columns, self._most // self.world_size, self.world_size)
             starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]
             whole = BatchPlan.from_batches(starts, self.sizes, whole.limits)
-        self.epoch, self._start = epoch, 0
-        self.first = self.num_drawn = 0  # batches that the last iteration skipped; batches drawn so far
+        self.epoch, self._start, self.first, self.num_drawn = epoch, 0, 0, 0  # first: those skipped before
         self.plan = whole.shard(self.rank, self.world_size)  # of this rank, with the shapes of its batches
 
     def _plan(self, epoch: int) -> BatchPlan:
@@ -200,9 +197,12 @@ class _Batches(Iterator[list[int]]):
         return self._sampler.state_dict(self._num)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sampler.load_state_dict(state)
-        self._epoch, self._sampler._start = state["epoch"], 0
-        self._walk(state["num_batches"])
+        sampler = self._sampler
+        sampler.load_state_dict(state)
+        if sampler._start == len(sampler) and sampler.epoch + 1 < sampler.follow_until:
+            sampler.set_epoch(sampler.epoch + 1)
+        self._epoch, start, sampler._start = sampler.epoch, sampler._start, 0
+        self._walk(start)
 
     def _walk(self, start: int) -> None:
         self._num, self._left = start, iter(self._sampler.plan.skip(start))

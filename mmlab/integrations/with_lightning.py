@@ -51,6 +51,7 @@ class PlannedDataModule(LightningDataModule):
         sampler = PlannedSampler(self.sizes, self.batch_scheduler, num_epochs=trainer.max_epochs, **place)
         if len(sampler.sizes) != len(self.dataset):
             raise DataError(f"{len(sampler.sizes)} sizes for a data set of {len(self.dataset)} samples")
+        sampler.follow_until = trainer.max_epochs
         sampler.set_epoch(trainer.current_epoch)
         return StatefulDataLoader(self.dataset, batch_sampler=sampler, **self.options)
 

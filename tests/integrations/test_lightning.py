@@ -60,12 +60,12 @@ def fit(folder: Path | str, *, resume: str | None = None, num_workers: int = 0, 
     return model
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_resume_in_mid_epoch_sees_every_sample_once(tmp_path: Path, num_workers: int) -> None:
+@pytest.mark.parametrize(("num_workers", "after"), [(0, 3), (1, 3), (0, 0), (1, 0)])
+def test_a_resume_sees_every_sample_once(tmp_path: Path, num_workers: int, after: int) -> None:
     whole = fit(tmp_path / "whole", num_workers=num_workers).seen
     num = len(whole) // 2
     assert [flat(whole[:num]), flat(whole[num:])] == [EVERYTHING] * 2
-    stop = num + 3
+    stop = num + after
     checkpoints = ModelCheckpoint(dirpath=tmp_path, filename="here", every_n_train_steps=stop)
     fit(tmp_path, num_workers=num_workers, callbacks=[checkpoints], enable_checkpointing=True, max_steps=stop)
     assert fit(tmp_path, num_workers=num_workers, resume=str(tmp_path / "here.ckpt")).seen == whole[stop:]
