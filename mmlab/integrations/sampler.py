@@ -86,7 +86,8 @@ class PlannedSampler(Sampler[list[int]]):
         here, ranks = place_of_process()
         self.rank = here if rank is None else rank
         self.world_size = ranks if world_size is None else world_size
-        self.scheduler, self.num_epochs = replace(scheduler, world_size=self.world_size), num_epochs
+        self.scheduler = replace(scheduler, world_size=self.world_size)
+        self.num_epochs = num_epochs
         own: Any = getattr(sizes, "sizes", sizes)  # a data set has them already
         self.sizes = own if isinstance(own, SampleSizes) else sizes_of(sizes)  # type: ignore[arg-type]
         self._most = max((len(self._plan(epoch)) for epoch in range(num_epochs or 0)), default=None)
@@ -172,7 +173,8 @@ class PlannedSampler(Sampler[list[int]]):
             batches = split_steps(whole.columns, self._most // self.world_size, self.world_size)
             starts = [order.tolist() for order in np.split(batches.order, batches.ends[:-1])]
             whole = BatchPlan.from_batches(starts, self.sizes, whole.limits)
-        self.epoch, self._start, self.first, self.num_drawn = epoch, 0, 0, 0  # first: those skipped before
+        self.epoch, self._start = epoch, 0
+        self.first = self.num_drawn = 0  # batches that the last iteration skipped; batches drawn so far
         self.plan = whole.shard(self.rank, self.world_size)  # of this rank, with the shapes of its batches
 
     def _plan(self, epoch: int) -> BatchPlan:

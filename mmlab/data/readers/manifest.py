@@ -237,7 +237,8 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
             elif delimiter == "\t" and any("\t" in value and "\n" in value for value in values):
                 yield where, "a quote joins it with the lines below; double the quotes inside a quoted field"
             else:
-                yield where, {n: v if v.strip() else None for n, v in zip(header, values, strict=False)}
+                named = zip(header, values, strict=False)
+                yield where, {name: value if value.strip() else None for name, value in named}
     except csv.Error as error:
         raise DataError(
             f"{path}, line {lines.line_num}: {error}; double the quotes inside a quoted field (a field may have "
@@ -250,9 +251,11 @@ def _json_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
         if not line.strip():
             continue
         try:
-            yield f"line {number}", _as_entry(json.loads(line))
+            entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             yield f"line {number}", f"not JSON: {error}"
+        else:
+            yield f"line {number}", _as_entry(entry)
 
 
 def numbered(entries: Iterable[object], kind: str = "item") -> Iterator[tuple[str, dict[str, Any] | str]]:
