@@ -274,13 +274,12 @@ def signals_held(*numbers: int) -> Iterator[list[int]]:
         A list, empty until a signal has come: check it to end the block early.
     """
     received: list[int] = []
-    put_back = ExitStack()
+    with ExitStack() as put_back:
 
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-        put_back.close()
+        def note(number: int, frame: object) -> None:
+            received.append(number)
+            put_back.close()
 
-    with put_back:
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):

@@ -7,6 +7,7 @@ one block, and resumes from a few integers. Small epochs keep the blocks they ha
 from __future__ import annotations
 
 import re
+import signal
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import DataError, OptionError
+from mmlab.machine import signals_held
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position, images_apart
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.ranks import split_evenly
@@ -178,8 +180,9 @@ class EpochBlocks:
             limits = scheduler.limits(self.sizes)
         key = derive_key(scheduler.seed, self.epoch, number, turn)
         rng = np.random.Generator(np.random.Philox(key))
-        batches = scheduler.make_batches(self.sizes, places, rng, limits)
-        return scheduler.order_batches(self.sizes, split_evenly(batches, world_size), rng)
+        with signals_held(signal.SIGINT, signal.SIGTERM):  # within numba they would become a SystemError
+            batches = scheduler.make_batches(self.sizes, places, rng, limits)
+            return scheduler.order_batches(self.sizes, split_evenly(batches, world_size), rng)
 
     @cached_property
     def _left_over(self) -> tuple[Ints, int]:

@@ -67,7 +67,6 @@ class StepMeter:
         data_wait_s: float,
     ) -> StepValues:
         """A step event's values for time, each objective, gradient, padding and memory."""
-        predicted_bytes = window.predicted_bytes
         step_s = clock(self.device) - self._started_s + data_wait_s
         num_samples, shapes = sum(map(len, batches)), [batch.shape for batch in batches]
         return {
@@ -86,7 +85,7 @@ class StepMeter:
             "data_wait_s": data_wait_s,
             "samples_per_s": num_samples / step_s,
             **measure_padding(batches, packed=self.packed),
-            **({} if predicted_bytes is None else {"predicted_bytes": int(predicted_bytes)}),
+            **({} if (most := window.predicted_bytes) is None else {"predicted_bytes": int(most)}),
             **step_memory(self.device, self.live),
             "num_parts": max(window.num_parts, default=1),
         }
