@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core import serialize
 
+from mmlab.schedule import _dense_loops, _pack_loops
 from mmlab.schedule._compiled import compiled
 from mmlab.schedule._dense_loops import _price, _price_shape
 from mmlab.schedule.schedulers import make_scheduler
@@ -20,18 +20,24 @@ def test_without_a_place_for_a_cache_it_compiles_all_the_same(monkeypatch):
     assert double(21) == 42
 
 
-def test_an_interrupt_within_compiled_code_stays_one(monkeypatch):
-    returns = serialize._numba_unpickle  # Python code, in which a signal that came before is handled
+@pytest.mark.parametrize(
+    ("scheduler", "loops", "name"),
+    [("budget", _dense_loops, "cut_optimally"), ("packed", _pack_loops, "fill_packs")],
+)
+def test_an_interrupt_waits_for_compiled_code_which_would_make_another_error_of_it(
+    monkeypatch, scheduler, loops, name
+):
+    returned, compiled_loop = [], getattr(loops, name)
 
     def interrupted(*arguments):
-        serialize._numba_unpickle = returns
         signal.raise_signal(signal.SIGINT)
-        return returns(*arguments)
+        returned.append(compiled_loop(*arguments))
+        return returned[-1]
 
-    for name in ("budget", "packed"):
-        monkeypatch.setattr(serialize, "_numba_unpickle", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(make_scheduler(name).plan(make_sizes(200)))
+    monkeypatch.setattr(loops, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(make_scheduler(scheduler).plan(make_sizes(200)))
+    assert len(returned) == 1
 
 
 @settings(deadline=None)
