@@ -576,7 +576,7 @@ class View {
 			const all = job.measure.marks || job.to - job.from < 3, alone = (i) => job.measure.sharp && !Number.isFinite(job.ys[i - 1]) && !Number.isFinite(job.ys[i + 1]);
 			if (all || job.measure.sharp) { // also values that no line reaches
 				g.setLineDash([]);
-				for (let i = job.from; i < job.to; i++) if (Number.isFinite(job.ys[i]) && (all || alone(i))) { dot(g, px(job.xs[i]), py(job.ys[i])); }
+				for (let i = job.from; i < job.to; i++) if (Number.isFinite(job.ys[i]) && (all || alone(i))) disc(g, px(job.xs[i]), py(job.ys[i]));
 			}
 		}
 		g.restore();
@@ -644,7 +644,7 @@ class View {
 					const y = line.smoothed(measure, found, this.weight)[i], nothing = found.track === "step" && (measure.learnt || measure.id === "loss") && !line.teaches(i), text = inUnit(y, made.plot.unit);
 					if (!nothing && Number.isNaN(y)) continue;
 					parts.push((made.plot.measures.length > 1 ? measure.label + " " : "") + (nothing ? `${measure.learnt ? text + ", " : ""}nothing to learn` : text));
-					if (Number.isFinite(y)) { g.fillStyle = this.colourOf(line, colours); g.setLineDash([]); dot(g, made.scale.px(xs[i]), made.scale.py(y)); }
+					if (Number.isFinite(y)) { g.fillStyle = this.colourOf(line, colours); g.setLineDash([]); disc(g, made.scale.px(xs[i]), made.scale.py(y)); }
 				}
 				if (parts.length) {
 					const dot = element("i");
@@ -809,7 +809,7 @@ function download(blob, name) {
 	setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
-function dot(g, x, y) { g.beginPath(); g.arc(x, y, 3, 0, 7); g.fill(); }
+function disc(g, x, y) { g.beginPath(); g.arc(x, y, 3, 0, 7); g.fill(); }
 function segment(g, from, to, y) { g.beginPath(); g.moveTo(from, y); g.lineTo(to, y); g.stroke(); }
 
 // A canvas at the screen's resolution, its units CSS pixels.
