@@ -116,7 +116,7 @@ class PlanExplorer(Panel):
             "th, td": "word-break: keep-all; overflow-wrap: normal; padding: 2px 5px",
         }
         style = style.set_table_styles([{"selector": part, "props": look} for part, look in looks.items()])
-        head = f"Budget {found.budget:.0f} padded tokens a batch."
+        head = f"Budget {found.budget:.0f} padded tokens a batch; means of {_NUM_EPOCHS} epochs, pictures of the first."
         if not plans:
             head += " Choose at least one scheduler."
         if len(self._sizes) < self._num_samples:
