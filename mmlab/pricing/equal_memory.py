@@ -127,10 +127,11 @@ class EqualMemory:
 def largest_fitting(fits: Callable[[int], bool], *, least: int = 1, first: int, most: int) -> int:
     """The largest number up to `most` that fits, to within 1 %; `least` if none does.
 
-    Assumes that everything below a number that fits also fits.
+    What is smaller need not fit: which samples share a batch depends on the size. So a few numbers up to an eighth above
+    the one found are tried too.
 
-    >>> largest_fitting(lambda number: number <= 41, first=8, most=1000)
-    41
+    >>> largest_fitting(lambda number: number <= 41 or number == 45, first=8, most=1000)
+    45
     """
     low, high = least, first
     while high < most and fits(high):
@@ -141,4 +142,4 @@ def largest_fitting(fits: Callable[[int], bool], *, least: int = 1, first: int, 
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return max(filter(fits, range(low, min(low + low // 8, most) + 1, 1 + low // 40)), default=low)
