@@ -156,14 +156,14 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     ...         values = {"epoch": epoch, "step_s": step_s, "num_samples": 8}
     ...         run.apply([RunEvent("step", epoch, 0, 0.0, values), RunEvent("eval", epoch, 0, 0.0, {})])
     >>> verdict_of(runs)
-    'budget: +36 % over random (+25 to +50 % in 2 paired epochs)'
+    'budget: +36 % samples/s over random (+25 to +50 % in 2 paired epochs)'
     """
     found = {run.name: (run, speeds) for run in runs if (speeds := _epoch_speeds(run))}
     if len(found) < 2:
         return ""
     ranked = sorted(found, key=lambda name: -float(np.median(found[name][1])))
     best, rival = ranked[0], "random" if "random" in found else next(iter(found))
-    rival = ranked[1] if rival == best else rival
+    rival, place = (ranked[1], "the next fastest, ") if rival == best else (rival, "")
     num_epochs = min(len(found[name][1]) for name in (best, rival))
     fast, slow = (np.array(found[name][1][:num_epochs]) for name in (best, rival))
     gain, gains = 100 * (np.median(fast) / np.median(slow) - 1), 100 * (fast / slow - 1)
@@ -171,11 +171,11 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     named = f"{best} (level with {', '.join(level)})" if level else best
     spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
-    over = f"{named}: {gain:+.0f} % over {rival}"
+    over = f"{named}: {gain:+.0f} % samples/s over {place * (len(found) > 2)}{rival}"
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
         said = [f"{over}, but they did not take turns: the machine may have been slower for one"]
     elif num_epochs == 1:
-        said = [f"{best}: {gains[0]:+.0f} % over {rival} in one epoch; its noise is not known yet"]
+        said = [f"{over} in one epoch; its noise is not known yet"]
     elif are_level(found[best][1], found[rival][1]):
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:

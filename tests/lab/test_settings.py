@@ -16,7 +16,8 @@ from mmlab.data.readers import read_records
 from mmlab.errors import OptionError
 from mmlab.lab.settings import settings_figure, train_with
 from mmlab.model.presets import build_model
-from mmlab.runs.follow import Runs
+from mmlab.runs.events import RunEvent
+from mmlab.runs.follow import Runs, RunState
 from mmlab.runs.summaries import verdict_of
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.options import TrainOptions
@@ -50,6 +51,11 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     runs.poll()
     said = verdict_of(runs.states.values())
     assert "did not take turns" in said
+    first = RunState("first")
+    first.apply(
+        RunEvent(kind, 0, 0, 0.0, {"epoch": 0, "step_s": 1e-9, "num_samples": 1}) for kind in ("step", "eval")
+    )
+    assert " % samples/s over the next fastest, " in verdict_of([first, *runs.states.values()])
     assert "paired" not in said
     assert "memory" not in said, "both are of this process, which holds what the first left"
     (loss,) = settings_figure(tmp_path).axes  # weights and loss scale are 1 throughout
