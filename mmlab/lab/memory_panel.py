@@ -69,10 +69,13 @@ class MemoryPanel(Panel):
             needed_gib = planned.sample_bytes.max() / GIB
             self.summary.value = f"<b>Does not fit:</b> one sample needs {needed_gib:.2f} GiB."
         else:
+            fixed = f"a fixed batch size that always fits is {figures['fixed_batch_size']}"
+            if planned.limited_by_images:
+                fixed = "the memory is not filled: larger batches would hold two captions of one image"
             self.summary.value = (
                 f"<b>{figures['mean_batch_size']:.0f} samples a batch</b> on average<br>{figures['num_batches']} batches"
                 f"<br>{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}"
-                f"<br>a fixed batch size would have to be {figures['fixed_batch_size']}{self._part}"
+                f"<br>{fixed}{self._part}"
             )
         self.picture.value = page_png(planned.figure)
 

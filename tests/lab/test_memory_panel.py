@@ -43,6 +43,10 @@ def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
     assert "Does not fit" in panel.summary.value
     panel.memory.value = 16.0
     assert "samples a batch" in panel.summary.value
+    assert "a fixed batch size that always fits is " in panel.summary.value
+    everything = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 400, 400))
+    assert "<b>400 samples a batch</b>" in everything.summary.value
+    assert "larger batches would hold two captions of one image" in everything.summary.value
 
 
 def test_without_models_there_is_no_panel() -> None:
