@@ -140,8 +140,8 @@ class StageReport:
             return f"No stage is the bottleneck: training waited for data {waited}, {why}"
         remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (
-            f"{stage} is the bottleneck: training waited {waited}, while its threads ({busiest['num_threads']}) were busy "
-            f"{busy} of theirs; {remedy} would help."
+            f"{stage} is the bottleneck: training waited {waited}, while its threads or processes "
+            f"({busiest['num_threads']}) were busy {busy} of theirs; {remedy} would help."
         )
 
     def __str__(self) -> str:

@@ -117,6 +117,7 @@ def test_worker_processes_are_blamed_for_a_wait_only_if_they_are_busy() -> None:
     assert report.bottleneck == "decode", (
         "workers that do all stages are busy, though no stage takes half their time"
     )
+    assert "its threads or processes (2) were busy 35%" in report.sentence
 
 
 def test_without_workers_the_stage_that_takes_the_time_is_short() -> None:
