@@ -29,6 +29,11 @@ def smoke(small: Value, full: Value) -> Value:
     return small if os.environ.get("MMLAB_SMOKE") == "1" else full
 
 
+def device_of_ranks(num_ranks: int) -> str:
+    """`auto` if each rank can have a GPU of its own, else `cpu`: two ranks cannot share one."""
+    return "auto" if torch.cuda.device_count() >= num_ranks else "cpu"
+
+
 def scenes() -> Path:
     """The folder of the 800 generated scenes that the notebooks and `make demo` share; made if missing.
 
