@@ -266,6 +266,8 @@ class Pump:
         state = overall_status(runs) if self._controller is None else self._asked("state")
         failure = None if self._controller is None else self._asked("error")
         with self._wake:
+            if state == "running" != self._said.get("state"):  # what failed has worked, perhaps from a cell
+                self._errors = [error for error in self._errors if error["where"] != "callback"]
             errors = [*self._runs.errors[-10:], *self._errors]
         if failure:
             # after the indented frames

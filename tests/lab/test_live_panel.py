@@ -271,6 +271,8 @@ def test_an_error_in_a_callback_is_sent_and_does_not_reach_the_kernel(
     assert "in resume" in error["traceback"]
     page.say("action", name="delete_everything")
     page.until(lambda: len(page.facts["errors"]) == 2)
+    panels[0]._pump._controller.start()  # as a cell does
+    page.until(lambda: not page.facts["errors"])
 
 
 def test_an_error_of_training_and_one_of_the_panel_itself_are_sent(
