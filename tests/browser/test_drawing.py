@@ -26,8 +26,9 @@ STEPS = 300
 _CLOSE_OTHER_TABS = """() => { for (const tab of [...jupyterapp.shell.widgets('main')])
   if (!tab.context) tab.close(); }"""
 
-_NOTE_TEXTS = """() => { window.drawnTexts = []; const draw = CanvasRenderingContext2D.prototype.fillText;
-  CanvasRenderingContext2D.prototype.fillText = function (text, ...at) { drawnTexts.push(text); draw.call(this, text, ...at); }; }"""
+_NOTE_TEXTS = """() => { window.drawnTexts = []; window.drawnAt = {}; const draw = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+    drawnTexts.push(text); drawnAt[text] = at[1]; draw.call(this, text, ...at); }; }"""
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +220,24 @@ def test_the_last_steps_of_a_run_that_ended_earlier_are_shown_and_a_long_title_i
     drawn = panel.page.evaluate("() => window.drawnTexts")
     assert "0" in drawn
     assert not {"0 k", "0 M"} & {*drawn}
+
+
+@pytest.mark.parametrize(("first", "others"), [(40, 2), (2, 40)])
+def test_a_limit_beyond_the_plot_is_written_where_no_line_is(
+    notebook: Notebook, first: int, others: int
+) -> None:
+    folder = notebook.server.files / f"limit-{first}"
+    with RunLog(folder) as log:
+        for step in range(1, 31):
+            peak = (first if step == 1 else others) * 2**20
+            log.write("step", step, num_samples=8, peak_bytes=peak, limit_bytes=2**30)
+    panel = notebook.show(f"LivePanel({folder.name!r})")
+    panel.wait_points(30)
+    panel.page.evaluate(_NOTE_TEXTS)
+    panel.root.locator(".mmlp-axes").select_option("step")
+    panel.frames()
+    at, height = panel.page.evaluate("() => drawnAt['limit 1 GiB ↑']"), panel.plot("memory").locator("canvas")
+    assert (at < height.first.bounding_box()["height"] / 2) == (first > others)
 
 
 def test_the_cursor_reads_the_same_step_in_every_plot(panel: Panel, runs: Path) -> None:

@@ -1,12 +1,12 @@
 // The page's half of mmlab/lab/live_panel.py. A Store keeps every row that the kernel sent, one for each model; a View
-// draws it into live_panel.html. Only the buttons wait for the kernel.
+// draws it into live_panel.html.
 
 const RUN_DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [4, 2], [1, 3], [12, 3], [6, 2, 1, 2, 1, 2]];
 const MEASURE_DASHES = [[], [6, 3], [1.5, 2.5], [9, 3, 2, 3], [3, 5], [12, 4]];
 const AXES = { sample: "sample", step: "step", training: "training second", second: "second", token: "padded token" };
 const AMOUNTS = { sample: (c, i) => c.num_samples[i], training: (c, i) => c.step_s[i], token: (c, i) => c.padded_tokens[i] + c.padded_patches[i] }; // of a step
 
-const ACK_EVERY = 25, ACK_MS = 2700; // messages, or time, between acknowledgements; each costs the kernel two milliseconds
+const ACK_EVERY = 25, ACK_MS = 2700; // messages, or time, between acknowledgements; each costs the kernel 2 ms
 const SILENT_MS = 5000; // without a message from the kernel for so long, it is called busy
 const NUDGE_MS = 2500; // before that, ask whether it is there
 const LEFT = 52, RIGHT = 8, TOP = 6, BOTTOM = 18; // margins of a plot's area, CSS pixels
@@ -39,7 +39,7 @@ const PLOTS = [
 
 /* ---- data ---- */
 
-// Columns that grow; capacity doubles, so that each row is copied about once.
+// Columns that grow; capacity doubles.
 class Series {
 	constructor(keys) { this.keys = keys; this.n = 0; this.room = 0; this.columns = {}; this.finite = {}; this.sorted = true; }
 	write(start, n, data, at) {
@@ -100,7 +100,7 @@ class Line { // one run on one rank
 			all.f = (i, array) => (i ? array[i - 1] : 0) + (AMOUNTS[axis]?.(c, i) || 0);
 			return { array: all.upTo(series.n), sorted: true };
 		}
-		// Rows without a step of their own: by their time, between the steps before and after.
+		// Rows without a step: by their time, between two steps.
 		const all = this.derive(`x${track}${axis}`, Float64Array, null);
 		if (!step || !step.n) { all.f = () => 0; all.done = 0; return { array: all.upTo(series.n), sorted: true }; }
 		const times = step.columns.time_s, along = this.x("step", axis), last = step.n - 1;
@@ -139,13 +139,13 @@ class Line { // one run on one rank
 		const pauses = this.pauses(track);
 		return pauses.length ? (i) => pauses.some(([first, last]) => i >= first && i <= last) : null;
 	}
-	// Whether a line ends before row i: at a pause; on the axis of seconds also where the run evaluated or waited for its turn.
+	// Whether a line ends before row i: at a pause; on the axis of seconds also at an evaluation or another's turn.
 	isCut(track, axis) {
 		const { columns, n } = this.series(track), times = columns.time_s, usual = (times[n - 1] - times[0]) / n, paused = this.isPaused(track);
 		const last = columns.step_s ? (i) => columns.step_s[i] : () => usual;
 		return axis !== "second" ? paused : (i) => paused?.(i) || times[i] - times[i - 1] > 3 * last(i) + 0.5;
 	}
-	// Intervals in which it trained, in seconds, without pauses and others' turns.
+	// Seconds in which it trained, without pauses and others' turns.
 	turns() {
 		const { n, columns: { time_s, step_s } } = this.series("step"), cut = this.isCut("step", "second"), spans = [];
 		for (let i = 0; i < n; i++) {
@@ -155,7 +155,7 @@ class Line { // one run on one rank
 		return spans;
 	}
 	teaches(i) { const { columns, finite } = this.series("step"); return !finite.loss || !Number.isNaN(columns.loss[i]); }
-	// Exponential mean, corrected for the bias at the start; gaps stay gaps.
+	// Exponential mean, without bias at the start; gaps stay gaps.
 	smoothed(measure, found, weight) {
 		if (!weight || measure.marks || measure.soft || measure.sharp) return found.values;
 		const name = `s${measure.id}`;
@@ -505,11 +505,11 @@ class View {
 		for (const made of this.plots) for (const canvas of [made.base, made.over]) if (made.width) fit(canvas, made.width, made.height);
 	}
 
-	// Lines of one plot: once to find the range of y, once to draw.
+	// Lines of one plot: once for the range of y, once to draw.
 	drawPlot(g, made, width, height, colours, [low, high]) {
 		const { plot } = made, w = width - LEFT - RIGHT, h = height - TOP - BOTTOM, jobs = [];
 		let bottom = plot.zero || plot.unit === "share" ? 0 : Infinity, top = plot.unit === "share" ? 0 : -Infinity;
-		const soft = {}, values = []; // highest value of each measure that does not set the range; a sample of those that do
+		const soft = {}, values = []; // highest of each measure that sets no range; a sample of those that do
 		const log = plot.robust && this.log;
 		setAttribute(made.log, "aria-pressed", !!log);
 		for (const line of this.visible()) plot.measures.forEach((measure, order) => {
@@ -580,14 +580,16 @@ class View {
 			}
 		}
 		g.restore();
+		let sunk = 0; // above 0: low at the right
+		for (const { xs, ys, from, to } of jobs) for (let i = from; i < to; i += 1 + (to - from >> 9)) if (ys[i] <= top && px(xs[i]) > LEFT + w / 2) sunk += Math.sign(py(ys[i]) - TOP - h / 2);
 		Object.entries(soft).filter(([, y]) => y > top).forEach(([label, y], i) => {
-			const text = `${label} ${inUnit(y, plot.unit)} ↑`, at = [LEFT + w - 6, TOP + h - 15 - 13 * i];
+			const text = `${label} ${inUnit(y, plot.unit)} ↑`, at = [LEFT + w - 6, sunk > 0 ? TOP + 4 + 13 * i : TOP + h - 15 - 13 * i];
 			g.textAlign = "right"; g.strokeStyle = colours.bg; g.fillStyle = colours.dim; g.lineWidth = 4; g.lineJoin = "round";
 			g.strokeText(text, ...at); g.fillText(text, ...at);
 		});
 	}
 
-	// Memory of the whole process says little beside the bytes of its tensors: it is written as text, not drawn as a line.
+	// A process's memory says little beside its tensors' bytes: it is text, not a line.
 	isExtra(line, measure, soft) {
 		if (line.run[measure.source] !== "process RSS") return false;
 		const bytes = { from: [["step", "predicted_bytes"], ["step", "limit_bytes"]] };
@@ -596,7 +598,7 @@ class View {
 		return !!found;
 	}
 
-	// On the axis of seconds, pauses are grey and turns have their scheduler's colour; on others a pause is a mark, and so is an epoch's end.
+	// On the axis of seconds, pauses are grey, turns have their scheduler's colour; on others pauses and epochs' ends are marks.
 	drawBands(g, px, h, colours) {
 		const lines = this.visible().filter((line) => line.series("step")?.n && line.rank === line.run.ranks[0] && !line.run.ghost);
 		const band = (from, to, colour, alpha) => { g.globalAlpha = alpha; g.fillStyle = colour; g.fillRect(px(from), TOP, Math.max(2, px(to) - px(from)), h); };
@@ -826,7 +828,7 @@ function nearest(xs, n, x, sorted) {
 	return after > 0 && x - xs[after - 1] <= xs[after] - x ? after - 1 : after;
 }
 
-// A path through rows from..to: a pixel column's first, lowest, highest, last; NaN is a gap, `cut` ends it before a row.
+// A path through rows from..to: each pixel column's first, lowest, highest, last; gaps at NaN and `cut`.
 function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	const path = new Path2D();
 	let column = NaN, low = 0, high = 0, last = 0, lowFirst = true, open = false;
@@ -853,7 +855,7 @@ function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	if (to - from > 64) strokeWide(g, path); else g.stroke(path);
 }
 
-// Without a GPU, a jagged line of one device pixel is drawn ten times as fast as a wider one, so a wide one is several thin.
+// Without a GPU, a jagged line of one pixel is drawn ten times as fast as a wider one, so that is several thin.
 const BESIDE = [[[0, 0]], [[1, 1], [-1, -1]], [[0, 0], [0, 1.1], [0.95, -0.55], [-0.95, -0.55]]];
 function strokeWide(g, path) {
 	const ratio = g.getTransform().a, width = g.lineWidth, thin = 1 / ratio;
