@@ -130,8 +130,7 @@ class TrainerSetup:
                     f"weighting is of {', '.join(asked.shares)}, not of {', '.join(self.objectives)}"
                 )
             return asked
-        bounds = {} if len(self.objectives) > 1 else {"min_share": 0.0, "max_share": 1.0}
-        return make_weighting(self.options.weighting, list(self.objectives), **bounds)
+        return make_weighting(self.options.weighting, list(self.objectives))
 
     def _make_optimizer(self) -> None:
         options = self.options

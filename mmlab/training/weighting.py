@@ -58,6 +58,7 @@ class Weighting:
         if not weights or not all(0 < weight < math.inf for weight in weights.values()):
             raise OptionError(f"every objective needs a weight above 0, found {weights or 'no objective'}")
         check_numbers({"interval": interval, "smoothing": smoothing})
+        min_share, max_share = (min_share, max_share) if len(weights) > 1 else (0.0, 1.0)  # one has all
         if not 0 <= min_share * len(weights) <= 1 <= max_share * len(weights):
             raise OptionError(
                 f"{len(weights)} shares between {min_share} and {max_share} cannot add up to 1: min_share may be "

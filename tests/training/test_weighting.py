@@ -138,7 +138,8 @@ def test_bad_options_say_why():
         make_weighting("trend", NAMES, intervall=5)
     with pytest.raises(OptionError, match=r"interval must be a whole number, found nan"):
         Weighting(NAMES, interval=math.nan)
-    assert Weighting("matching", max_share=1.0).weights() == {"matching": 1.0}
+    for name in WEIGHTINGS:  # a single objective has all, whatever the bounds
+        assert make_weighting(name, ["matching"], interval=5).weights() == {"matching": 1.0}
     with pytest.raises(OptionError, match="smoothing must be above 0, found 0"):
         Weighting(NAMES, interval=5, smoothing=0)
     with pytest.raises(OptionError, match="the saved weights are of a, b, these objectives are contrastive"):
