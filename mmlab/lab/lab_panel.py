@@ -39,9 +39,8 @@ class LabPanel(Panel):
         size: dict[str, Any] = {"options": names, "rows": len(names), "disabled": not by_name}
         self.schedulers = _field(widgets.SelectMultiple, "schedulers", chosen, **size)
         budget = "" if options["budget"] is None else f"{options['budget']:g}"
-        self.budget = _field(
-            widgets.Text, "budget", budget, placeholder="from the batch size", continuous_update=False
-        )
+        typed: dict[str, Any] = {"placeholder": "from the batch size", "continuous_update": False}
+        self.budget = _field(widgets.Text, "budget", budget, **typed)
         # an IntText would silently turn 1.5 into 1
         self.batch_size = _field(widgets.FloatText, "batch size", options["batch_size"])
         self.epochs = _field(widgets.FloatText, "epochs", options["epochs"])
@@ -55,10 +54,8 @@ class LabPanel(Panel):
         sizes = [self.batch_size, self.budget] if by_name else []
         numbers = widgets.VBox([*sizes, self.epochs, self.precision])
         more = widgets.Accordion([self.code], titles=("as code",))
-        super().__init__(
-            [widgets.HBox([self.schedulers, numbers], layout={"flex_flow": "row wrap"})],
-            [self.earlier, self.live, more],
-        )
+        beside = widgets.HBox([self.schedulers, numbers], layout={"flex_flow": "row wrap"})
+        super().__init__([beside], [self.earlier, self.live, more])
         free = (*("schedulers",) * by_name, "budget", "batch_size", "epochs", "precision")
         self._fields = {name: getattr(self, name) for name in free}
         for field in self._fields.values():
@@ -102,6 +99,8 @@ class LabPanel(Panel):
                 self.lab.configure(**{name: _read(name, field.value)})
             except OptionError as error:
                 self.wrong.append(str(error))
+        if not self.wrong:
+            self.live.forgive()
         self.message.value = "<br>".join(f"<b>{html.escape(text)}</b>" for text in self.wrong)
         self._show_code()
 

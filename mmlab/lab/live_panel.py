@@ -70,6 +70,7 @@ class LivePanel(anywidget.AnyWidget):
         self._saved = SavedView()
         self._save([])
         self._pump = Pump(source, controller, self.send, self._save)
+        self.forgive = self._pump.forgive
         self.on_msg(lambda _widget, content, _buffers: self._pump.receive(content))
         # ipykernel would handle the page's messages in the thread that last sent one: the main thread, behind
         # queued cells. The page asks for a subshell where the kernel has them.

@@ -99,10 +99,8 @@ class LoadingPanel(Panel):
         threading.Thread(target=self._run, name="mmlab-loading", daemon=True).start()
 
     def _run(self) -> None:
-        try:
-            self.showing(self.measure)(None)
-        finally:
-            self.button.disabled = False
+        self.showing(self.measure)(None)  # which shows any error
+        self.button.disabled = False
 
     def _show(self) -> None:
         figures = figures_of(self.reports)

@@ -75,7 +75,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     busy = run.utilization()
     busy = busy[np.isfinite(busy)]
     source = str(device.get("utilization_source", ""))
-    peak, limit = found["peak_bytes"], step.get("limit_bytes")
+    peak, counted, limit = found["peak_bytes"], found["peak_steps"], step.get("limit_bytes")
     if is_process := step.get("memory_source") == "process RSS":
         limit = None  # the limit is for tensors, and not comparable with the memory of the whole process
     if limit is None and not is_process and device.get("memory_source") not in (None, "process RSS"):
@@ -87,9 +87,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         "waste": _per_cent(found["combined_waste"]),
         "process" if is_process else "peak" if limit is None else "peak / limit": peak
         and _mib(*filter(None, (peak, limit))),
-        "peak counted in": f"{found['peak_steps']} of {found['steps']} steps"
-        if 0 < found["peak_steps"] < found["steps"]
-        else None,
+        "peak counted in": 0 < counted < found["steps"] and f"{counted} of {found['steps']} steps",
         "GPU busy" if source == "NVML" else "CPU busy": _per_cent(busy.mean() if len(busy) else None),
         "waiting": _per_cent(found["data_wait_ratio"]),
         "left": duration(left_s) if isfinite(left_s) else None,
@@ -130,8 +128,7 @@ def saved_view(runs: list[RunState]) -> str:
     drawn = draw_runs({run.name: run for run in runs}, [run.name for run in earlier_of(runs)])
     picture = base64.b64encode(to_bytes(drawn, dpi=72)).decode()
     return (
-        f"<p>{html.escape(found['verdict'])}</p>"
-        f"{shown.to_html()}"
+        f"<p>{html.escape(found['verdict'])}</p>{shown.to_html()}"
         f'<img alt="Loss, cost, throughput and memory of each run" src="data:image/png;base64,{picture}">'
     )
 

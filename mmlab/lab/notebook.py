@@ -9,7 +9,7 @@ import os
 import random
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -85,10 +85,7 @@ def change_by_one_text(fusion: str) -> list[float]:
     image, text, other = (torch.randn(8, 12, 512, generator=generator) for _ in range(3))
     other[1:] = text[1:]
     article, ours = nn.MultiheadAttention(512, 8).eval(), MultimodalFusion(512, 512).eval()
+    fuse: Any = ours if fusion == "mmlab" else lambda image, words: article(image, words, words)[0]
     with torch.no_grad():
-        fused = [
-            ours(image, words) if fusion == "mmlab" else article(image, words, words)[0]
-            for words in (text, other)
-        ]
-    change = (fused[0] - fused[1]).norm(dim=2).mean(1)
+        change = (fuse(image, text) - fuse(image, other)).norm(dim=2).mean(1)
     return (change / change.max()).tolist()

@@ -126,11 +126,16 @@ class Pump:
             elif kind == "clear":  # a new run in the same folder has another id
                 self._cleared.add(content["run"])
             elif kind == "action" and action in ACTIONS and self._controller is not None:
-                self._errors = [error for error in self._errors if error["where"] != "callback"]
+                self.forgive()
             else:
                 raise OptionError(f"the panel's page sent an unknown message: {content!r}")
         if kind == "action":  # outside of the lock: it may take its time
             getattr(self._controller, action)()
+
+    def forgive(self) -> None:
+        """Show errors of actions no longer: what failed may work now."""
+        with self._wake:
+            self._errors = [error for error in self._errors if error["where"] != "callback"]
 
     def _report(self, where: str, error: Exception) -> None:
         with self._wake:
@@ -254,10 +259,8 @@ class Pump:
         return self._answers.get(name)
 
     def _progress(self) -> list[float | None]:
-        if self._controller is None:
-            found: tuple[float, float] = progress_of(self._shown_runs())
-        else:
-            found = self._asked("progress") or (nan, nan)
+        steered = self._controller is not None
+        found = self._asked("progress") or (nan, nan) if steered else progress_of(self._shown_runs())
         return [value if isfinite(value) else None for value in found]
 
     def _news(self) -> dict[str, Any]:
@@ -266,8 +269,8 @@ class Pump:
         state = overall_status(runs) if self._controller is None else self._asked("state")
         failure = None if self._controller is None else self._asked("error")
         with self._wake:
-            if state == "running" != self._said.get("state"):  # what failed has worked, perhaps from a cell
-                self._errors = [error for error in self._errors if error["where"] != "callback"]
+            if state == "running" != self._said.get("state"):  # perhaps a cell has started it
+                self.forgive()
             errors = [*self._runs.errors[-10:], *self._errors]
         if failure:
             # after the indented frames

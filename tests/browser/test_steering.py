@@ -143,6 +143,16 @@ def test_an_error_in_a_callback_is_shown_in_the_panel(notebook: Notebook, data: 
     error = panel.root.locator(".mmlp-error[data-where=callback]")
     expect(error).to_contain_text("cannot send this to another process")
     expect(error.locator("pre")).to_contain_text("Traceback")
+    cell = notebook.run("refused.panel()")
+    panel, epochs = notebook.panel(cell), cell.get_by_label("epochs")
+    epochs.fill("0")
+    epochs.press("Enter")
+    expect(cell).to_contain_text("epochs must be at least 1")
+    panel.button("start").click()
+    expect(panel.root).to_contain_text("correct it in the panel")
+    epochs.fill("1")
+    epochs.press("Enter")
+    expect(panel.root).not_to_contain_text("correct it in the panel")
 
 
 @pytest.fixture
