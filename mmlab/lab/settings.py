@@ -58,9 +58,10 @@ def train_with(
     name = " ".join([options.precision] + [f"x{window}"] * (window > 1) + [rule] * (rule != "fixed"))
     weighting = make_weighting(rule, list(objectives), interval=5, smoothing=0.3)
     with Run(move_earlier_aside(Path(folder) / name, (EVENT_FILES,))) as run:
-        run.start(run_name=name, precision=options.precision, num_steps=-(-len(batches) // window))
         learner = copy.deepcopy(model)
         trainer = FusionTrainer(learner, options, objectives=objectives, weighting=weighting, emit=run.emit)
+        # after what may refuse an option, which would leave a failed run in a panel
+        run.start(run_name=name, precision=options.precision, num_steps=-(-len(batches) // window))
         run.fit(trainer, batches)
         run.write("eval", **trainer.evaluate(held_out))
     rows = {}

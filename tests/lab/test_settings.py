@@ -47,8 +47,13 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
     assert (tmp_path / "fp32/previous-1").is_dir()
+    with pytest.raises(OptionError, match="unknown precision 'fp8'"):
+        train(dataclasses.replace(plain, precision="fp8"))
     runs = Runs(tmp_path)
     runs.poll()
+    assert [run.name for run in runs.ordered if "fp8" in run.name] == [], (
+        "a panel would call the folder failed"
+    )
     said = verdict_of(runs.states.values())
     assert "did not take turns" in said
     first = RunState("first")
