@@ -67,6 +67,7 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
     image_sizes: list[list[Size]]  # (height, width) in pixels, of each
     bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
     source: str = ""
+    splits = None  # conversations have none
 
     def __repr__(self) -> str:
         return f"<{len(self)} conversations with {sum(map(len, self.images))} images from {self.source}>"
@@ -76,10 +77,6 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
             return self.select(range(*row.indices(len(self))))
         images = [decode(image.read()) for image in self.images[row]]
         return {"messages": self.messages[row], "images": images}
-
-    @property
-    def splits(self) -> None:
-        """None: conversations have no splits."""
 
     @property
     def image_paths(self) -> list[str | None]:

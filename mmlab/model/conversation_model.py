@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmlab.errors import OptionError, loading_by_name
+from mmlab.errors import MmlabError, OptionError, first_line, loading_by_name
 from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import PRESETS
 from mmlab.types import IGNORED, Batch, HostColumns
@@ -23,8 +23,8 @@ class ConversationModel(LossModel):
         module: of transformers; its forward takes what its processor makes, and `labels`.
 
     Raises:
-        OptionError: in forward: a batch that is no `ConversationBatch`, or one made for a decoder although the
-            model is an encoder-decoder, or the reverse.
+        OptionError: in forward: a batch that is no `ConversationBatch`, or one that the processor of another kind of
+            model made.
     """
 
     module: Any
@@ -45,6 +45,20 @@ class ConversationModel(LossModel):
         host = batch.host if isinstance(batch, Batch) else batch
         assert host.labels is not None
         return int((host.labels.ne(IGNORED) & host.attention_mask)[:, 1:].sum())
+
+    def forward(self, batch: Any) -> Any:
+        try:
+            return super().forward(batch)
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as NAMES
+
+            usual, dataset = NAMES.get(self.module.config.model_type), getattr(batch, "dataset", None)
+            made = dataset and type(dataset.collator.processor).__name__
+            is_other = isinstance(error, MmlabError | RuntimeError) and "shape" not in str(error)
+            if is_other or made == usual or None in (made, usual):
+                raise
+            problem = f"{type(self.module).__name__} cannot read what {made} makes; give it a {usual}"
+            raise OptionError(f"{problem} ({first_line(error)})") from error
 
     def _arguments(self, batch: Any) -> dict[str, Any]:
         from transformers import BatchFeature
@@ -74,8 +88,11 @@ def named_processor(name: str) -> Any:
         OptionError: transformers finds none.
     """
     from transformers import AutoConfig, AutoProcessor
+    from transformers.utils import cached_file
 
     with loading_by_name(f"{name!r} is no processor that transformers finds"):
+        if not os.path.isdir(name):  # without network this fails in seconds, the rest in minutes
+            cached_file(name, "config.json")
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     with suppress(OSError, ValueError):  # the model's configuration, if it is there, says what kind it is
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -94,20 +111,20 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
     Raises:
         OptionError: transformers finds none, or peft is not installed.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig
+    from transformers import AutoModelForImageTextToText as Auto
 
     if name in PRESETS:
         raise OptionError(f"model {name!r} takes pairs; name the vision-language model")
     # what is trained is kept in fp32, whatever the file has; frozen weights stay as they are
     options: Any = {"trust_remote_code": False} | ({"dtype": torch.float32} if lora_rank is None else {})
-    if os.path.isdir(name):
-        name = os.path.abspath(name)  # adapters are saved with the name of what they belong to
+    # adapters are saved with the name of what they belong to
+    name = os.path.abspath(name) if os.path.isdir(name) else name
     with loading_by_name(f"{name!r} is no vision-language model that transformers has"):
-        if weights:
-            module = AutoModelForImageTextToText.from_pretrained(name, **options)
-        else:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-            module = AutoModelForImageTextToText.from_config(config, **options)
+        make, source = Auto.from_pretrained, name
+        if not weights:
+            make, source = Auto.from_config, AutoConfig.from_pretrained(name, trust_remote_code=False)
+        module = make(source, **options)
     if lora_rank is None:
         return module
     try:

@@ -109,6 +109,8 @@ def test_packed_execution_has_the_loss_and_gradient_of_padded_batches(folder: Pa
     processor, network = build("Qwen2-VL")
     dataset = ConversationDataset(conversations(folder, one_answer=False), processor, progress=False)
     batch = dataset.collate([dataset[row] for row in range(len(dataset))])
+    with pytest.raises(OptionError, match="what Qwen2VLProcessor makes; give it a LlavaProcessor"):
+        ConversationModel(build("LLaVA")[1])(batch)
     padded = ConversationModel(network.eval())
     padded(batch).loss.backward()
     wanted = gradient(padded)
