@@ -290,6 +290,7 @@ def test_memory_and_seconds_are_priced_for_a_device_that_is_not_here(
         ('augment.name="crop"', r"\[augment\]"),
         ('sampling.adaptive="loss"', r"\[sampling\] adaptive"),
         ('trainer.objectives=["contrastive"]', r"\[trainer\] objectives"),
+        ("model.lora_rank=0", "lora_rank must be at least 1"),
         ('model={preset="tiny"}', "give its \\[model\\] name"),
         ('model.name="/nowhere/at/all"', "no processor that transformers finds"),
     ],
