@@ -140,9 +140,9 @@ def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
     for part, purpose in zip(sides, ("train on", "hold out"), strict=True):
         if (num_groups := len(np.unique(part.group))) < 2:
             raise DataError(
-                f"{records.source or 'the data'}: of {len(records)} pairs {len(part)} are left to {purpose}, captions of "
-                f"{num_groups} image{'s' * (num_groups != 1)} (groups), at least 2 are needed; give more images, or a "
-                "higher limit"
+                f"{records.source or 'the data'}: of {len(records)} samples {len(part)} are left to {purpose}, in {num_groups} "
+                f"group{'s' * (num_groups != 1)} (samples that share an image), at least 2 are needed; give more images, or "
+                "a higher limit"
             )
     return sides
 
