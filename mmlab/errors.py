@@ -22,8 +22,8 @@ from typing import Any
 
 _ABOVE_0, _BELOW_1 = 5e-324, 1 - 2**-53  # the next floats
 _COUNTS = """accumulation_steps classes_per_octave embed_dim eval_batches eval_every every_steps fusion_heads
-    fusion_levels head_dim hidden_dim image_depth image_dim image_layers interval keep_last limit limit_bytes lora_rank max_batch_size mega_batch
-    micro_batches multiple num_devices num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks
+    fusion_levels head_dim hidden_dim image_depth image_dim image_layers interval keep_last limit limit_bytes lora_rank max_batch_size
+    mega_batch micro_batches multiple num_devices num_epochs num_negatives num_processes num_samples num_threads patch prefetch ranks
     repeats rounds side steps text_depth text_dim text_step threads total_steps vocab_size window world_size"""
 _AMOUNTS = "budget every_minutes interval_s max_memory_gb price_per_hour timeout_s"
 _GIB = "cache_limit_gib limit_gib max_ram_gb memory_gb"

@@ -94,6 +94,9 @@ def named_processor(name: str) -> Any:
         if not os.path.isdir(name):  # without network this fails in seconds, the rest in minutes
             cached_file(name, "config.json")
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
+    # BLIP-2's class drops the template that was saved with it
+    if os.path.exists(os.path.join(name, "chat_template.jinja")) and processor.chat_template is None:
+        processor.chat_template = processor.tokenizer.chat_template
     with suppress(OSError, ValueError):  # the model's configuration, if it is there, says what kind it is
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         processor.is_encoder_decoder = _is_encoder_decoder(config)

@@ -16,13 +16,13 @@ from mmlab.comparison.preparation import packed_if_planned
 from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.model import ConversationModel
-from mmlab.model.conversation_model import named_vlm
+from mmlab.model.conversation_model import named_processor, named_vlm
 from mmlab.pricing.named_model import conversation_model
 from mmlab.pricing.step_prices import price_dataset
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from tests.integrations.test_conversations import ONE_ANSWER, conversations, folder, turns  # noqa: F401
-from tests.integrations.vlm_families import FAMILIES, build
+from tests.integrations.vlm_families import CHATML, FAMILIES, build
 from tests.ranks import fork_background_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about themselves
@@ -155,6 +155,12 @@ def test_a_run_resumed_in_mid_epoch_ends_the_same_and_saves_what_from_pretrained
     )
     assert AutoProcessor.from_pretrained(saved[0]).chat_template
     assert whole.evaluation["loss"] == resumed.evaluation["loss"]
+
+
+def test_a_saved_chat_template_is_found_where_the_processors_class_drops_it(tmp_path: Path) -> None:
+    build("BLIP-2")[0].save_pretrained(tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).chat_template is None
+    assert named_processor(str(tmp_path)).chat_template == CHATML.replace("IMAGE", "")
 
 
 def test_every_token_of_a_window_counts_alike(folder: Path) -> None:  # noqa: F811
