@@ -78,8 +78,13 @@ class ConversationDataset(Dataset[Sample]):
     cache: Any = None  # a processor's pixels are not cached
 
     def __init__(
-        self, conversations: Conversations, processor: Any, *, cache: str | Path | None = None, progress: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        conversations: Conversations,
+        processor: Any,
+        *,
+        cache: str | Path | None = None,
+        progress: bool = True,
+    ) -> None:
         self.collator = ConversationCollator(processor)
         self.records, self.tokenizer = conversations, processor.tokenizer
         rows = {tuple(turn["role"] for turn in own): row for row, own in enumerate(conversations.messages)}
@@ -146,11 +151,23 @@ class ConversationDataset(Dataset[Sample]):
             there = torch.cat([there, labels != IGNORED], 1)
             labels = torch.cat([torch.full_like(input_ids, IGNORED), labels], 1)
             input_ids = torch.cat([input_ids, inputs["labels"].clamp(min=0)], 1)
-        own: Any = {"input_ids": input_ids, "attention_mask": there}
-        height, width = sizes.height.astype("int64"), sizes.width.astype("int64")
+        columns = HostColumns(
+            input_ids=input_ids,
+            attention_mask=there,
+            height=sizes.height.astype("int64"),
+            width=sizes.width.astype("int64"),
+            groups=None,
+            labels=labels,
+        )
         return ConversationBatch(
-            **own, labels=None, inputs=inputs, rows=rows, dataset=self,
-            pixel_values=torch.empty(len(rows), 0, int(height.max()), int(width.max())),
-            pixel_mask=torch.empty(len(rows), 0), record_ids=[self.records.ids[row] for row in rows],
-            columns=HostColumns(**own, height=height, width=width, groups=None, labels=labels),
-        )  # fmt: skip
+            pixel_values=torch.empty(len(rows), 0, int(sizes.height.max()), int(sizes.width.max())),
+            pixel_mask=torch.empty(len(rows), 0),
+            input_ids=input_ids,
+            attention_mask=there,
+            labels=None,
+            record_ids=[self.records.ids[row] for row in rows],
+            columns=columns,
+            inputs=inputs,
+            rows=rows,
+            dataset=self,
+        )

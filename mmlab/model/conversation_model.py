@@ -50,13 +50,17 @@ class ConversationModel(LossModel):
         try:
             return super().forward(batch)
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as NAMES
+            if not isinstance(error, MmlabError | RuntimeError) or "shape" in str(error):
+                self._check_processor(batch, error)
+            raise
 
-            usual, dataset = NAMES.get(self.module.config.model_type), getattr(batch, "dataset", None)
-            made = dataset and type(dataset.collator.processor).__name__
-            is_other = isinstance(error, MmlabError | RuntimeError) and "shape" not in str(error)
-            if is_other or made == usual or None in (made, usual):
-                raise
+    def _check_processor(self, batch: Any, error: Exception) -> None:
+        """Raise an `OptionError` if the error may be due to a processor of another kind of model."""
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+        usual = PROCESSOR_MAPPING_NAMES.get(self.module.config.model_type)
+        made = type(batch.dataset.collator.processor).__name__
+        if usual not in (None, made):
             problem = f"{type(self.module).__name__} cannot read what {made} makes; give it a {usual}"
             raise OptionError(f"{problem} ({first_line(error)})") from error
 
@@ -88,11 +92,8 @@ def named_processor(name: str) -> Any:
         OptionError: transformers finds none.
     """
     from transformers import AutoConfig, AutoProcessor
-    from transformers.utils import cached_file
 
     with loading_by_name(f"{name!r} is no processor that transformers finds"):
-        if not os.path.isdir(name):  # without network this fails in seconds, the rest in minutes
-            cached_file(name, "config.json")
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     # BLIP-2's class drops the template that was saved with it
     if os.path.exists(os.path.join(name, "chat_template.jinja")) and processor.chat_template is None:
@@ -114,20 +115,20 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
     Raises:
         OptionError: transformers finds none, or peft is not installed.
     """
-    from transformers import AutoConfig
-    from transformers import AutoModelForImageTextToText as Auto
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     if name in PRESETS:
         raise OptionError(f"model {name!r} takes pairs; name the vision-language model")
     # what is trained is kept in fp32, whatever the file has; frozen weights stay as they are
     options: Any = {"trust_remote_code": False} | ({"dtype": torch.float32} if lora_rank is None else {})
-    # adapters are saved with the name of what they belong to
-    name = os.path.abspath(name) if os.path.isdir(name) else name
+    if os.path.isdir(name):
+        name = os.path.abspath(name)  # adapters are saved with the name of what they belong to
     with loading_by_name(f"{name!r} is no vision-language model that transformers has"):
-        make, source = Auto.from_pretrained, name
-        if not weights:
-            make, source = Auto.from_config, AutoConfig.from_pretrained(name, trust_remote_code=False)
-        module = make(source, **options)
+        if weights:
+            module = AutoModelForImageTextToText.from_pretrained(name, **options)
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            module = AutoModelForImageTextToText.from_config(config, **options)
     if lora_rank is None:
         return module
     try:

@@ -115,7 +115,9 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
         return read_data_file(path, images, allow_missing_modality)
     shards = [Path(found) for found in sorted(glob.glob(str(path))) if os.path.isfile(found)]
     if not shards:
-        raise DataError(f"{path}: no such file or folder, and no file matches it as a pattern of *, ? and [0-9]")
+        raise DataError(
+            f"{path}: no such file or folder, and no file matches it as a pattern of *, ? and [0-9]"
+        )
     return read_shards(shards)
 
 
