@@ -249,8 +249,7 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
     elif torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info(device)
         # only its stated size separates this process's own context from the memory of others
-        own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES["cuda"]
-        others = max(0, total - free - own)
+        others = max(0, total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES["cuda"])
     elif given is None:
         raise OptionError(f"no {device} device here; give the memory to plan for (memory_gb, --memory-gb)")
     else:

@@ -180,8 +180,7 @@ def plan(
             raise OptionError("--processor determines the sizes of images: leave --image out")
         from mmlab.pricing.step_prices import named_dataset
 
-        dataset = named_dataset(data, images, processor)
-        sizes = dataset.sizes
+        sizes = named_dataset(data, images, processor).sizes
     elif lengths is not None:
         sizes = read_lengths(lengths)
     else:

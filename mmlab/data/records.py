@@ -146,8 +146,7 @@ class Grouped:
             rows = np.flatnonzero(groups[0] == name)
             turn = rng.permutation(len(rows))
             place[rows] = np.where(turn < 2, -1, turn / len(rows))
-        drawn = np.argsort(place[group.ravel()], kind="stable")[:num]
-        return self.select(np.sort(drawn))
+        return self.select(np.sort(np.argsort(place[group.ravel()], kind="stable")[:num]))
 
     def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> tuple[Self, Self]:
         """Split off a share of the *images* (groups), so that no image is on both sides.

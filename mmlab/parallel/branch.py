@@ -102,8 +102,7 @@ class BranchStrategy(RanksStrategy):
     def _owner(self, name: str) -> int:
         """The rank that trains a weight."""
         if self._image_layers is not None and name.startswith(_BLOCKS):
-            block = int(name.removeprefix(_BLOCKS).partition(".")[0])
-            return int(block >= self._image_layers)
+            return int(int(name.removeprefix(_BLOCKS).partition(".")[0]) >= self._image_layers)
         after_cut = self._image_layers is not None and name.startswith(_AFTER_BLOCKS)
         return int(after_cut or not name.startswith(_OF_IMAGES))
 

@@ -33,5 +33,4 @@ def make_strategy(options: str | ParallelOptions = "ddp") -> Strategy:
         from mmlab.parallel.fsdp import FSDPStrategy  # 1.4 s to import
 
         return FSDPStrategy(options)
-    kinds = {"reduce": ReduceStrategy, "ddp": DDPStrategy, "branch": BranchStrategy}
-    return kinds[options.strategy](options)
+    return {"reduce": ReduceStrategy, "ddp": DDPStrategy, "branch": BranchStrategy}[options.strategy](options)

@@ -145,8 +145,7 @@ class Predictive(MemoryPolicy):
         return {"margin_ratio": self.margin_ratio, "correction_factor": self.correction}
 
     def _wanted(self) -> float:
-        wanted = self.limit_bytes * (1 - self.margin_ratio) / self.correction
-        return max(wanted, self._floor)
+        return max(self.limit_bytes * (1 - self.margin_ratio) / self.correction, self._floor)
 
     def _predicted(self, values: Values) -> float:
         """The prediction for a step if the trainer has no memory model; exact if the step has one batch."""

@@ -258,8 +258,7 @@ def _probes(
                 f"a budget of {budget:.0f} padded tokens does not hold two of the largest samples; raise it"
             )
         batches.append(rows[: max(1, round(allowed ** ((probe + 1) / number)))].tolist())
-    limits = Limits(streams=(0, 0) if packed else None)
-    shapes = BatchPlan.from_batches(batches, sizes, limits).step_shapes()
+    shapes = BatchPlan.from_batches(batches, sizes, Limits(streams=(0, 0) if packed else None)).step_shapes()
     mixed = rng.permutation(number)  # so that held-out batches are of all sizes
     return [batches[place] for place in mixed], shapes[mixed]
 

@@ -178,8 +178,7 @@ class EpochBlocks:
         if world_size != self.world_size:
             scheduler = replace(scheduler, world_size=world_size)
             limits = scheduler.limits(self.sizes)
-        key = derive_key(scheduler.seed, self.epoch, number, turn)
-        rng = np.random.Generator(np.random.Philox(key))
+        rng = np.random.Generator(np.random.Philox(derive_key(scheduler.seed, self.epoch, number, turn)))
         with signals_held(signal.SIGINT, signal.SIGTERM):  # within numba they would become a SystemError
             batches = scheduler.make_batches(self.sizes, places, rng, limits)
             return scheduler.order_batches(self.sizes, split_evenly(batches, world_size), rng)

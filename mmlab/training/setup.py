@@ -249,8 +249,7 @@ class TrainerSetup:
         self.strategy.gather_weights()
         with self.precision.kernels():
             measured = evaluate(self, loader, by_objective=by_objective)
-        means = measured.get("by_objective", {})
-        measured |= {key_of(name, "loss"): mean for name, mean in means.items()}
+        measured |= {key_of(name, "loss"): mean for name, mean in measured.get("by_objective", {}).items()}
         return {"epoch": self.epoch, "eval_s": clock(self.device) - started, **measured}
 
     def check_words(self, *batches: Batch) -> None:

@@ -81,8 +81,7 @@ def _tiles() -> Plane:
 def _leaves() -> Plane:
     hue = np.clip(0.5 + 0.9 * noise(0.9, salt=1), 0, 1)
     yellow, brown = (_tint(colour, 0.3 * noise(0.7)) for colour in ((0.72, 0.44, 0.10), (0.42, 0.18, 0.07)))
-    leaf = yellow * hue + brown * (1 - hue)
-    return leaf * (1 + 0.12 * noise(0.2, salt=2))
+    return (yellow * hue + brown * (1 - hue)) * (1 + 0.12 * noise(0.2, salt=2))
 
 
 MATERIALS: dict[str, Callable[[], Plane]] = {

@@ -59,8 +59,7 @@ class CacheKey:
         if part_of is None:
             return _digest(self.records.read_image(row))
         stat = os.stat(part_of(path)[0])
-        stamp = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
-        return _digest(os.fsencode(stamp))
+        return _digest(os.fsencode(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"))
 
 
 def cache_key(dataset: MultimodalDataset, *, among: Iterable[MultimodalDataset] = ()) -> CacheKey:

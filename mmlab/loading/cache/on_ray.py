@@ -56,8 +56,7 @@ def build_cache_on_ray(
     rows = image_rows(cache)
     blocks = [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
     with _cluster(num_actors):
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
+        ray.data.DataContext.get_current().enable_progress_bars = False
         decoders = num_actors or int(ray.cluster_resources()["CPU"])
         # held in memory: tasks that read blocks would wait for the CPUs that the actors occupy
         items = [{"rows": json.dumps(block)} for block in blocks]

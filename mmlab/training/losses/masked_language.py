@@ -61,8 +61,7 @@ class MaskedLanguage:
 
     def count(self, batch: Batch) -> int:
         """Number of tokens to hide."""
-        hidden = num_hidden(can_hide(batch.host, self.special_ids), self.mask_ratio)
-        return int(hidden.numpy().sum())
+        return int(num_hidden(can_hide(batch.host, self.special_ids), self.mask_ratio).numpy().sum())
 
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum of the hidden tokens' cross-entropies, in nats."""
