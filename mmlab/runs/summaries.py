@@ -163,7 +163,8 @@ def verdict_of(runs: Iterable[RunState]) -> str:
         return ""
     ranked = sorted(found, key=lambda name: -float(np.median(found[name][1])))
     best, rival = ranked[0], "random" if "random" in found else next(iter(found))
-    rival, place = (ranked[1], "the next fastest, ") if rival == best else (rival, "")
+    place = "the next fastest, " if rival == best and len(found) > 2 else ""
+    rival = ranked[1] if rival == best else rival
     num_epochs = min(len(found[name][1]) for name in (best, rival))
     fast, slow = (np.array(found[name][1][:num_epochs]) for name in (best, rival))
     gain, gains = 100 * (np.median(fast) / np.median(slow) - 1), 100 * (fast / slow - 1)
@@ -171,7 +172,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     named = f"{best} (level with {', '.join(level)})" if level else best
     spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
-    over = f"{named}: {gain:+.0f} % samples/s over {place * (len(found) > 2)}{rival}"
+    over = f"{named}: {gain:+.0f} % samples/s over {place}{rival}"
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
         said = [f"{over}, but they did not take turns: the machine may have been slower for one"]
     elif num_epochs == 1:
