@@ -37,7 +37,7 @@ from mmlab.comparison.sizing import as_configured, size_schedulers
 from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
 from mmlab.data.conversations import Conversations
 from mmlab.data.records import Records
-from mmlab.errors import OptionError
+from mmlab.errors import OptionError, check_is
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import progress_bar, resolve_device, signals_held, versions
 from mmlab.model.presets import PRESETS
@@ -78,6 +78,7 @@ def compare(
         OptionError: an option cannot work, and the message names it; or another run is using the folder.
         KeyboardInterrupt: it was stopped before every run had finished an epoch, so there is no result.
     """
+    check_is("out", out, str | os.PathLike, "a folder's path", optional=True)
     chosen = read_options(ComparisonOptions, options, "compare")
     augmentation(chosen.augment)
     num_workers = default_num_workers() if chosen.num_workers is None else chosen.num_workers

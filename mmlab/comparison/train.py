@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from mmlab.comparison.preparation import (
 )
 from mmlab.comparison.run import Run
 from mmlab.data.text import load_tokenizer
-from mmlab.errors import DataError, OptionError
+from mmlab.errors import DataError, OptionError, check_is
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import progress_bar, replace_file
 from mmlab.model.conversation_model import ConversationModel
@@ -112,6 +113,8 @@ def train(
         RunError: training failed, here or on a rank that is named.
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
+    for name, path in (("runs", runs), ("resume", resume)):
+        check_is(name, path, str | os.PathLike, "a path")
     with ExitStack() as stack:
         own = joined(config.trainer.device, config.parallel.timeout_s)
         rank, world_size, device = stack.enter_context(own)

@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from math import inf
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.comparison.background import BackgroundRun, find_run, job_of, start_compare
 from mmlab.comparison.options import COMPARED, ComparisonOptions, read_options, scheduler_names
 from mmlab.comparison.result import Comparison, load_comparison, page_of
-from mmlab.errors import DataError, OptionError, RunError, check_name
+from mmlab.errors import DataError, OptionError, RunError, check_is, check_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.follow import ACTIVE, ENDED, Runs, RunState, overall_status
@@ -88,6 +89,7 @@ class Lab:
         detached: bool = False,
         **options: Any,
     ) -> None:
+        check_is("out", out, str | PathLike, "a folder's path")
         self.data, self.folder, self.detached = data, Path(out), detached
         self.options: dict[str, Any] = _checked({**_DEFAULTS, "schedulers": schedulers, **options})
         self._lock = threading.RLock()

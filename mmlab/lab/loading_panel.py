@@ -17,6 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from mmlab.data.dataset import MultimodalDataset
+from mmlab.errors import check_is
 from mmlab.lab.panels import WIDE, Panel, picture, slider
 from mmlab.lab.plan_figure import page_png
 from mmlab.loading.cache import SampleCache, build_cache, cache_key
@@ -39,6 +40,7 @@ class LoadingPanel(Panel):
     """
 
     def __init__(self, dataset: MultimodalDataset, cache: str | Path, *, batch_size: int = 32) -> None:
+        check_is("dataset", dataset, "records", "a MultimodalDataset")
         self._dataset, self._batch_size = copy(dataset), batch_size
         self._dataset.cache, self._cache_folder = None, Path(cache)
         self.reports: dict[str, StageReport] = {}

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.quasirandom import SobolEngine
 
-from mmlab.errors import OptionError, check_numbers
+from mmlab.errors import OptionError, check_is, check_numbers
 from mmlab.loading.loader import PlannedLoader, default_num_workers
 from mmlab.machine import cpu_name, num_usable_cores, progress_bar
 from mmlab.pricing.closed_form import held_out_errors
@@ -94,8 +94,9 @@ def fit_time(
         OptionError: too few probes, a number out of its range, a model without weights, an unknown option, or a budget
             below two of the largest samples.
     """
-    check_numbers({"num_probes": num_probes, "num_held_out": num_held_out})
-    check_numbers({"repeats": repeats, "budget": budget})
+    check_is("model", model, nn.Module, "a torch.nn.Module, as build_model makes of a preset")
+    check_is("sizes", sizes, SampleSizes, "those of a data set, as records.sizes() gives")
+    check_numbers(locals())
     if any(weight.is_meta for weight in model.parameters()):
         raise OptionError(
             "the model has no weights to measure a step with: build it on a device, or predict the time (predict_time)"

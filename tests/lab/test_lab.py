@@ -22,9 +22,11 @@ import pandas as pd
 import psutil
 import pytest
 
+import mmlab
 from mmlab.comparison.background import PROCESS, BackgroundRun, job_of
 from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import PRECISIONS, ComparisonOptions
+from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import Lab
@@ -333,6 +335,24 @@ def test_what_cannot_work_is_refused_and_changes_nothing(change: dict, message: 
     assert lab.options == before
     with pytest.raises(OptionError, match=message):
         Lab("data/sample", **change)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: Lab("data/sample", out=3), "out"),  # type: ignore[arg-type]
+        (lambda: compare("data/sample", out=3), "out"),  # type: ignore[arg-type]
+        (lambda: mmlab.train(3), "config"),  # type: ignore[arg-type]
+        (lambda: mmlab.train("examples/train.toml", resume=3), "resume"),  # type: ignore[arg-type]
+        (lambda: mmlab.fit_time("tiny", None), "model"),  # type: ignore[arg-type]
+        (lambda: mmlab.fit_time(mmlab.build_model("tiny", vocab_size=9), 3), "sizes"),  # type: ignore[arg-type]
+        (lambda: mmlab.LoadingPanel(3, "cache"), "dataset"),  # type: ignore[arg-type]
+        (lambda: hold_out(None), "records"),  # type: ignore[type-var]
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(call: Callable[[], object], name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} must be "):
+        call()
 
 
 def test_what_cannot_be_sent_to_another_process_is_raised_by_start(tmp_path: Path) -> None:
