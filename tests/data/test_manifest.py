@@ -39,6 +39,11 @@ def write(folder, notation):
         folder.csv("data.csv", [HEADER, *ROWS])
         content = (folder.path / "data.csv").read_bytes().replace(b"\n", b"\r\n")
         return folder.raw("data.csv", b"\xef\xbb\xbf" + content)
+    if notation == "spaced":
+        lines = (
+            '"' + '", "'.join(value.replace('"', '""') for value in row) + '"' for row in [HEADER, *ROWS]
+        )
+        return folder.text("data.csv", "\n".join(lines))
     if notation == "jsonl":
         return folder.jsonl("data.jsonl", entries)
     if notation == "json list":
@@ -48,7 +53,7 @@ def write(folder, notation):
     return path
 
 
-NOTATIONS = ("csv", "tsv", "pipe", "crlf with mark", "jsonl", "json list", "parquet")
+NOTATIONS = ("csv", "tsv", "pipe", "crlf with mark", "spaced", "jsonl", "json list", "parquet")
 
 
 @pytest.mark.parametrize("notation", NOTATIONS)

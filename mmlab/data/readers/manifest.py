@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _columns(path: Path) -> list[str]:
         text = head.decode("utf-8-sig", errors="ignore").lstrip()
         if text[:1] not in ("[", "{"):
             header = _header_line(text)
-            return next(csv.reader([header], delimiter=sniff_delimiter(header)), [])
+            return next(csv.reader([header], delimiter=sniff_delimiter(header), skipinitialspace=True), [])
         if entries := _first_objects(text):
             return list({name: None for entry in entries for name in entry})
         if text[0] == "{" and "\n" in text:  # a whole line that is no object
@@ -211,13 +212,14 @@ def _header_line(text: str) -> str:
 
 def sniff_delimiter(header: str) -> str:
     """The delimiter that splits the header line into the most columns with known names."""
-    return max(_DELIMITERS, key=lambda sep: len(match_columns(next(csv.reader([header], delimiter=sep), []))))
+    split = partial(csv.reader, [header], skipinitialspace=True)
+    return max(_DELIMITERS, key=lambda sep: len(match_columns(next(split(delimiter=sep), []))))
 
 
 def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
     delimiter = sniff_delimiter(_header_line(text))
     lines = csv.reader(
-        io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=delimiter == "|"
+        io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=delimiter != "\t"
     )
     try:
         header = next(lines, [])
