@@ -140,7 +140,7 @@ def test_labels(images, label):
     rows = [["good.jpg", "x", "1"], ["good.jpg", "y", label]]
     found = reasons(images, rows, ("image", "text", "label"))
     assert list(found) == ["line 3"]
-    assert found["line 3"].startswith("label must be an integer as in other rows, found")
+    assert found["line 3"].startswith("label must be an integer, or in all rows a name, found")
 
 
 @pytest.mark.parametrize("other", ["1", "dog"])

@@ -191,7 +191,7 @@ def _read_labels(
     for index, label in enumerate(labels):
         if label is None:
             found = rows[index].label
-            wrong = f"label must be an integer as in other rows, found {found!r:.40}"
+            wrong = f"label must be an integer, or in all rows a name, found {found!r:.40}"
             reasons.setdefault(index, "no label" if found is None else wrong)
     return [label or 0 for label in labels], tuple(map(str, names))
 
