@@ -61,19 +61,23 @@ def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = Fals
 
 @contextmanager
 def put_back_if_refused(folder: Path, written: Iterable[str], *, begun: str) -> Iterator[None]:
-    """Put the files that were moved aside in this context back if it is left by an exception before a run has begun.
+    """If an exception ends this context before a run has begun, remove its files, and put back those moved aside in it.
 
     Args:
         written: names of the files and folders that a run writes, with wildcards.
         begun: the file that a run writes when it begins.
     """
-    earlier = set(folder.glob(f"{ASIDE}*"))
+    earlier = set(folder.iterdir())
     try:
         yield
     except BaseException:  # an interrupt too
-        for aside in () if (folder / begun).exists() else set(folder.glob(f"{ASIDE}*")) - earlier:
-            for path in [path for name in written for path in folder.glob(name)]:
+        if (folder / begun).exists():
+            raise
+        moved = set(folder.glob(f"{ASIDE}*")) - earlier
+        for path in [path for name in written for path in folder.glob(name)]:
+            if moved or path not in earlier:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for aside in moved:
             for path in aside.iterdir():
                 path.rename(folder / path.name)
             aside.rmdir()

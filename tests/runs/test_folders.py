@@ -76,3 +76,15 @@ def test_an_interrupt_before_a_run_has_begun_puts_the_earlier_one_back(
         start()
     assert (tmp_path / "config.toml").read_text() == ("later" if has_begun else "earlier")
     assert (tmp_path / "previous-1").exists() == has_begun
+
+
+def test_a_run_that_is_refused_leaves_no_files_of_its_own(tmp_path: Path) -> None:
+    def start() -> None:
+        with put_back_if_refused(tmp_path, ["tokenizer", "checkpoints"], begun="config.toml"):
+            (tmp_path / "tokenizer").mkdir()
+            raise OptionError("refused")
+
+    (tmp_path / "checkpoints").mkdir()  # of the run that this one would resume
+    with pytest.raises(OptionError):
+        start()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
