@@ -43,7 +43,7 @@ def split_steps(batches: Block, num_steps: int, world_size: int = 1) -> Block:
         if not len(largest):
             raise OptionError(
                 f"{len(batches.order)} samples in {len(batches.ends)} batches cannot be split into {num_steps * world_size}, "
-                "the same number for each rank; use fewer ranks, or allow larger batches"
+                "the same number for each rank; use fewer ranks, or give more samples"
             )
         num_parts = np.ones_like(smallest)
         num_parts[largest] = 2
