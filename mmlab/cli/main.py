@@ -24,6 +24,8 @@ from mmlab.machine import share_cores
 
 _WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
 
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # as Python and torch say
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
             print(json.dumps(document, indent=2, allow_nan=False) if options.json else printable(found))
     except (DataError, OptionError) as error:
-        _say(f"error: {error}")
+        said = str(error).replace("images=", "--images ") if hasattr(options, "images") else str(error)
+        _say(f"error: {said}")
         return 2
     except KeyboardInterrupt:
         _say("interrupted")
@@ -58,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and kind in _WRONG_PATH and error.filename is not None:
             _say(f"error: {error.filename}: {error.strerror}")
             return 2
-        _say(f"failed: {type(error).__name__}: {error} (MMLAB_DEBUG=1 shows where)")
+        full = isinstance(error, BlockingIOError) or str(error) in _NO_THREAD
+        more = "; this user may start no more processes and threads: raise ulimit -u" if full else ""
+        _say(f"failed: {type(error).__name__}: {error}{more} (MMLAB_DEBUG=1 shows where)")
         return 1
     return 0 if getattr(found, "ok", True) else 1
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,7 +120,7 @@ def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
     for words in commands:
         said = refused(words, capsys)
         assert f"is a symlink to {os.path.realpath(home / 'images')}" in said
-        assert "pass images=FOLDER" in said
+        assert "pass --images FOLDER" in said
         assert main([*words, *images, "--json"]) == 0
         json.loads(capsys.readouterr().out)
     options = ["--equal", "batch_size", "--epochs", "1", "--batch-size", "8", "--image", "aspect:48"]
@@ -146,6 +148,15 @@ def test_what_a_data_file_says_cannot_move_the_cursor(
     assert r"a\x1b[2Jb" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(11, "again")])
+def test_a_limit_of_processes_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["mmlab.cli.main"], "call", lambda _: (_ for _ in ()).throw(error))
+    assert main(["doctor"]) == 1
+    assert "raise ulimit -u" in capsys.readouterr().err
+
+
 def test_an_export_gives_the_run_that_was_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The argument `run` once took the place of the function to run."""
     with RunLog(tmp_path / "run") as log:
@@ -155,6 +166,11 @@ def test_an_export_gives_the_run_that_was_named(tmp_path: Path, capsys: pytest.C
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["num_points"] == 3
     assert list((tmp_path / "board").rglob("events.out*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150, limits[1]))  # as if the disk were full
+    assert main(words) == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err.count("\n") == 1
     assert "no events-rank*.jsonl in it" in refused(["export", str(tmp_path), "x", "--to", "wandb"], capsys)
 
 
