@@ -24,8 +24,6 @@ from mmlab.machine import share_cores
 
 _WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
 
-_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # as Python and torch say
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -61,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and kind in _WRONG_PATH and error.filename is not None:
             _say(f"error: {error.filename}: {error.strerror}")
             return 2
-        full = isinstance(error, BlockingIOError) or str(error) in _NO_THREAD
+        full = any(reason in str(error) for reason in ("new thread", "temporarily unavailable"))
         more = "; this user may start no more processes and threads: raise ulimit -u" if full else ""
         _say(f"failed: {type(error).__name__}: {error}{more} (MMLAB_DEBUG=1 shows where)")
         return 1

@@ -24,7 +24,6 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
-import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -97,7 +96,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
         DataError: no such file, or not TOML.
         OptionError: an unknown section, key, preset or scheduler, or a value of the wrong kind.
     """
-    check_is("config", path, str | os.PathLike, "the path of a run's TOML file")
+    check_is("config", path, str | Path, "the path of a run's TOML file")
     path = Path(path)
     try:
         with open(path, encoding="utf-8-sig", opener=regular) as file:

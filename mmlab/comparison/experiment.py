@@ -78,7 +78,7 @@ def compare(
         OptionError: an option cannot work, and the message names it; or another run is using the folder.
         KeyboardInterrupt: it was stopped before every run had finished an epoch, so there is no result.
     """
-    check_is("out", out, str | os.PathLike, "a folder's path", optional=True)
+    check_is("out", out, str | Path, "a folder's path", optional=True)
     chosen = read_options(ComparisonOptions, options, "compare")
     augmentation(chosen.augment)
     num_workers = default_num_workers() if chosen.num_workers is None else chosen.num_workers

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -114,7 +113,7 @@ def train(
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
     for name, path in (("runs", runs), ("resume", resume)):
-        check_is(name, path, str | os.PathLike, "a path")
+        check_is(name, path, str | Path, "a path")
     with ExitStack() as stack:
         own = joined(config.trainer.device, config.parallel.timeout_s)
         rank, world_size, device = stack.enter_context(own)

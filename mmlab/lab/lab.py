@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from math import inf
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,7 @@ class Lab:
         detached: bool = False,
         **options: Any,
     ) -> None:
-        check_is("out", out, str | PathLike, "a folder's path")
+        check_is("out", out, str | Path, "a folder's path")
         self.data, self.folder, self.detached = data, Path(out), detached
         self.options: dict[str, Any] = _checked({**_DEFAULTS, "schedulers": schedulers, **options})
         self._lock = threading.RLock()

@@ -83,10 +83,8 @@ def _points(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Poin
 def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Iterable[Point]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    hook, threading.excepthook = (
-        threading.excepthook,
-        lambda failed: None,
-    )  # the writer raises its thread's error
+    hook = threading.excepthook
+    threading.excepthook = lambda _: None  # the writer raises its thread's error
     try:
         with SummaryWriter(str(Path(target) / name), purge_step=0) as writer:  # an earlier export is replaced
             writer.add_text("start", f"```json\n{json.dumps(start, indent=1)}\n```")

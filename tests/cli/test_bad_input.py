@@ -148,7 +148,9 @@ def test_what_a_data_file_says_cannot_move_the_cursor(
     assert r"a\x1b[2Jb" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(11, "again")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), BlockingIOError(11, os.strerror(11))]
+)
 def test_a_limit_of_processes_is_named(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
