@@ -101,8 +101,6 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
     try:
         with open(path, encoding="utf-8-sig", opener=regular) as file:
             sections = tomllib.loads(file.read())
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
     except OSError as error:
         what = " is a folder" if path.is_dir() else f": {error.strerror}"
         raise DataError(f"{path}{what}; give the TOML file of a run") from error

@@ -413,7 +413,7 @@ def test_what_is_wrong_in_the_file_is_named(config: Path, change: str, message: 
 
 
 def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none.toml: no such file"):
+    with pytest.raises(DataError, match=r"none.toml: No such file"):
         load_config(tmp_path / "none.toml")
     with pytest.raises(DataError, match=r" is a folder; give the TOML file"):
         load_config(tmp_path)
