@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
             print(json.dumps(document, indent=2, allow_nan=False) if options.json else printable(found))
     except (DataError, OptionError) as error:
-        said = str(error).replace("images=", "--images ") if hasattr(options, "images") else str(error)
-        _say(f"error: {said}")
+        _say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         _say("interrupted")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -83,15 +82,10 @@ def _points(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Poin
 def _to_tensorboard(name: str, target: str, start: Mapping[str, Any], points: Iterable[Point]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    hook = threading.excepthook
-    threading.excepthook = lambda _: None  # the writer raises its thread's error
-    try:
-        with SummaryWriter(str(Path(target) / name), purge_step=0) as writer:  # an earlier export is replaced
-            writer.add_text("start", f"```json\n{json.dumps(start, indent=1)}\n```")
-            for curve, value, step, time_s in points:
-                writer.add_scalar(curve, value, step, walltime=time_s)
-    finally:
-        threading.excepthook = hook
+    with SummaryWriter(str(Path(target) / name), purge_step=0) as writer:  # an earlier export is replaced
+        writer.add_text("start", f"```json\n{json.dumps(start, indent=1)}\n```")
+        for curve, value, step, time_s in points:
+            writer.add_scalar(curve, value, step, walltime=time_s)
 
 
 def _to_wandb(name: str, target: str, start: Mapping[str, Any], points: Iterable[Point]) -> None:

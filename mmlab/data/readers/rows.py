@@ -300,7 +300,7 @@ class FileResolver:
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
             if not isinstance(error, FileNotFoundError):
                 return f"cannot be opened: {error}"
-            where = f" in {self.root} (images=FOLDER says where the images are)" if self.root else ""
+            where = f" in {self.root} (the option images says where the images are)" if self.root else ""
             return f"file not found{where}"
         if not path.startswith(self._inside):
             return f"leads outside {self.root} {self._way_out(name)}"
@@ -316,9 +316,9 @@ class FileResolver:
             if link.is_symlink() and link.is_relative_to(self.root):
                 return (
                     f"({link} is a symlink to {os.path.realpath(link)}: put the images themselves there, or name them "
-                    "relative to their real folder and pass images=FOLDER)"
+                    "relative to their real folder and give it by the option images)"
                 )
-        return "(images=FOLDER names another folder)"
+        return "(the option images names another folder)"
 
 
 def _blobs_of(root: str) -> list[str]:
