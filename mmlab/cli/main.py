@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and kind in _WRONG_PATH and error.filename is not None:
             _say(f"error: {error.filename}: {error.strerror}")
             return 2
-        full = any(reason in str(error) for reason in ("new thread", "temporarily unavailable"))
-        more = "; this user may start no more processes and threads: raise ulimit -u" if full else ""
+        more = "; no more may be started: raise ulimit -u" if "start new thread" in str(error) else ""
         _say(f"failed: {type(error).__name__}: {error}{more} (MMLAB_DEBUG=1 shows where)")
         return 1
     return 0 if getattr(found, "ok", True) else 1

@@ -224,8 +224,9 @@ def _chosen(section: Any) -> Section:
     """The keys of a section that differ from their defaults."""
     if not dataclasses.is_dataclass(section):
         return {key: value for key, value in (section or {}).items() if value is not None}
-    named = {"name": "crop"} if isinstance(section, Augment) else {}  # has its defaults
-    return named | {
+    return (
+        {"name": "crop"} if isinstance(section, Augment) else {}
+    ) | {  # "crop" has the defaults of Augment
         option.name: getattr(section, option.name)
         for option in dataclasses.fields(section)
         if getattr(section, option.name) != option.default

@@ -26,7 +26,7 @@ from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.data.text import load_tokenizer
-from mmlab.errors import DataError, OptionError, check_is, check_name
+from mmlab.errors import DataError, OptionError, check_name
 from mmlab.loading.adaptive import difficulty
 from mmlab.loading.cache.build import build_cache
 from mmlab.loading.cache.key import cache_key
@@ -126,7 +126,6 @@ def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
     Raises:
         DataError: fewer than two images on one side; a pair is judged against others.
     """
-    check_is("records", records, Records | Conversations, "what read_records or read_conversations gives")
     splits = np.array([str(name).lower() for name in records.splits or [None] * len(records)], dtype=object)
     validation, test = np.isin(splits, ("val", "valid", "validation", "dev", "eval")), splits == "test"
     trained, held_out = ~(validation | test), validation if validation.any() else test

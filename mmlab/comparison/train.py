@@ -112,8 +112,7 @@ def train(
         RunError: training failed, here or on a rank that is named.
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
-    for name, path in (("runs", runs), ("resume", resume)):
-        check_is(name, path, str | Path, "a path")
+    check_is("resume", resume, str | Path, "a path, 'auto' or 'never'")
     with ExitStack() as stack:
         own = joined(config.trainer.device, config.parallel.timeout_s)
         rank, world_size, device = stack.enter_context(own)

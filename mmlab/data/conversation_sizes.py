@@ -159,8 +159,9 @@ def processor_inputs(processor: Any, conversations: Sequence[list[Message]]) -> 
         places = [processor.image_token * count_images(messages) for messages in conversations]
         questions = [place + question for place, (question, _) in zip(places, pairs, strict=True)]
         return {"text": questions, "suffix": [answer for _, answer in pairs]}
-    end = -1 if apart else None
-    texts = [templated(processor, messages[:end], asks=apart) for messages in conversations]
+    texts = [
+        templated(processor, messages[: -1 if apart else None], asks=apart) for messages in conversations
+    ]
     # as transformers' own apply_chat_template: no second begin-of-sequence token
     begin = processor.tokenizer.bos_token
     has_begin = begin is not None and texts[0].startswith(begin)

@@ -31,8 +31,7 @@ class _SameEpochs(TrainerCallback):
         if (planned := self._trainer.planned) is not None and state.global_step:
             window = args.gradient_accumulation_steps
             epoch, steps = divmod(state.global_step, math.ceil(len(planned) / window))
-            here = epoch + steps * window / len(planned)
-            if not math.isclose(state.epoch, here, rel_tol=1e-6):
+            if not math.isclose(state.epoch, epoch + steps * window / len(planned), rel_tol=1e-6):
                 raise DataError(
                     "cannot resume: the checkpoint's epochs had another number of batches; resume with the same number "
                     "of epochs or steps, scheduler and gradient_accumulation_steps"

@@ -133,5 +133,4 @@ def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:
     group = images_apart(sizes.group)
     images, counts = np.unique(group, return_counts=True)
     order = np.random.default_rng(0).permutation(len(images))
-    drawn = images[order[np.cumsum(counts[order]) <= num_samples]]
-    return np.flatnonzero(np.isin(group, drawn))
+    return np.flatnonzero(np.isin(group, images[order[np.cumsum(counts[order]) <= num_samples]]))

@@ -58,8 +58,7 @@ def read_rates(where: Path | Sequence[Path] | None) -> ReadRates:
             return _read_twice([Path(scratch.name)], "a scratch file in the working folder")
     if not isinstance(where, Path):
         return _read_twice(where, f"{where[0]} and others" if len(where) > 1 else str(where[0]))
-    whole = where.is_dir() or where.stat().st_size >= _SCRATCH_BYTES
-    source = where if whole else where.resolve().parent
+    source = where if where.is_dir() or where.stat().st_size >= _SCRATCH_BYTES else where.resolve().parent
     files = [source] if source.is_file() else _some_files(source)
     if not files:
         raise DataError(f"{where}: no readable file with anything in it; give a folder that holds data")

@@ -120,8 +120,7 @@ class StageReport:
         worked = sum(row["busy_ratio"] for row in self.rows[:-1]) if shared else busiest["busy_ratio"]
         # without workers, training waits while the stages work; with them, for some that are mostly busy
         in_turns = shared and busiest["num_threads"] == 1 and 0.5 * wait_ratio <= worked <= wait_ratio
-        short = wait_ratio > NO_WAIT_RATIO and (in_turns or worked >= 0.5)
-        return busiest["stage"] if short else None
+        return busiest["stage"] if wait_ratio > NO_WAIT_RATIO and (in_turns or worked >= 0.5) else None
 
     @property
     def _busiest(self) -> dict[str, Any]:

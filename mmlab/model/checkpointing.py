@@ -8,7 +8,7 @@ block's activations and every block's inputs; a step takes about a third longer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,13 +68,10 @@ class _Checkpointed:
         if not self.block.training:
             return forward(self.block, *inputs)
         # compiled code updates statistics outside of what it recomputes, and takes contexts of another kind
-        options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": self._contexts}
-        options["preserve_rng_state"] = False  # these blocks draw no random numbers
+        options: dict[str, Any] = {"preserve_rng_state": False}  # these blocks draw no random numbers
+        if not torch.compiler.is_compiling():
+            options["context_fn"] = lambda: (nullcontext(), _keeping_statistics(self.block))
         return checkpoint(forward, self.block, *inputs, use_reentrant=False, **options)
-
-    def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Around the forward pass, and around the same computation in the backward pass."""
-        return nullcontext(), _keeping_statistics(self.block)
 
 
 @contextmanager

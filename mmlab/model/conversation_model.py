@@ -50,17 +50,14 @@ class ConversationModel(LossModel):
         try:
             return super().forward(batch)
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            if not isinstance(error, MmlabError | RuntimeError) or "shape" in str(error):
-                self._check_processor(batch, error)
-            raise
+            from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    def _check_processor(self, batch: Any, error: Exception) -> None:
-        """Raise an `OptionError` if the error may be due to a processor of another kind of model."""
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-        usual = PROCESSOR_MAPPING_NAMES.get(self.module.config.model_type)
-        made = type(batch.dataset.collator.processor).__name__
-        if usual not in (None, made):
+            usual = PROCESSOR_MAPPING_NAMES.get(self.module.config.model_type)
+            if usual is None or (isinstance(error, MmlabError | RuntimeError) and "shape" not in str(error)):
+                raise
+            made = type(batch.dataset.collator.processor).__name__
+            if made == usual:
+                raise
             problem = f"{type(self.module).__name__} cannot read what {made} makes; give it a {usual}"
             raise OptionError(f"{problem} ({first_line(error)})") from error
 

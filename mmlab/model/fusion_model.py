@@ -44,8 +44,7 @@ class Encoded(NamedTuple):
 def rows_of(features: Tensor, rows: Tensor) -> Tensor:
     """`features[rows]`, where rows may repeat, with a gradient that is summed in one order on every device: that of
     indexing is not on a CPU, and that of `index_select` not on a GPU."""
-    table = features.reshape(len(features), -1)
-    return F.embedding(rows, table).view(len(rows), *features.shape[1:])
+    return F.embedding(rows, features.reshape(len(features), -1)).view(len(rows), *features.shape[1:])
 
 
 @dataclass(slots=True)

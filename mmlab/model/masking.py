@@ -21,8 +21,7 @@ def can_hide(batch: Batch | HostColumns, special_ids: tuple[int, ...]) -> Tensor
 def num_hidden(can_hide: Tensor, mask_ratio: float) -> Tensor:
     """How many tokens of each text are hidden, (B,): at least one where there is any."""
     num_tokens = can_hide.sum(1)
-    share = (num_tokens.double() * mask_ratio).round().clamp(min=1).long()
-    return torch.where(num_tokens > 0, share, 0)
+    return torch.where(num_tokens > 0, (num_tokens.double() * mask_ratio).round().clamp(min=1).long(), 0)
 
 
 def draw_hidden(

@@ -248,8 +248,7 @@ def _probes(
     batches: list[list[int]] = []
     for probe in range(number):
         order = orders[probe % 2]
-        start = int(rng.integers(len(order)))
-        rows = order[max(0, min(start, len(order) - 2)) :]
+        rows = order[max(0, min(int(rng.integers(len(order))), len(order) - 2)) :]
         counts = np.arange(1, len(rows) + 1)
         most = np.maximum.accumulate(sizes.alone[rows, 1:], axis=0)
         allowed = int((batch_costs(PaddedTokens(), np.column_stack([counts, most])) <= budget).sum())

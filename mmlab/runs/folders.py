@@ -47,9 +47,8 @@ def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = Fals
     """
     old = [path for name in written for path in folder.glob(name)]
     if old:
-        names = [path.name for path in folder.iterdir() if is_aside(path.name)]
-        number = 1 + max((int(name.removeprefix(ASIDE)) for name in names), default=0)
-        aside = folder / f"{ASIDE}{number}"
+        numbers = [int(path.name.removeprefix(ASIDE)) for path in folder.iterdir() if is_aside(path.name)]
+        aside = folder / f"{ASIDE}{1 + max(numbers, default=0)}"
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)

@@ -210,8 +210,7 @@ def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:
     epochs, samples, seconds = run.rows(("epoch", "num_samples", "step_s"), "step", rank)
     known = np.flatnonzero(np.isfinite(epochs))
     known = known[np.argsort(epochs[known], kind="stable")]
-    starts = np.flatnonzero(np.diff(epochs[known], prepend=-1.0))
-    finished = np.split(known, starts)[1:][: _epochs_done(run)]
+    finished = np.split(known, np.flatnonzero(np.diff(epochs[known], prepend=-1.0)))[1:][: _epochs_done(run)]
     return [float(samples[rows].sum() / seconds[rows].sum()) for rows in map(after_warmup, finished)]
 
 

@@ -212,5 +212,4 @@ def _fingerprint(scheduler: Scheduler) -> int:
         for item in fields(scheduler)
         if item.repr and item.name not in ("seed", "world_size")
     ]
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr((type(scheduler).__qualname__, options)))
-    return zlib.crc32(text.encode())
+    return zlib.crc32(re.sub(r" at 0x[0-9a-f]+", "", repr((type(scheduler).__qualname__, options))).encode())

@@ -129,8 +129,7 @@ class LivePlan:
                     if self._world_size > 1:
                         plan = plan.shard(self._rank, self._world_size)
                     batches = iter(plan.skip((place - part.first) // self._world_size))
-                batch = next(batches, None)
-                if batch is None:
+                if (batch := next(batches, None)) is None:
                     return
                 place += self._world_size
                 epoch.num_handed = place

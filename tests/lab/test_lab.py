@@ -26,7 +26,6 @@ import mmlab
 from mmlab.comparison.background import PROCESS, BackgroundRun, job_of
 from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import PRECISIONS, ComparisonOptions
-from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import Lab
@@ -347,7 +346,6 @@ def test_what_cannot_work_is_refused_and_changes_nothing(change: dict, message: 
         (lambda: mmlab.fit_time("tiny", None), "model"),  # type: ignore[arg-type]
         (lambda: mmlab.fit_time(mmlab.build_model("tiny", vocab_size=9), 3), "sizes"),  # type: ignore[arg-type]
         (lambda: mmlab.LoadingPanel(3, "cache"), "dataset"),  # type: ignore[arg-type]
-        (lambda: hold_out(None), "records"),  # type: ignore[type-var]
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named(call: Callable[[], object], name: str) -> None:

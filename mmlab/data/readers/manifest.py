@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _columns(path: Path) -> list[str]:
         text = head.decode("utf-8-sig", errors="ignore").lstrip()
         if text[:1] not in ("[", "{"):
             header = _header_line(text)
-            return next(csv.reader([header], delimiter=sniff_delimiter(header), skipinitialspace=True), [])
+            return _split(header, sniff_delimiter(header))
         if entries := _first_objects(text):
             return list({name: None for entry in entries for name in entry})
         if text[0] == "{" and "\n" in text:  # a whole line that is no object
@@ -212,8 +211,11 @@ def _header_line(text: str) -> str:
 
 def sniff_delimiter(header: str) -> str:
     """The delimiter that splits the header line into the most columns with known names."""
-    split = partial(csv.reader, [header], skipinitialspace=True)
-    return max(_DELIMITERS, key=lambda sep: len(match_columns(next(split(delimiter=sep), []))))
+    return max(_DELIMITERS, key=lambda delimiter: len(match_columns(_split(header, delimiter))))
+
+
+def _split(header: str, delimiter: str) -> list[str]:
+    return next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), [])
 
 
 def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:

@@ -204,8 +204,7 @@ def _as_integer(value: object) -> int | None:
         number = int(value.strip().removesuffix(".0") if isinstance(value, str) else value)
     except (ValueError, OverflowError):  # words, not a number, infinity
         return None
-    is_whole = isinstance(value, str) or number == value
-    return number if is_whole and -(2**63) <= number < 2**63 else None
+    return number if (isinstance(value, str) or number == value) and -(2**63) <= number < 2**63 else None
 
 
 def _check_repeats(rows: list[Row], images: dict[int, str], reasons: dict[int, str]) -> None:

@@ -89,8 +89,7 @@ def measure_once(
     if not new:
         return outcomes
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        measured = pool.map(measure, new)
-        bar = progress_bar(measured, f"image {name}", len(new), show=progress)
+        bar = progress_bar(pool.map(measure, new), f"image {name}", len(new), show=progress)
         for key, outcome in zip(new, bar, strict=True):
             outcomes[key] = outcome
             if (stamp := stamps[key]) is not None and not isinstance(outcome, str):

@@ -84,8 +84,7 @@ def members(path: Path) -> Iterator[Member]:
                 raise DataError(f"is cut off or damaged: a file of {info.size} bytes at byte {info.offset}")
             member = Member(info.name, info.offset_data, info.size) if info.isreg() else None
             if info.islnk() or info.issym():
-                beside = dirname(info.name) if info.issym() else ""
-                member = known.get(normpath(join(beside, info.linkname)))
+                member = known.get(normpath(join(dirname(info.name) if info.issym() else "", info.linkname)))
                 if member is None:
                     raise DataError(
                         f"has a link at byte {info.offset} to {info.linkname}, which is not an earlier file of the archive; pack it again "

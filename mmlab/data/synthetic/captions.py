@@ -81,8 +81,7 @@ def _name(group: Group, shape: str, *looks: str) -> str:
 
 def _relation(scene: Scene, first: int, second: int, rng: random.Random) -> str:
     """How one group stands to another; in depth, only relations to the front group are known."""
-    known = scene.arrangement == "row" or 0 in (first, second)
-    if not known or rng.random() < 0.3:
+    if not (scene.arrangement == "row" or 0 in (first, second)) or rng.random() < 0.3:
         return rng.choice(TABLES["words"]["together"])
     return rng.choice(TABLES["relations"][scene.arrangement][0 if first < second else 1])
 

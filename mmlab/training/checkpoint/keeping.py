@@ -133,8 +133,7 @@ class Checkpoints(CheckpointOptions):
 
     def _begin(self, step: int) -> Path:
         """The path of the next checkpoint; makes the folder in which it is written first."""
-        number = 1 + max((_number(path) for path in self.paths), default=0)
-        path = self._folder / f"{number:06d}-step-{step}"
+        path = self._folder / f"{1 + max(map(_number, self.paths), default=0):06d}-step-{step}"
         self._clear_away()
         self._aside(path).mkdir(parents=True)
         return path
