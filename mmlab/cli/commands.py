@@ -180,7 +180,8 @@ def plan(
             raise OptionError("--processor determines the sizes of images: leave --image out")
         from mmlab.pricing.step_prices import named_dataset
 
-        sizes = named_dataset(data, images, processor).sizes
+        dataset = named_dataset(data, images, processor)
+        sizes = dataset.sizes
     elif lengths is not None:
         sizes = read_lengths(lengths)
     else:
