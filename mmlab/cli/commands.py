@@ -203,9 +203,9 @@ def plan(
     rented: Any = {"device_name": device_name, "price_per_hour": price_per_hour, "precision": precision}
     rented |= {"dataset": dataset, "memory_gb": memory_gb, "epochs": epochs, "world_size": ranks}
     prices, planners = price_plans(model, sizes, names, **rented, **own)
-    found = preview(sizes, planners, prices=prices.figures, **planned)
-    method = prices.time.conditions["method"]
-    document = {name: {**figures, "seconds": method} for name, figures in found.as_dict().items()}
+    found = preview(sizes, planners, prices=prices.figures, patch=prices.memory.patch, **planned)
+    seconds = {"seconds": prices.time.conditions["method"]}
+    document = {name: figures | seconds for name, figures in found.as_dict().items()}
     return Printed(document=document, text=f"{prices}\nimages: {made}; model: {model}; {found}")
 
 

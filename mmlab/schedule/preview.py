@@ -77,8 +77,7 @@ class Preview:
     @property
     def headline(self) -> str:
         """What `random` would gain by another scheduler, in a sentence; empty where it is not there, or alone."""
-        has_seconds = any(figures.get("epoch_s") for figures in self.figures.values())
-        key = "epoch_s" if has_seconds else "combined_waste"
+        key = "epoch_s" if any(row.get("epoch_s") for row in self.figures.values()) else "combined_waste"
         found = {name: figures[key] for name, figures in self.figures.items() if figures.get(key) is not None}
         if len(found) < 2 or "random" not in found:
             return ""
@@ -152,37 +151,38 @@ def preview(
                 f"these schedulers have options of their own, and plan for {', '.join(map(str, own))} ranks: "
                 "give that as ranks, and neither a budget nor options"
             )
-        figures = {name: _measure(kind, sizes, None, epochs, prices) for name, kind in schedulers.items()}
-        return Preview(figures, None, f"ranks: {ranks}; epochs: {epochs}")
-    length = np.add(*lengths(sizes, patch))
-    mean = float(length.mean()) if len(sizes) else 1.0
-    if budget is None:
-        budget = max(DEFAULT_MEAN_SAMPLES * mean, float(length.max(initial=0)))
-    known = {name for kind in SCHEDULERS.values() for name in kind.__dataclass_fields__}
-    for name in changes:
-        check_name("scheduler option", name, known)
-    size = int(np.clip(budget / max(1.0, mean), 1, 2**16).round())
-    options = {"seed": seed, "world_size": ranks, "budget": budget, "cost": PaddedTokens(patch)}
-    options |= {"patch": patch, "batch_size": size, **changes}
-    planners = {name: scheduler_among(name, options) for name in listed(schedulers)}
-    figures = {name: _measure(planner, sizes, budget, epochs, prices) for name, planner in planners.items()}
-    setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed"
-    return Preview(figures, budget, f"{setting}; ranks: {ranks}; epochs: {epochs}")
+        planners, setting = dict(schedulers), ""
+    else:
+        length = np.add(*lengths(sizes, patch))
+        mean = float(length.mean()) if len(sizes) else 1.0
+        budget = budget or max(DEFAULT_MEAN_SAMPLES * mean, float(length.max(initial=0)))
+        known = {name for kind in SCHEDULERS.values() for name in kind.__dataclass_fields__}
+        for name in changes:
+            check_name("scheduler option", name, known)
+        size = int(np.clip(budget / max(1.0, mean), 1, 2**16).round())
+        options = {"seed": seed, "world_size": ranks, "budget": budget, "cost": PaddedTokens(patch)}
+        options |= {"patch": patch, "batch_size": size, **changes}
+        planners = {name: scheduler_among(name, options) for name in listed(schedulers)}
+        setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed; "
+    figures = {}
+    for name, kind in planners.items():
+        plans = [kind.plan(sizes, epoch=epoch) for epoch in range(epochs)]
+        figures[name] = _measure(plans, budget, ranks, prices, patch)
+    return Preview(figures, budget, f"{setting}ranks: {ranks}; epochs: {epochs}")
 
 
 def _measure(
-    scheduler: Scheduler, sizes: SampleSizes, budget: float | None, epochs: int, prices: Prices | None
+    plans: list[BatchPlan], budget: float | None, ranks: int, prices: Prices | None, patch: int
 ) -> dict[str, float | None]:
-    plans = [scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)]
     reports = [
-        report_plan(plan, budget=budget, num_ranks=scheduler.world_size, following=following)
+        report_plan(plan, budget=budget, num_ranks=ranks, following=following, patch=patch)
         for plan, following in zip_longest(plans, plans[1:])
     ]
     wanted = [name for name in _OVER_EPOCHS if name != "peak_over_budget" or budget is not None]
     found = [{name: getattr(report, name) for name in wanted} for report in reports]
     if prices is not None:
         for row, plan in zip(found, plans, strict=True):
-            row |= prices(plan, scheduler.world_size)
+            row |= prices(plan, ranks)
     figures: dict[str, float | None] = {}
     for name in found[0]:
         values = [row[name] for row in found if row[name] is not None]

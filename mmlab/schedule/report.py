@@ -92,8 +92,7 @@ class PlanReport:
             f"<tr><td>{name.replace('_', ' ')}</td><td style='text-align:right'>{value}</td></tr>"
             for name, value in self._shown().items()
         )
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return f"<table>{rows}</table>{notes}"
+        return f"<table>{rows}</table>" + "".join(f"<p>{escape(note)}</p>" for note in self.notes)
 
     def _shown(self) -> dict[str, str]:
         figures = {name: getattr(self, name) for name in self.__slots__ if name not in ("sources", "notes")}
@@ -101,18 +100,18 @@ class PlanReport:
 
 
 def report_plan(
-    plan: BatchPlan, *, budget: float | None, num_ranks: int, following: BatchPlan | None
+    plan: BatchPlan, *, budget: float | None, num_ranks: int, following: BatchPlan | None, patch: int = PATCH
 ) -> PlanReport:
-    """Measure a plan (see `BatchPlan.report`)."""
+    """Measure a plan (see `BatchPlan.report`), in patches of its own cost model, or of `patch` pixels if it has none."""
     sizes, batches, times_drawn = plan.sizes, plan.columns, plan.times_drawn
     budget = plan.limits.budget if budget is None else budget
-    cost = plan.limits.cost or PaddedTokens()
+    cost = plan.limits.cost or PaddedTokens(patch)
     patch = getattr(cost, "patch", PATCH)
     text, image = metrics.lengths(sizes, patch)
     sample_work = metrics.work(text) + metrics.work(image)
     text, image = text[batches.order], image[batches.order]
     padded_text, padded_image, batch_work = _padded(plan, text, image, patch)
-    costs, time = plan.costs(), plan.limits.time
+    costs, time = plan.costs(cost), plan.limits.time
     peak_cost = float(costs.max(initial=0.0))
     num_over = int((costs > budget * ROUNDING).sum()) if budget else 0
     shares = {}

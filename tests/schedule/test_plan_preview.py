@@ -33,6 +33,8 @@ def test_every_scheduler_has_exactly_the_promised_figures():
     assert "budget:" in repr(found) == str(found)
     assert "<table" in found._repr_html_()
     assert list(found.table.index) == NAMES
+    one = preview(make_sizes(1), ["random", "budget", "packed"], patch=8).table  # counted in the same patches
+    assert (one["peak_over_budget"] == 1 / 32).all()
 
 
 def test_names_of_a_users_own_schedulers_are_no_html():
