@@ -86,16 +86,16 @@ def after_warmup(steps: NDArray[Any]) -> NDArray[Any]:
 
 
 def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
-    """The figures of one rank of a run; None where a figure is not known. Samples/s: the median of finished epochs."""
+    """The figures of one rank; None where one is not known. Samples/s and shares of time are medians of finished epochs."""
     step, device = run.latest("step", rank), run.latest("device", rank)
-    seconds, samples = (after_warmup(run.column_or_nan(key, rank=rank)) for key in ("step_s", "num_samples"))
-    timed_s, speeds = seconds.sum(), _epoch_speeds(run, rank)
+    seconds = after_warmup(run.column_or_nan("step_s", rank=rank))
     peaks, losses = (run.column_or_nan(key, rank=rank) for key in ("peak_bytes", "loss"))
     peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
     losses = losses[np.isfinite(losses)]  # a batch of one image may have none
 
-    def ratio_of_time(key: str) -> float | None:
-        return _ratio(after_warmup(run.column_or_nan(key, rank=rank)).sum(), timed_s)
+    def per_second(key: str) -> float | None:
+        found, amounts = _of_epochs(run, key, rank), after_warmup(run.column_or_nan(key, rank=rank))
+        return _known(np.median(found)) if found else _ratio(amounts.sum(), seconds.sum())
 
     return {
         "status": run.status,
@@ -103,10 +103,10 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "planned_steps": run.latest("start", rank).get("num_steps"),
         "epoch": step.get("epoch"),
         "samples": int(run.done("num_samples", rank).sum()),
-        "samples_per_s": _known(np.median(speeds)) if speeds else _ratio(samples.sum(), timed_s),
+        "samples_per_s": per_second("num_samples"),
         "step_s": _known(np.median(seconds)) if len(seconds) else None,
-        "data_wait_ratio": ratio_of_time("data_wait_s"),
-        "rank_wait_ratio": ratio_of_time("rank_wait_s"),
+        "data_wait_ratio": per_second("data_wait_s"),
+        "rank_wait_ratio": per_second("rank_wait_s"),
         **waste_of(run, rank),
         "loss": float(losses[-1]) if len(losses) else None,
         "held_out_loss": run.latest("eval", rank).get("loss"),
@@ -158,7 +158,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     >>> verdict_of(runs)
     'budget: +36 % samples/s over random (+25 to +50 % in 2 paired epochs)'
     """
-    found = {run.name: (run, speeds) for run in runs if (speeds := _epoch_speeds(run))}
+    found = {run.name: (run, speeds) for run in runs if (speeds := _of_epochs(run))}
     if len(found) < 2:
         return ""
     ranked = sorted(found, key=lambda name: -float(np.median(found[name][1])))
@@ -205,13 +205,13 @@ def are_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return min(ratios) <= FASTER and max(ratios) >= 1 / FASTER
 
 
-def _epoch_speeds(run: RunState, rank: int = 0) -> list[float]:
-    """Samples a second of each finished epoch, without its first steps."""
-    epochs, samples, seconds = run.rows(("epoch", "num_samples", "step_s"), "step", rank)
+def _of_epochs(run: RunState, key: str = "num_samples", rank: int = 0) -> list[float]:
+    """A key's sum over the seconds of each finished epoch, without its first steps."""
+    epochs, amounts, seconds = run.rows(("epoch", key, "step_s"), "step", rank)
     known = np.flatnonzero(np.isfinite(epochs))
     known = known[np.argsort(epochs[known], kind="stable")]
     finished = np.split(known, np.flatnonzero(np.diff(epochs[known], prepend=-1.0)))[1:][: _epochs_done(run)]
-    return [float(samples[rows].sum() / seconds[rows].sum()) for rows in map(after_warmup, finished)]
+    return [float(amounts[rows].sum() / seconds[rows].sum()) for rows in map(after_warmup, finished)]
 
 
 def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:

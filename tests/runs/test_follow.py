@@ -221,9 +221,11 @@ def test_a_clock_that_is_set_back_hides_no_end_and_no_start() -> None:
 def test_an_epoch_that_a_resumed_run_repeats_counts_once() -> None:
     state = RunState()
     for epoch, step_s in ((0, 1.0), (0, 1.0), (1, 5.0)):  # the last epoch has only begun
-        steps = [RunEvent("step", epoch, 0, 0.0, {"epoch": epoch, "step_s": step_s, "num_samples": 8})] * 4
+        values = {"epoch": epoch, "step_s": step_s, "num_samples": 8, "data_wait_s": step_s - 0.75}
+        steps = [RunEvent("step", epoch, 0, 0.0, values)] * 4
         state.apply(steps + [RunEvent("epoch", epoch, 0, 0.0, {"epoch": epoch})] * (epoch == 0))
-    assert summarize(state)["samples_per_s"] == 8
+    found = summarize(state)
+    assert (found["samples_per_s"], found["data_wait_ratio"]) == (8, 0.25)
 
 
 def test_the_status_of_several_runs_is_running_until_all_have_ended(tmp_path: Path) -> None:
