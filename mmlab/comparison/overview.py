@@ -65,7 +65,7 @@ class Overview:
         return {
             "source": records.source,
             "num_records": len(records),
-            "num_images": len(np.unique(records.group)),
+            "num_images": len(np.unique(records.group[records.height > 0])),
             "splits": dict(sorted(splits.items())),
             "num_labels": 0 if records.labels is None else len(np.unique(records.labels)),
             "image_policy": str(self.policy),

@@ -17,11 +17,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from mmlab.comparison.overview import overview
 from mmlab.data.conversations import read_conversations
 from mmlab.data.readers import read_records
 from mmlab.data.readers.manifest import SYNONYMS
 from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError
+from mmlab.types import parse_image_policy
 from tests.data.sample_files import Folder, encoded
 
 
@@ -58,6 +60,7 @@ def test_lists_of_different_length_or_of_other_things_are_refused(folder):
 def test_lists_may_lack_a_modality_when_allowed(folder):
     records = read_records([None, folder.image("a.jpg")], ["x", None], allow_missing_modality=True)
     assert records.num_tokens.tolist() == [3, 0]
+    assert overview(records, parse_image_policy("square:32")).as_dict()["num_images"] == 1
 
 
 def test_limit_draws_good_records_by_seed(three):
