@@ -193,7 +193,7 @@ class Comparison:
         if limit is not None:
             notes.append(f"limit={limit}: pairs drawn by seed {self.config['seed']} from every split.")
         if size > self.config["num_train"]:
-            notes.append(f"batch_size {size} is more than the training pairs: an epoch of it is one batch.")
+            notes.append(f"batch_size {size} is more than the training pairs: no batch is that large.")
         return notes
 
     def _limit_notes(self) -> list[str]:

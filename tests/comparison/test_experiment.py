@@ -586,7 +586,7 @@ def test_a_limit_keeps_the_split_to_hold_out_and_is_told(records: Records) -> No
     assert 6 <= found.config["num_held_out"] < 12 < found.config["num_train"]
     notes = "\n".join(found.notes())
     assert "limit=30: pairs drawn by seed 0 from every split." in notes
-    assert "batch_size 60 is more than the training pairs: an epoch of it is one batch." in notes
+    assert "batch_size 60 is more than the training pairs: no batch is that large." in notes
 
 
 def test_on_a_cpu_live_tensors_are_counted_in_the_costliest_step_and_in_few_others(
