@@ -124,7 +124,7 @@ def candidate_losses(
         places = torch.arange(start, start + size, device=groups.device)
         rows = order[places % len(groups)]
         allowed = groups[rows][:, None] != groups[rows]
-        logits = (embeddings.image[rows] @ embeddings.text[rows].T).float() * scale
+        logits = embeddings.image[rows].float() @ embeddings.text[rows].float().T * scale
         losses = torch.stack(
             [one_way_losses(way, allowed, num_negatives=num_candidates - 1) for way in (logits, logits.T)]
         )

@@ -210,6 +210,9 @@ def test_candidate_losses_tell_the_directions_apart():
         float(F.cross_entropy(logits.T, torch.arange(4))), rel=1e-5
     )
     assert found["loss"] == pytest.approx((found["image_to_text_loss"] + found["text_to_image_loss"]) / 2)
+    short = embeddings(image.bfloat16(), text.bfloat16(), [0, 1, 2, 3])  # as of a model in bf16
+    same = embeddings(short.image.float(), short.text.float(), [0, 1, 2, 3])
+    assert candidate_losses(short, torch.tensor(5.0)) == candidate_losses(same, torch.tensor(5.0))
 
 
 def test_held_out_figures_do_not_depend_on_the_batches():
