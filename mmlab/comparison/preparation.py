@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,12 +67,7 @@ def augmentation(name: str) -> Augment | None:
 
 
 def make_datasets(
-    data: Any,
-    options: DataOptions,
-    *,
-    seed: int = 0,
-    progress: bool = True,
-    save_tokenizer_to: str | Path | None = None,
+    data: Any, options: DataOptions, *, seed: int = 0, progress: bool = True
 ) -> tuple[Any, Any]:
     """Training and held-out samples, which share no image and are prepared alike.
 
@@ -105,7 +99,7 @@ def make_datasets(
     if options.processor is not None:
         talks = partial(ConversationDataset, processor=loaded, cache=options.cache, progress=progress)
         return talks(train), talks(held_out)
-    words = load_tokenizer(options.tokenizer, records=train, save_to=save_tokenizer_to)
+    words = load_tokenizer(options.tokenizer, records=train)
     pairs = partial(MultimodalDataset, image_policy=policy, max_tokens=options.max_tokens, tokenizer=words)
     both = pairs(train), pairs(held_out)
     if (folder := options.cache) is not None:

@@ -206,18 +206,14 @@ class _Training:
         self._world_size = world_size
         options, data = config.trainer, config.data
         # a resumed run keeps its own tokenizer, whatever the texts are now
-        kept = ProcessGroup(device).run_on_main(
+        self._kept = ProcessGroup(device).run_on_main(
             lambda: (folder / _TOKENIZER).is_dir() and any((folder / _CHECKPOINTS).glob("*")),
             doing="look for a tokenizer",
         )
-        tokenizer = str(folder / _TOKENIZER) if kept else data.tokenizer
-        train_set, held_out_set = make_datasets(
-            data.path,
-            dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer),
-            seed=options.seed,
-            progress=not bar.disable,
-            save_tokenizer_to=folder / _TOKENIZER if run.rank == 0 and not kept else None,
-        )
+        tokenizer = str(folder / _TOKENIZER) if self._kept else data.tokenizer
+        prepared = dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer)
+        sets = make_datasets(data.path, prepared, seed=options.seed, progress=not bar.disable)
+        train_set, held_out_set = sets
         model = make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(
@@ -314,7 +310,7 @@ class _Training:
         )
 
     def _begin(self, left: int) -> None:
-        """Write the start event, and the configuration if epochs are left to train."""
+        """Write the start event, a tokenizer if there is none, and the configuration if epochs are left."""
         trainer, config, path = self.trainer, self.config, self.folder / _CONFIG
         self._run.step = trainer.step
         if self._run.rank == 0:
@@ -329,6 +325,8 @@ class _Training:
                 if left and (changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:])):
                     told = f"resumed with other options than before: {changes}"
                     self._take(RunEvent.now("warning", trainer.step, {"message": told, "source": "training"}))
+            if config.processor is None and not self._kept:
+                self._loader.dataset.tokenizer.save_pretrained(self.folder / _TOKENIZER)
             if left or not path.exists():
                 replace_file(path, text)
         machine = describe_machine(str(trainer.device))

@@ -210,7 +210,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         if not is_same["vocabulary"]:
             raise DataError(
                 "cannot resume: the vocabulary differs, so token ids would stand for other words; use the tokenizer "
-                "that was saved with the run"
+                "saved with that run: its folder tokenizer/, put back if it is gone, or named as the tokenizer here"
             )
         here = getattr(self.scheduler, "world_size", 1)
         rest, num_before = None, 0

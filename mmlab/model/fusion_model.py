@@ -162,8 +162,7 @@ class FusionModel(nn.Module):
     def forward(self, batch: Batch) -> FusionOutput:
         """Encode a batch; a missing image or text gets a finite embedding that means nothing."""
         image = self.encode_image(batch.pixel_values, batch.pixel_mask)
-        text = self.encode_text(batch.input_ids, batch.attention_mask)
-        return self.join(image, text)
+        return self.join(image, self.encode_text(batch.input_ids, batch.attention_mask))
 
     def encode_image(self, pixel_values: Tensor, pixel_mask: Tensor) -> Encoded:
         """The image branch alone: pixels (B, 3, H, W) uint8 and their mask (B, H, W)."""

@@ -375,6 +375,10 @@ def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: 
     result = train(load_config(config, changes), runs=tmp_path, resume="auto", progress=False)
     assert (result.num_epochs, result.resumed_from is None) == (2, False)
     assert (tmp_path / "small/tokenizer/tokenizer.json").read_text() == kept
+    (tmp_path / "small/tokenizer").rename(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"small/checkpoints/.*: the vocabulary differs.* folder tokenizer/"):
+        train(load_config(config, changes), runs=tmp_path, resume="auto", progress=False)
+    assert not (tmp_path / "small/tokenizer").exists(), "load_trained would give words of other texts"
     events, _ = read_events(tmp_path / "small/events-rank0.jsonl")
     said = [event.values["message"] for event in events if event.kind == "warning"]
     assert any(message.startswith("resumed with other options than before: + name") for message in said), said

@@ -225,13 +225,13 @@ def restore(trainer: Any, loader: Any, path: Path) -> None:
     """
     try:
         state = read_state(path, like=trainer.model.state_dict())
+        if "loader" in state and hasattr(loader, "load_state_dict"):  # first: it says where words differ
+            loader.load_state_dict(state["loader"])
         trainer.load_state_dict(state)
-    except (DataError, OptionError):  # their messages say what does not match
-        raise
+    except (DataError, OptionError) as error:
+        raise type(error)(f"{path}: {error}") from error
     except (RuntimeError, ValueError) as error:  # torch's errors for weights that do not match
         raise DataError(f"{path} is of another model: {' '.join(str(error).split())}") from error
-    if "loader" in state and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(state["loader"])
 
 
 def _number(path: Path) -> int:
