@@ -140,6 +140,8 @@ def _check_conversations(config: RunConfig, sections: Mapping[str, Section], pat
     """Refuse options that apply to image-text pairs only."""
     if "name" not in config.model:
         raise OptionError(f"{path}: processor is of a vision-language model; give its [model] name too")
+    if (name := config.model["name"]) in PRESETS:
+        raise OptionError(f"{path}: [model] name takes no preset; for pairs write preset = {_toml(name)}")
     given = [f"[data] {key}" for key in _OF_PAIRS if key in sections["data"]]
     given += ["[augment]"] if config.augment is not None else []
     given += ["[sampling] adaptive"] if config.sampling.adaptive != "off" else []
@@ -224,9 +226,8 @@ def _chosen(section: Any) -> Section:
     """The keys of a section that differ from their defaults."""
     if not dataclasses.is_dataclass(section):
         return {key: value for key, value in (section or {}).items() if value is not None}
-    return (
-        {"name": "crop"} if isinstance(section, Augment) else {}
-    ) | {  # "crop" has the defaults of Augment
+    named = {"name": "crop"} if isinstance(section, Augment) else {}  # "crop" has the defaults of Augment
+    return named | {
         option.name: getattr(section, option.name)
         for option in dataclasses.fields(section)
         if getattr(section, option.name) != option.default

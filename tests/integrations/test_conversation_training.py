@@ -298,6 +298,7 @@ def test_memory_and_seconds_are_priced_for_a_device_that_is_not_here(
         ('trainer.objectives=["contrastive"]', r"\[trainer\] objectives"),
         ("model.lora_rank=0", "lora_rank must be at least 1"),
         ('model={preset="tiny"}', "give its \\[model\\] name"),
+        ('model.name="tiny"', 'for pairs write preset = "tiny"'),
         ('model.name="/nowhere/at/all"', "no processor that transformers finds"),
     ],
 )
