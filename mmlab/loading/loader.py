@@ -180,7 +180,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch after the last batch delivered; a few integers, for `load_state_dict`."""
         state: Any = {"epoch": self.epoch, "num_batches": self._num_done, "num_bad_samples": self._num_bad}
-        state |= self._identity
+        state |= self._identity | {"num_left": len(self) - self._num_done}
         if self._place is not None:
             state["plan"] = self._place
         if hasattr(self.scheduler, "state_dict"):
@@ -219,12 +219,13 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         elif place is not None and any(num and ranks != here for ranks, num in place.get("taken", ())):
             rest, num_before = self.scheduler.resume(self._loader.sizes, place), num_batches
         self._begin(state["epoch"], rest, num_before)
-        if place is not None and num_batches < len(self) and not is_same["rows"]:
-            raise DataError(
-                "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
-                "resume with the same data, the same limit and the same image policy"
-            )
         if place is not None and not is_same["rows"]:
+            if state.get("num_left", len(self) - num_batches) > 0:
+                raise DataError(
+                    "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
+                    "resume with the same data, the same limit and the same image policy"
+                )
+            place, num_batches = None, len(self)  # the epoch is over, however many batches it would have now
             told = "the samples or their sizes are not those of the saved state: what is held out of them now may have been trained on"
             warn(self._emit, told, source="loader")
         self._num_done, self._num_bad = num_batches, state["num_bad_samples"]

@@ -174,8 +174,13 @@ def test_other_rows_after_an_epoch_are_a_warning(dataset) -> None:
     """What was drawn to be held out of them may have been trained on."""
     loader = make_loader(dataset)
     list(loader)
-    other = MultimodalDataset(
+    fewer = MultimodalDataset(
         dataset.records[:-8], image_policy=dataset.image_policy, tokenizer=dataset.tokenizer
     )
-    with pytest.warns(RuntimeWarning, match="not those of the saved state.*may have been trained on"):
-        make_loader(other).load_state_dict(saved(loader.state_dict()))
+    for before, now in ((loader, make_loader(fewer)), (make_loader(fewer), make_loader(dataset))):
+        list(before)
+        with pytest.warns(RuntimeWarning, match="not those of the saved state.*may have been trained on"):
+            now.load_state_dict(saved(before.state_dict()))
+        assert list(now) == []
+        now.set_epoch(1)
+        assert len(list(now)) == len(now)
