@@ -216,7 +216,7 @@ class Store {
 		const { rows, runs, seq, ...facts } = message, bytes = buffers?.[0];
 		if (facts.kind !== "update") return;
 		Object.assign(this, facts, { heard: Date.now(), lost: false, busy: false, seq: Math.max(this.seq, seq) });
-		this.tell(); // what was sent before the page got its subshell waits behind the running cell: ask again, ever less often
+		this.tell(); // what was sent before the page got its subshell waits behind the running cell: ask again
 		if (!this.hears && this.views.size && this.heard - this.nudged > 500 + this.nudged - this.born) this.ready();
 		if (runs) this.setRuns(runs);
 		if (bytes && rows.length) {
@@ -529,7 +529,7 @@ class View {
 				else { if (y < bottom || log && !bottom) bottom = y; if (y > top) top = y; if (i % every === 0) values.push(y); }
 			}
 		});
-		if (plot.robust && values.length > 20) { // outliers are told in the corner, and set no range
+		if (plot.robust && values.length > 20) { // outliers are told in the corner
 			values.sort((a, b) => a - b);
 			const [q1, q3] = [0.1, 0.9].map((share) => values[Math.floor(share * values.length)]), room = 2 * (q3 - q1);
 			if (top > q3 + room) { soft.highest = top; top = q3 + room; }
@@ -566,7 +566,7 @@ class View {
 		this.drawBands(g, px, h, colours);
 		for (const job of jobs) {
 			g.strokeStyle = g.fillStyle = this.colourOf(job.line, colours);
-			const dash = plot.measures.length > 1 && !(plot.id === "loss") ? MEASURE_DASHES[job.order] : this.dashOf(job.line);
+			const dash = plot.measures.length > 1 && plot.id !== "loss" ? MEASURE_DASHES[job.order] : this.dashOf(job.line);
 			if (job.ys !== job.values) { g.globalAlpha = job.line.run.ghost ? 0 : 0.22; g.lineWidth = 1; g.setLineDash([]); trace(g, job, job.values, px, py); }
 			g.globalAlpha = 1;
 			g.lineWidth = job.order ? 1.2 : 1.6;
@@ -580,6 +580,7 @@ class View {
 			}
 		}
 		g.restore();
+		made.words = soft.limit > top;
 		let sunk = 0; // above 0: low at the right
 		for (const { xs, ys, from, to } of jobs) for (let i = from; i < to; i += 1 + (to - from >> 9)) if (ys[i] <= top && px(xs[i]) > LEFT + w / 2) sunk += Math.sign(py(ys[i]) - TOP - h / 2);
 		Object.entries(soft).filter(([, y]) => y > top).forEach(([label, y], i) => {
@@ -589,7 +590,7 @@ class View {
 		});
 	}
 
-	// A process's memory says little beside its tensors' bytes: it is text, not a line.
+	// A process's memory says little beside its tensors' bytes: it is no line.
 	isExtra(line, measure, soft) {
 		if (line.run[measure.source] !== "process RSS") return false;
 		const bytes = { from: [["step", "predicted_bytes"], ["step", "limit_bytes"]] };
@@ -715,17 +716,17 @@ class View {
 
 	drawKeys(made, colours) {
 		const { plot } = made, found = plot.measures.map((measure) => this.store.lines.some((line) => !this.isExtra(line, measure) && line.values(measure)));
-		const several = plot.measures.length > 1 && found.filter(Boolean).length > 1;
+		const several = found.filter(Boolean).length > 1;
 		const sources = plot.measures.map((measure) => measure.source ? [...new Set(this.store.runs.map((run) => run[measure.source]).filter(Boolean))].join(", ") : "");
 		const off = plot.measures.map((measure) => this.off.has(`${plot.id}.${measure.id}`));
 		const untaught = this.store.lines.some((line) => line.untaught);
-		if (!this.isNew(plot.id, found, off, sources, untaught, colours.dark)) return;
+		if (!this.isNew(plot.id, found, off, sources, untaught, made.words, colours.dark)) return;
 		replace(made.keys, "measure", ...plot.measures.flatMap((measure, order) => {
 			const source = sources[order] && `(${sources[order]})`, nothing = untaught && measure.learnt;
 			if (!found[order]) return [];
 			if (!several) return [element("span.dim", { title: nothing ? "such as the last batch of an epoch with one image, which has no other to be told from" : "" }, nothing ? "× nothing to learn" : source)];
 			return [element("button.key", { "data-measure": `${plot.id}.${measure.id}`, "aria-pressed": !off[order], title: "hide or show" },
-				measure.marks ? "● " : swatch(colours.dim, plot.id === "loss" ? [] : MEASURE_DASHES[order], 1.6), `${measure.label} ${source}`.trim())];
+				measure.marks ? "● " : measure.soft && made.words ? null : swatch(colours.dim, plot.id === "loss" ? [] : MEASURE_DASHES[order], 1.6), `${measure.label} ${source}`.trim())];
 		}));
 	}
 
@@ -855,7 +856,7 @@ function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	if (to - from > 64) strokeWide(g, path); else g.stroke(path);
 }
 
-// Without a GPU, a jagged line of one pixel is drawn ten times as fast as a wider one, so that is several thin.
+// Without a GPU, a jagged line of one pixel is drawn ten times as fast as a wider one, so that is several.
 const BESIDE = [[[0, 0]], [[1, 1], [-1, -1]], [[0, 0], [0, 1.1], [0.95, -0.55], [-0.95, -0.55]]];
 function strokeWide(g, path) {
 	const ratio = g.getTransform().a, width = g.lineWidth, thin = 1 / ratio;
