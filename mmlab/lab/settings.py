@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from mmlab.comparison.run import Run
-from mmlab.errors import check_name
+from mmlab.errors import OptionError, check_name
 from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.figures import as_label, colours_of
 from mmlab.runs.folders import move_earlier_aside
@@ -83,9 +83,11 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
             follow it closely can be seen.
 
     Raises:
-        OptionError: no such run has begun.
+        OptionError: no such run has begun, or none at all.
     """
     begun = {run.name: run for run in _runs(folder) if run.count()}
+    if not begun:
+        raise OptionError(f"no run in {folder} has taken a step")
     for name in names:
         check_name(f"run in {folder}", name, begun)
     colours, shown = colours_of(begun), {name: begun[name] for name in names or begun}
@@ -111,10 +113,9 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
             axis.set(title="weights of the objectives", ylim=(0, 1.05 * axis.get_ylim()[1]))
         else:
             axis.set(title="loss by objective, without its weight", ylabel="nats")
-    kinds = zip(("solid", "dashed", "dotted"), next(iter(parts.values()), ()), strict=False)
+    kinds = zip(("solid", "dashed", "dotted"), next(iter(parts.values())), strict=False)
     title = "\n".join(f"{style}: {key.removesuffix('_loss')}" for style, key in kinds)
-    if begun:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=8, title=title, title_fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8, title=title, title_fontsize=8)
     return figure
 
 

@@ -38,6 +38,8 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     train = partial(train_with, tmp_path, model, batches, batches[:2], OBJECTIVES)
     plain = TrainOptions(device="cpu", lr=1e-3)
+    with pytest.raises(OptionError, match="no run in .* has taken a step"):
+        settings_figure(tmp_path)
     assert train(plain).loc["fp32", "steps"] == 6
     train(plain)  # anew: the run before is moved aside
     other = dataclasses.replace(plain, precision="bf16", accumulation_steps=2, weighting="uncertainty")
@@ -56,6 +58,7 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     )
     said = verdict_of(runs.states.values())
     assert "did not take turns" in said
+    assert "padding" not in said, "both had the same batches"
     first = RunState("first")
     first.apply(
         RunEvent(kind, 0, 0, 0.0, {"epoch": 0, "step_s": 1e-9, "num_samples": 1}) for kind in ("step", "eval")
