@@ -121,7 +121,10 @@ class PlanExplorer(Panel):
             head += " Choose at least one scheduler."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
-        self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(id(self)))}"
+        name = str(
+            hash(str(table))
+        )  # not the panel's: a saved copy on the page would give it that copy's bars
+        self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=name)}"
         self.picture.layout.display = None if plans else "none"
         self.picture.value = page_png(plan_figure, plans, found.budget, self._photo) if plans else b""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 
 import numpy as np
@@ -51,6 +52,10 @@ def test_every_slider_of_the_explorer_changes_the_table() -> None:
         before, picture = explorer.table.value, explorer.picture.value
         control.value = value
         assert explorer.message.value == ""
+        copy, now = (
+            re.search("<style.*?#T_(.*?) ", text, re.DOTALL)[1] for text in (before, explorer.table.value)
+        )
+        assert copy != now, "a saved copy that stays on the page would set the bars of both"
         assert explorer.table.value != before, control.description
         assert explorer.picture.value != picture, control.description
     assert "sorted" in explorer.table.value
