@@ -68,8 +68,9 @@ class LoadingPanel(Panel):
     def measure(self) -> StageReport:
         """Load with the current setting, and keep the figures of each stage as a row. Blocks until done."""
         step_s, dataset = self.step_ms.value / 1000, self._dataset
-        name = f"{self.workers.value} {self.backend.label if self.workers.value else 'workers'}"
-        name += f", {self.prefetch.value} ahead" if self.workers.value else ""
+        name = "no worker"
+        if self.workers.value:
+            name = f"{self.backend.label}: {self.workers.value}, {self.prefetch.value} ahead"
         name += ", cached" * self.cached.value + f", {self.step_ms.value} ms a step" * (step_s > 0)
         if self.cached.value:
             dataset = copy(dataset)
@@ -87,9 +88,10 @@ class LoadingPanel(Panel):
             loader.set_epoch(epoch)
             for number, _ in enumerate(loader, 1 + epoch * len(loader)):
                 time.sleep(step_s)
-                if time.monotonic() > told_s + 0.2 or number == self.progress.max:  # updates take time
+                if time.monotonic() > told_s + 0.2:  # updates take time
                     told_s, self.progress.value = time.monotonic(), number
         report = loader.stage_report()
+        self.progress.value = self.progress.max
         loader.close()
         self.reports.pop(name, None)
         self.reports[name] = report

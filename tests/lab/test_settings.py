@@ -38,7 +38,7 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     train = partial(train_with, tmp_path, model, batches, batches[:2], OBJECTIVES)
     plain = TrainOptions(device="cpu", lr=1e-3)
-    with pytest.raises(OptionError, match="no run in .* has taken a step"):
+    with pytest.raises(OptionError, match=r"no run in .* has taken a step"):
         settings_figure(tmp_path)
     assert train(plain).loc["fp32", "steps"] == 6
     train(plain)  # anew: the run before is moved aside
