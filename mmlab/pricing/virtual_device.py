@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mmlab.errors import OptionError
 from mmlab.pricing.torch_internals import schema_of
 from mmlab.runs.meters import LiveBytes
 
@@ -40,6 +41,16 @@ class VirtualDevice(LiveBytes):
         super().__init__()
         self.limit_bytes, self.fail_at = limit_bytes, fail_at
         self.num_operations = self.num_failures = 0
+
+    def add(self, *things: Any) -> VirtualDevice:
+        """Count these from now on; an OptionError says that a model's weights alone do not fit."""
+        super().add(*things)
+        has_model = any(isinstance(thing, torch.nn.Module) for thing in things)
+        if has_model and self.limit_bytes is not None and self.current_bytes > self.limit_bytes:
+            raise OptionError(
+                f"weights take {self.current_bytes:,} bytes, more than limit_bytes={self.limit_bytes:,}"
+            )
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number, self.num_operations = self.num_operations, self.num_operations + 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlab.errors import RunError
+from mmlab.errors import OptionError, RunError
 from mmlab.model.presets import build_model
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
@@ -264,6 +264,8 @@ def test_an_evaluation_that_does_not_fit_is_done_in_halves_with_the_same_result(
 
 
 def test_a_held_out_sample_that_does_not_fit_is_named():
+    with pytest.raises(OptionError, match=r"weights take [\d,]+ bytes, more than limit_bytes=1,000"):
+        make_trainer(VirtualDevice(limit_bytes=1000))
     trainer, batch = make_trainer(), make_batch(SIZES)
     held = (trainer.model, *batch.tensors())
     held_bytes = VirtualDevice().add(*held).current_bytes
