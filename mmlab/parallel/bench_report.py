@@ -115,7 +115,7 @@ class ParallelBench:
         if "branch" in self.turns:
             seconds = {part: self.costs.part_s(part, self.options.batch_size) for part in self.costs.forward}
             whole = self.image_layers is None
-            cut = "" if whole else f", so the image branch was cut after {self.image_layers} layers"
+            cut = "" if whole else f"; cut after image layer {self.image_layers}, as here, they may give more"
             reasons.append(
                 f"a step takes {', '.join(f'{each:.3g} s for the {part}' for part, each in seconds.items())}, so two "
                 f"devices for whole branches could by these times give {self.branch_bound:+.0%} at most{cut}"

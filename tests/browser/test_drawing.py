@@ -239,7 +239,9 @@ def test_a_limit_beyond_the_plot_is_written_where_no_line_is(
     at, height = panel.page.evaluate("() => drawnAt['limit 1 GiB ↑']"), panel.plot("memory").locator("canvas")
     assert (at < height.first.bounding_box()["height"] / 2) == (first > others)
     measures = panel.plot("memory").locator("[data-measure]")
-    assert [each.locator("line").count() for each in measures.all()] == [1, 0], "a limit that is no line has no dashes"
+    assert [each.locator("line").count() for each in measures.all()] == [1, 0], (
+        "a limit that is no line has no dashes"
+    )
 
 
 def test_the_cursor_reads_the_same_step_in_every_plot(panel: Panel, runs: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmlab.errors import OptionError
-from mmlab.parallel.bench_report import DEVICES
+from mmlab.parallel.bench import BenchOptions
+from mmlab.parallel.bench_report import DEVICES, ParallelBench
 from mmlab.parallel.predict import PARTS, STRATEGIES, Line, Network, StepCosts, exchange_s, predict, ring
 from mmlab.parallel.probe import probe_costs
 from tests.batches import make_batch
@@ -213,3 +214,21 @@ def test_what_cannot_be_is_refused() -> None:
 def test_a_ring_of_one_sends_nothing() -> None:
     assert ring("all_reduce", 1e6, 1) == (0, 0)
     assert exchange_s(links(1e-3, 1e9), "all_gather", 1e6, 1) == 0
+
+
+def test_the_bound_of_whole_branches_is_not_taken_for_that_of_a_cut_one() -> None:
+    bench = ParallelBench(
+        options=BenchOptions(),
+        device="cpu",
+        num_cores=2,
+        costs=WORK,
+        network={},
+        image_layers=1,
+        turns={"branch": []},
+    )
+    row = {"strategy": "branch", "samples_per_s": 9.0, "devices": 1, "sent_bytes": 0}
+    vars(bench)["rows"] = [row]
+    assert bench.sentence.endswith(" at most; cut after image layer 1, as here, they may give more.")
+    whole = replace(bench, image_layers=None)
+    vars(whole)["rows"] = [row]
+    assert whole.sentence.endswith(" at most.")
