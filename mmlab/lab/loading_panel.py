@@ -68,9 +68,8 @@ class LoadingPanel(Panel):
     def measure(self) -> StageReport:
         """Load with the current setting, and keep the figures of each stage as a row. Blocks until done."""
         step_s, dataset = self.step_ms.value / 1000, self._dataset
-        name = "no worker"
-        if self.workers.value:
-            name = f"{self.backend.label}: {self.workers.value}, {self.prefetch.value} ahead"
+        workers, ahead = self.workers.value, self.prefetch.value
+        name = f"{self.backend.label}: {workers}, {ahead} ahead" if workers else "no worker"
         name += ", cached" * self.cached.value + f", {self.step_ms.value} ms a step" * (step_s > 0)
         if self.cached.value:
             dataset = copy(dataset)

@@ -117,14 +117,11 @@ class PlanExplorer(Panel):
         }
         style = style.set_table_styles([{"selector": part, "props": look} for part, look in looks.items()])
         head = f"Budget {found.budget:.0f} padded tokens a batch; means of {_NUM_EPOCHS} epochs, pictures of the first."
-        if not plans:
-            head += " Choose at least one scheduler."
+        head += "" if plans else " Choose at least one scheduler."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
-        name = str(
-            hash(str(table))
-        )  # not the panel's: a saved copy on the page would give it that copy's bars
-        self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=name)}"
+        # a name of the panel would give its table the bars of a saved copy on the page
+        self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(hash(str(table))))}"
         self.picture.layout.display = None if plans else "none"
         self.picture.value = page_png(plan_figure, plans, found.budget, self._photo) if plans else b""
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mmlab.errors import OptionError
 from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, headlines_of, note_of
-from mmlab.runs.control import read_phase
+from mmlab.runs.control import Control, read_phase
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import ENDED, Runs, RunState, Source, overall_status, shown_error
 from mmlab.runs.summaries import progress_of
@@ -79,10 +79,9 @@ class Pump:
         self._seq = 0
         self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = self._headline_due_s = 0.0
         self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the writer's clock
-        self._stepped_s = -inf  # when the last step was written, and when it was read
-        self._stepped_at_s = 0.0
-        self._fresh = False  # there are new rows
-        self._more = False  # there are rows that did not fit into the last message
+        # when the last step was written, and when it was read
+        self._stepped_s, self._stepped_at_s = -inf, 0.0
+        self._fresh = self._more = False  # there are new rows; rows that did not fit into the last message
 
     def receive(self, content: Mapping[str, Any]) -> None:
         """Take a message from the page; errors are shown there."""
@@ -236,7 +235,9 @@ class Pump:
 
     def _phase(self) -> str:
         source = self._runs.source  # of several, the first is the current run
-        return read_phase(str(source if isinstance(source, str | Path) else next(iter(source), "")))
+        folder = str(source if isinstance(source, str | Path) else next(iter(source), ""))
+        phase, pauses = read_phase(folder), Control(folder, obey_earlier=True).wanted == "pause"
+        return f"{phase}; then it pauses" if phase and pauses and self._controller else phase
 
     def _new_rows(self) -> dict[str, NDArray[np.float32]]:
         """Rows not sent yet, (C, N) per series "<run id>.<rank>.<track>"; as many as fit into a message."""

@@ -139,9 +139,8 @@ class ParallelBench:
         first, ranks = self.rows[0], self.options.ranks
         if first["strategy"] != "one core":
             return ""
-        text = ""
-        if ranks * first["threads"] > self.num_cores:
-            text = f"{ranks} ranks take turns on the {self.num_cores} cores here. "
+        is_tight = ranks * first["threads"] > self.num_cores
+        text = f"{ranks} ranks take turns on the {self.num_cores} cores here. " if is_tight else ""
         ratio = self.costs.step_s(self.options.batch_size) / first["step_s"]
         noise = ", which is noise of the machine: measure again" if ratio < 0.95 else ""
         return f"{text}While all ranks work, a step of one takes {ratio:.2f} times as long as alone{noise}."

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mmlab.errors import OptionError
 from mmlab.pricing.torch_internals import schema_of
 from mmlab.runs.meters import LiveBytes
 
@@ -42,16 +41,6 @@ class VirtualDevice(LiveBytes):
         self.limit_bytes, self.fail_at = limit_bytes, fail_at
         self.num_operations = self.num_failures = 0
 
-    def add(self, *things: Any) -> VirtualDevice:
-        """Count these from now on; an OptionError says that a model's weights alone do not fit."""
-        super().add(*things)
-        has_model = any(isinstance(thing, torch.nn.Module) for thing in things)
-        if has_model and self.limit_bytes is not None and self.current_bytes > self.limit_bytes:
-            raise OptionError(
-                f"weights take {self.current_bytes:,} bytes, more than limit_bytes={self.limit_bytes:,}"
-            )
-        return self
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number, self.num_operations = self.num_operations, self.num_operations + 1
         if self.fail_at is not None and number >= self.fail_at and _asks_for_memory(func):
@@ -64,8 +53,9 @@ class VirtualDevice(LiveBytes):
             del out
             self.peak_bytes = peak_bytes  # a real device would never have had this memory in use
             self.num_failures += 1
+            alone = "; weights and batch alone do not fit" if before_bytes > self.limit_bytes else ""
             raise torch.OutOfMemoryError(
-                f"{_LIKE_CUDA} {func} needs {added_bytes} bytes, {before_bytes} of {self.limit_bytes} are used"
+                f"{_LIKE_CUDA} {func} needs {added_bytes} bytes, {before_bytes} of {self.limit_bytes} are used{alone}"
             )
         return out
 

@@ -183,11 +183,10 @@ def verdict_of(runs: Iterable[RunState]) -> str:
         said = [f"{over} ({spread})"]
     after, before = (summarize(found[name][0]) for name in (best, rival))
     padded, left = before["combined_waste"], after["combined_waste"]
-    if padded is not None and left is not None:
-        if padded < 0.05:
-            said.append(f"{rival} pads {padded:.1%}: little to gain here")
-        elif round(100 * padded) != round(100 * left):
-            said.append(f"padding {100 * padded:.0f} → {100 * left:.0f} %")
+    if padded is not None and padded < 0.05:
+        said.append(f"{rival} pads {padded:.1%}: little to gain here")
+    elif padded and left is not None and round(100 * padded) != round(100 * left):
+        said.append(f"padding {100 * padded:.0f} → {100 * left:.0f} %")
     counted = all(run.latest("step").get("memory_source") != "process RSS" for run in ran)
     if counted and before["peak_bytes"] and after["peak_bytes"]:
         more = 100 * (after["peak_bytes"] / before["peak_bytes"] - 1)

@@ -22,6 +22,7 @@ from mmlab.lab.live_panel import STATIC, LivePanel
 from mmlab.lab.messages import TRACKS
 from mmlab.lab.pump import WINDOW
 from mmlab.machine import describe_process
+from mmlab.runs.control import Control, send
 from mmlab.runs.events import RunEvent, RunLog
 from mmlab.runs.figures import colours_of
 from mmlab.runs.watch import summary
@@ -249,9 +250,12 @@ def test_buttons_call_the_controller_and_its_state_comes_back(
     page = Page(panels[0])
     page.say("ready", have={})
     page.until(lambda: page.facts.get("state") == "idle" and page.facts.get("runs"))
+    Control(tmp_path).report_phase("planning")
+    send(tmp_path, "pause")
     for action, state in (("start", "running"), ("pause", "paused"), ("stop", "stopped")):
         page.say("action", name=action)
         page.until(lambda state=state: page.facts["state"] == state)
+        assert state != "running" or page.facts["phase"] == "planning; then it pauses"
         pale = [run["ghost"] for run in page.facts["runs"]]
         assert pale == 2 * [state != "stopped"], "earlier runs hide what a run that begins is doing"
     assert [name for name, _ in controller.called] == ["start", "pause", "stop"]
