@@ -83,8 +83,7 @@ class LabPanel(Panel):
         self._follow()
 
     def _follow(self) -> None:
-        chosen = [box.tooltip for box in self.earlier.children[1:] if box.value]
-        self._followed[1:] = [self.lab.folder / name for name in chosen]
+        self._followed[1:] = [self.lab.folder / box.tooltip for box in self.earlier.children[1:] if box.value]
 
     def close(self) -> None:
         """Stop following the runs; the lab's run continues."""
