@@ -89,7 +89,8 @@ class LoadingPanel(Panel):
                 time.sleep(step_s)
                 if time.monotonic() > told_s + 0.2:  # updates take time
                     told_s, self.progress.value = time.monotonic(), number
-        report, self.progress.value = loader.stage_report(), self.progress.max
+        report = loader.stage_report()
+        self.progress.value = self.progress.max
         loader.close()
         self.reports.pop(name, None)
         self.reports[name] = report

@@ -117,7 +117,8 @@ class PlanExplorer(Panel):
         }
         style = style.set_table_styles([{"selector": part, "props": look} for part, look in looks.items()])
         head = f"Budget {found.budget:.0f} padded tokens a batch; means of {_NUM_EPOCHS} epochs, pictures of the first."
-        head += "" if plans else " Choose at least one scheduler."
+        if not plans:
+            head += " Choose at least one scheduler."
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         # a name of the panel would give its table the bars of a saved copy on the page
