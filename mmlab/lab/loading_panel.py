@@ -69,7 +69,7 @@ class LoadingPanel(Panel):
         """Load with the current setting, and keep the figures of each stage as a row. Blocks until done."""
         step_s, dataset = self.step_ms.value / 1000, self._dataset
         workers, ahead = self.workers.value, self.prefetch.value
-        name = f"{self.backend.label}: {workers}, {ahead} ahead" if workers else "no worker"
+        name = f"{self.backend.label}: {workers}, {ahead} ahead" if workers else "no workers"
         name += ", cached" * self.cached.value + f", {self.step_ms.value} ms a step" * (step_s > 0)
         if self.cached.value:
             dataset = copy(dataset)

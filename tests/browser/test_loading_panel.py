@@ -26,7 +26,7 @@ def test_settings_are_measured_by_the_button_and_stay_as_rows(notebook: Notebook
     measure.click()
     expect(root.locator(".mmlab-message b").or_(rows.nth(1))).to_be_visible()  # an error is shown at once
     assert rows.count() == 2, root.inner_text()
-    expect(rows.last).to_contain_text("0 workers, cached")
+    expect(rows.last).to_contain_text("no workers, cached")
     root.screenshot(path=SCREENSHOTS / "loading_panel-light.png")
     notebook.theme("JupyterLab Dark")
     root.screenshot(path=SCREENSHOTS / "loading_panel-dark.png")

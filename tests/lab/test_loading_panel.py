@@ -21,7 +21,7 @@ def test_every_setting_is_measured_and_stays_as_a_row(records: Records, tmp_path
     panel.cached.value = True
     picture = panel.picture.value
     assert panel.measure().cache_hit_ratio == 1
-    names = ["no worker", "threads: 2, 4 ahead, 20 ms a step", "threads: 2, 4 ahead, cached, 20 ms a step"]
+    names = ["no workers", "threads: 2, 4 ahead, 20 ms a step", "threads: 2, 4 ahead, cached, 20 ms a step"]
     assert list(panel.reports) == names
     assert all(name in panel.table.value and name in panel.text for name in names)
     assert panel.picture.value != picture
