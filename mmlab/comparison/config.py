@@ -38,6 +38,7 @@ from mmlab.comparison.preparation import augmentation
 from mmlab.data.augment import Augment
 from mmlab.errors import DataError, OptionError, check_is, check_name
 from mmlab.machine import regular
+from mmlab.model.conversation_model import refuse_preset
 from mmlab.model.presets import PRESETS, ModelConfig
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.schedule.schedulers import SCHEDULERS
@@ -140,8 +141,7 @@ def _check_conversations(config: RunConfig, sections: Mapping[str, Section], pat
     """Refuse options that apply to image-text pairs only."""
     if "name" not in config.model:
         raise OptionError(f"{path}: processor is of a vision-language model; give its [model] name too")
-    if (name := config.model["name"]) in PRESETS:
-        raise OptionError(f"{path}: [model] name takes no preset; for pairs write preset = {_toml(name)}")
+    refuse_preset(config.model["name"], f"{path}: [model] name")
     given = [f"[data] {key}" for key in _OF_PAIRS if key in sections["data"]]
     given += ["[augment]"] if config.augment is not None else []
     given += ["[sampling] adaptive"] if config.sampling.adaptive != "off" else []

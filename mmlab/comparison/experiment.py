@@ -40,7 +40,7 @@ from mmlab.data.records import Records
 from mmlab.errors import OptionError, check_is
 from mmlab.loading.loader import default_num_workers
 from mmlab.machine import progress_bar, resolve_device, signals_held, versions
-from mmlab.model.presets import PRESETS
+from mmlab.model.conversation_model import refuse_preset
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, exclusive_folder, move_earlier_aside
 from mmlab.runs.summaries import WARMUP_STEPS
@@ -154,8 +154,7 @@ def compare(
 def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[Any, Any]:
     """Training and held-out samples: conversations if a processor is given, else pairs."""
     if options.processor is not None:
-        if options.model in PRESETS:
-            raise OptionError(f"model={options.model!r} takes pairs; name the vision-language model")
+        refuse_preset(options.model, "model")
         default = ComparisonOptions()
         of_pairs = ("image", "tokenizer", "augment", "adaptive")
         if given := [name for name in of_pairs if getattr(options, name) != getattr(default, name)]:

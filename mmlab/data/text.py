@@ -46,7 +46,6 @@ def load_tokenizer(
     *,
     records: Records | None = None,
     vocab_size: int = 8192,
-    save_to: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
     """A tokenizer by its Hugging Face name, from a local folder, or trained on the texts at hand.
 
@@ -55,7 +54,6 @@ def load_tokenizer(
             give the same tokenizer. Anything else goes to transformers; a name is downloaded once and cached.
         records: texts for `"builtin"`.
         vocab_size: upper limit of the `"builtin"` vocabulary, special tokens included.
-        save_to: a folder to save it in; `load_tokenizer(save_to)` gives it back.
 
     Returns:
         A tokenizer that has a pad token; if it came without one, its end or unknown token is used.
@@ -80,8 +78,6 @@ def load_tokenizer(
         if stand_in is None:
             raise DataError(f"tokenizer {name_or_path} cannot pad: set its pad_token and save it again")
         tokenizer.pad_token = stand_in
-    if save_to is not None:
-        tokenizer.save_pretrained(str(save_to))
     return tokenizer
 
 

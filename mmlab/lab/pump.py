@@ -236,8 +236,10 @@ class Pump:
     def _phase(self) -> str:
         source = self._runs.source  # of several, the first is the current run
         folder = str(source if isinstance(source, str | Path) else next(iter(source), ""))
-        phase, pauses = read_phase(folder), Control(folder, obey_earlier=True).wanted == "pause"
-        return f"{phase}; then it pauses" if phase and pauses and self._controller else phase
+        if (phase := read_phase(folder)) and self._controller:
+            pauses = Control(folder, obey_earlier=True).wanted == "pause"
+            return f"{phase}; then it pauses" if pauses else phase
+        return phase
 
     def _new_rows(self) -> dict[str, NDArray[np.float32]]:
         """Rows not sent yet, (C, N) per series "<run id>.<rank>.<track>"; as many as fit into a message."""

@@ -82,6 +82,12 @@ def _is_encoder_decoder(config: Any) -> bool:
     return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
 
 
+def refuse_preset(name: str, option: str) -> None:
+    """Raise an `OptionError` where a fusion model is named instead of a vision-language model, before a hub is asked."""
+    if name in PRESETS:
+        raise OptionError(f"{option} {name!r} takes pairs; name the vision-language model")
+
+
 def named_processor(name: str) -> Any:
     """The processor of a name or path.
 
@@ -90,6 +96,7 @@ def named_processor(name: str) -> Any:
     """
     from transformers import AutoConfig, AutoProcessor
 
+    refuse_preset(name, "processor")
     with loading_by_name(f"{name!r} is no processor that transformers finds"):
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     # BLIP-2's class drops the template that was saved with it
@@ -114,8 +121,7 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    if name in PRESETS:
-        raise OptionError(f"model {name!r} takes pairs; name the vision-language model")
+    refuse_preset(name, "model")
     # what is trained is kept in fp32, whatever the file has; frozen weights stay as they are
     options: Any = {"trust_remote_code": False} | ({"dtype": torch.float32} if lora_rank is None else {})
     if os.path.isdir(name):

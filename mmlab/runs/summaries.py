@@ -26,6 +26,7 @@ WARMUP_STEPS = 2  # first steps, which are not representative
 FASTER = 1.05  # how many times as fast one run must be to count as faster where their epochs overlap, or in a ranking
 _RECENT_STEPS = 200  # from which a speed is computed
 _DRAWN = 4000  # points of a line in a figure, about: a million would take minutes and gigabytes
+_PER_SECOND = ("num_samples", "data_wait_s", "rank_wait_s")  # samples/s, and the shares of time spent waiting
 _OF_DEVICE = ("memory_bytes", "memory_total_bytes", "memory_source", "utilization_ratio", "power_w")
 
 
@@ -93,9 +94,12 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
     losses = losses[np.isfinite(losses)]  # a batch of one image may have none
 
+    of_epochs = dict(zip(_PER_SECOND, _of_epochs(run, rank), strict=True))
+
     def per_second(key: str) -> float | None:
-        found, amounts = _of_epochs(run, key, rank), after_warmup(run.column_or_nan(key, rank=rank))
-        return _known(np.median(found)) if found else _ratio(amounts.sum(), seconds.sum())
+        if len(of_epochs[key]):
+            return _known(np.median(of_epochs[key]))
+        return _ratio(after_warmup(run.column_or_nan(key, rank=rank)).sum(), seconds.sum())
 
     return {
         "status": run.status,
@@ -158,7 +162,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     >>> verdict_of(runs)
     'budget: +36 % samples/s over random (+25 to +50 % in 2 paired epochs)'
     """
-    found = {run.name: (run, speeds) for run in runs if (speeds := _of_epochs(run))}
+    found = {run.name: (run, speeds) for run in runs if (speeds := _of_epochs(run)[0].tolist())}
     if len(found) < 2:
         return ""
     ranked = sorted(found, key=lambda name: -float(np.median(found[name][1])))
@@ -206,13 +210,15 @@ def are_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return min(ratios) <= FASTER and max(ratios) >= 1 / FASTER
 
 
-def _of_epochs(run: RunState, key: str = "num_samples", rank: int = 0) -> list[float]:
-    """A key's sum over the seconds of each finished epoch, without its first steps."""
-    epochs, amounts, seconds = run.rows(("epoch", key, "step_s"), "step", rank)
+def _of_epochs(run: RunState, rank: int = 0) -> NDArray[Any]:
+    """(3, E): `_PER_SECOND` over the seconds of each finished epoch, without its first steps."""
+    epochs, *_ = columns = run.rows(("epoch", "step_s", *_PER_SECOND), "step", rank)
     known = np.flatnonzero(np.isfinite(epochs))
     known = known[np.argsort(epochs[known], kind="stable")]
     finished = np.split(known, np.flatnonzero(np.diff(epochs[known], prepend=-1.0)))[1:][: _epochs_done(run)]
-    return [float(amounts[rows].sum() / seconds[rows].sum()) for rows in map(after_warmup, finished)]
+    sums = [columns[1:, after_warmup(rows)].sum(axis=1) for rows in finished]
+    seconds, *amounts = np.reshape(sums, (-1, 1 + len(_PER_SECOND))).T
+    return np.array(amounts) / seconds
 
 
 def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:

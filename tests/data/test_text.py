@@ -75,7 +75,7 @@ def test_the_same_texts_give_the_same_bytes_in_every_process(tmp_path):
     code = (
         "import sys; from mmlab.data.text import load_tokenizer; from tests.data.test_text import records_of; "
         "texts = ['ab cd ef gh', 'ba dc fe hg', 'qr st uv', 'rq ts vu'] * 3; "
-        "load_tokenizer(records=records_of(texts), vocab_size=60, save_to=sys.argv[1])"
+        "load_tokenizer(records=records_of(texts), vocab_size=60).save_pretrained(sys.argv[1])"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     for number, threads in enumerate(("1", "2")):
@@ -86,7 +86,8 @@ def test_the_same_texts_give_the_same_bytes_in_every_process(tmp_path):
 
 
 def test_a_saved_tokenizer_comes_back(tmp_path):
-    saved = load_tokenizer(records=records_of(TEXTS), save_to=tmp_path / "my tokenizer")
+    saved = load_tokenizer(records=records_of(TEXTS))
+    saved.save_pretrained(tmp_path / "my tokenizer")
     loaded = load_tokenizer(tmp_path / "my tokenizer")
     assert [loaded(text)["input_ids"] for text in TEXTS] == [saved(text)["input_ids"] for text in TEXTS]
     assert loaded.special_tokens_map == saved.special_tokens_map

@@ -298,7 +298,7 @@ def test_memory_and_seconds_are_priced_for_a_device_that_is_not_here(
         ('trainer.objectives=["contrastive"]', r"\[trainer\] objectives"),
         ("model.lora_rank=0", "lora_rank must be at least 1"),
         ('model={preset="tiny"}', "give its \\[model\\] name"),
-        ('model.name="tiny"', 'for pairs write preset = "tiny"'),
+        ('model.name="tiny"', "name 'tiny' takes pairs; name the vision-language model"),
         ('model.name="/nowhere/at/all"', "no processor that transformers finds"),
     ],
 )
@@ -323,6 +323,8 @@ def test_pairs_and_conversations_are_not_mistaken_for_each_other_in_a_comparison
         compare(files / "talks.json", **chosen)
     with pytest.raises(OptionError, match="'tiny' takes pairs; name the vision-language model"):
         conversation_model("tiny")  # as in mmlab plan and mmlab memory
+    with pytest.raises(OptionError, match="processor 'tiny' takes pairs"):
+        named_processor("tiny")  # asks no hub
     with pytest.raises(DataError, match="conversations are read with the --processor"):
         compare(files / "talks.json")
 
