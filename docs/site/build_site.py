@@ -43,6 +43,8 @@ PARTS = {  # caption: pages, in order of their names
     "Decisions": "docs/decisions/*.md",
 }
 MORE = ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG", "benchmarks/results/README", "data/README")
+# lines of code have up to 110 characters; texts stay as narrow as the theme has them
+CSS = ".content { width: 62em } .content :is(p:not(:has(img)), li) { max-width: 42em }"
 SETTINGS = {
     "project": "mmlab",
     "extensions": ["myst_nb"],
@@ -51,6 +53,8 @@ SETTINGS = {
     "html_theme": "furo",
     "html_title": "mmlab",
     "html_show_copyright": False,
+    "html_static_path": ["_site"],
+    "html_css_files": ["wide.css"],
     "nb_execution_mode": "off",
     "myst_heading_anchors": 4,
     # not about links: headings that skip a level, texts that Pygments cannot colour, what the page of a notebook leaves out
@@ -88,6 +92,8 @@ def stage(folder: Path) -> None:
         path.write_text(with_outputs(path, folder / "notebooks" / path.name), "utf-8")
     for path in folder.glob("*.md"):
         path.write_text(path.read_text("utf-8").replace("](docs/notebooks/", "](notebooks/"), "utf-8")
+    (folder / "_site").mkdir()
+    (folder / "_site" / "wide.css").write_text(CSS, "utf-8")
     index = INDEX
     for caption, pattern in PARTS.items():
         pages = sorted(path.relative_to(folder).with_suffix("") for path in folder.glob(pattern))
