@@ -18,7 +18,7 @@ from mmlab.types import PATCH
 if TYPE_CHECKING:
     from mmlab.schedule.plan import BatchPlan
 
-_FEW_SAMPLES = 16  # below this mean batch size, a batch has too few similar samples to pad little
+_FEW_SAMPLES = 16  # a mean batch size below this is pointed out
 _SHOWN_ROWS = 5
 _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collision_ratio", "coverage")
 
@@ -164,7 +164,7 @@ def _notes(plan: BatchPlan, num_over: int, budget: float | None) -> list[str]:
     mean = len(plan.columns.order) / max(1, len(plan.columns.ends))
     if plan.limits.budget and not plan.limits.streams and mean < _FEW_SAMPLES < len(plan.sizes):
         notes.append(
-            f"a batch has {mean:.1f} samples on average, too few of similar shape, so they are padded a lot; "
-            "a larger budget, or the scheduler 'packed', wastes less"
+            f"a batch has only {mean:.1f} samples on average; a larger budget, or the scheduler 'packed', "
+            "may make larger ones"
         )
     return notes

@@ -169,7 +169,8 @@ def test_many_captions_of_one_image_do_not_slow_planning():
 
 def test_small_batches_are_pointed_out():
     report = make_scheduler("budget", budget=1500).plan(SIZES).report()
-    assert "the scheduler 'packed', wastes less" in report.notes[0]
+    assert report.combined_waste < 0.05  # so the note speaks of the samples, not of padding
+    assert report.notes[0].endswith("the scheduler 'packed', may make larger ones")
 
 
 @pytest.mark.parametrize(
