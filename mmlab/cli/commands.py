@@ -29,7 +29,7 @@ Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
 Tokenizer = Annotated[str, "builtin, or a Hugging Face name or path"]
 Images = Annotated[str | None, "folder of the images, where they are not beside the data"]
 Processor = Annotated[str | None, "of a vision-language model; the data are conversations"]
-Limit = Annotated[int | None, "use N pairs, drawn from every split"]
+Limit = Annotated[int | None, "use N pairs, drawn from every split (default: all)"]
 Model = Annotated[str, "preset of the fusion model"]
 Device = Annotated[str, "auto, cpu, cuda, cuda:1, ..."]
 Precision = Annotated[str, "of the training: fp32, tf32, bf16 or fp16"]
@@ -60,7 +60,7 @@ def train(
     config: Annotated[str, "see examples/train.toml"],
     *,
     resume: Annotated[str, "resume from: auto, never, or the path of a checkpoint"] = "never",
-    set: Annotated[tuple[str, ...], "change one key, as in trainer.lr=3e-4"] = (),
+    set: Annotated[tuple[str, ...], "change one key, as in trainer.lr=3e-4; may be repeated"] = (),
     runs: Annotated[str, "folder of all runs"] = "runs",
 ) -> Any:
     """Train a model as a TOML file says; resume after a stop or a kill."""

@@ -83,7 +83,7 @@ def _add(command: argparse.ArgumentParser, name: str, hint: Any, default: Any) -
     details: dict[str, Any] = {"help": text}
     if not required:
         details["default"] = default
-        if default not in (None, False, ()):
+        if default not in (None, ()) and default is not False:  # 0 is a default to show, and equals False
             details["help"] += f" (default: {default})"
     if get_origin(kind) is Literal:
         details["choices"] = get_args(kind)

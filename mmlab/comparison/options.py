@@ -68,7 +68,7 @@ class ComparisonOptions(SamplingOptions):
     ] = 32
     memory_gb: Annotated[float | None, "GiB to plan for (default: what `random` needs)"] = None
     epochs: Annotated[int, "turns of every scheduler; each is one repetition of the timing"] = 3
-    limit: Annotated[int | None, "use N pairs, drawn by the seed from every split"] = None
+    limit: Annotated[int | None, "use N pairs, drawn by the seed from every split (default: all)"] = None
     images: Annotated[str | None, "folder of the images, where they are not beside the data"] = None
     image: Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"] = "aspect:128"
     augment: Annotated[str, "random changes of images: none, crop, colour or randaugment"] = "none"

@@ -88,6 +88,9 @@ def test_compare_takes_every_option_of_a_comparison(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         make_parser().parse_args(["compare", "--data", "x", "--ratios", "all"])
     assert "argument --ratios: invalid shares value: 'all'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["compare", "--help"])
+    assert "held-out split (default: 0)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
