@@ -107,8 +107,7 @@ class SlotFile:
         if size > end:
             first = self.layout.entry(self.num_kept)
             self._write(bytes(self.layout.entry(len(self.layout.shapes)) - first), first)
-        if size != end:
-            os.ftruncate(self._number, end)
+        os.ftruncate(self._number, end)
 
     def read(
         self, slot: int, source: bytes | None = None, out: NDArray[np.uint8] | None = None
@@ -142,6 +141,7 @@ class SlotFile:
         if is_sound:
             self._num_reads[slot] = (self._num_reads[slot] + 1) % _VERIFIED_EVERY
             return pixels
+        self._num_reads[:] = 0  # in a file that was cut short and grows again, other slots are zeros
         raise Damaged(f"{self.path}: the checksum of slot {slot} does not fit")
 
     def announce(self, slot: int) -> bool:
