@@ -59,7 +59,7 @@ def compare(
 def train(
     config: Annotated[str, "see examples/train.toml"],
     *,
-    resume: Annotated[str, "resume from: auto, never, or the path of a checkpoint"] = "never",
+    resume: Annotated[str, "from: auto (its newest checkpoint), never, or a checkpoint's path"] = "never",
     set: Annotated[tuple[str, ...], "change one key, as in trainer.lr=3e-4; may be repeated"] = (),
     runs: Annotated[str, "folder of all runs"] = "runs",
 ) -> Any:
