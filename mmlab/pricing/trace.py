@@ -183,8 +183,7 @@ class StepTracer:
             self._take_step()
             del batch, buckets, statistics
         self.static_bytes = live.current_bytes
-        num_operations = len(live.after)
-        gradient_bytes = np.bincount(makers, sizes, minlength=num_operations).cumsum().astype(np.int64)
+        gradient_bytes = np.bincount(makers, sizes, minlength=len(live.after)).cumsum().astype(np.int64)
         if self._has_gradients:
             gradient_bytes[:] = before_bytes - self.static_bytes
             self.step_peak_bytes = self._first_step_bytes + int(gradient_bytes[-1]) - sum(sizes)
@@ -228,7 +227,9 @@ class StepTracer:
     def _loss(self, batch: Batch) -> torch.Tensor:
         with self.precision.autocast():
             output = self.model(batch)
-            refuse_bare(output, self.model, self.objectives)
+        refuse_bare(output, self.model, self.objectives)
+        # anew, as the trainer does: objectives that use a weight again cast it again
+        with self.precision.autocast():
             sums = [objective(output, batch) / len(batch) for objective in self.objectives.values()]
             return torch.stack(sums).sum()
 
