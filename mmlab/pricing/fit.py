@@ -33,7 +33,7 @@ from mmlab.schedule.cost import batch_costs
 from mmlab.types import PATCH, BatchShape
 
 _SIZES = (2, 3, 4, 6, 8, 12, 16)  # samples in a probe
-_TEXTS = (9, 17, 33, 65, 97, 129)  # tokens
+_TEXTS = tuple(dict.fromkeys((9, 17, 33, 65, 97, 129, *range(25, 226, 8))))  # tokens, the preferred first
 _GRIDS = ((3, 3), (3, 11), (5, 5), (5, 13), (9, 9), (7, 15), (11, 11), (13, 13))  # patches; product 8k + 1
 _UNSEEN = (128, 256, 24, 24)  # largest held-out shape: samples, tokens, patches high and wide
 _LARGEST_SIZE, _LONGEST_TEXT, _LARGEST_IMAGE = 4096, 512, 48**2  # up to which the fit's rows are kept
@@ -70,7 +70,8 @@ def fit_memory(
         tracer = StepTracer(model, **setting)
         patch, most_tokens = patch or patch_of(model), _most_tokens(model)
         side = _only_side(tracer, _vision_config(model), patch)
-        candidates = _candidates(patch, most_tokens, side)
+        ratios = [getattr(goal, "mask_ratio", 0.0) for goal in tracer.objectives.values()]
+        candidates = _candidates(patch, most_tokens, side, max(ratios))
         unseen = _unseen(num_held_out, patch, most_tokens, side)
         largest = (_LARGEST_SIZE, most_tokens, _LARGEST_IMAGE)
     else:
@@ -91,9 +92,14 @@ def fit_memory(
     )
 
 
-def _candidates(patch: int, most_tokens: int, side: int | None) -> NDArray[np.int64]:
-    """(n, 4) shapes to choose probes from."""
+def _candidates(patch: int, most_tokens: int, side: int | None, ratio: float = 0.0) -> NDArray[np.int64]:
+    """(n, 4) shapes to choose probes from.
+
+    Masked language modelling hides a ratio of the tokens, in whole numbers. Texts of which it rounds that number up most
+    give a price that is too low for no other.
+    """
     texts = [tokens for tokens in _TEXTS if tokens <= most_tokens]
+    texts = sorted(texts, key=lambda tokens: ratio * tokens - round(ratio * tokens))[:6]
     images = [(high * patch, wide * patch) for high, wide in _GRIDS] if side is None else [(side, side)]
     return np.array([(size, tokens, *image) for size, tokens, image in product(_SIZES, texts, images)])
 

@@ -30,7 +30,7 @@ from mmlab.pricing.fake import FakeDevice
 from mmlab.pricing.torch_internals import storage_key, without_modes
 from mmlab.pricing.values import device_asked_for
 from mmlab.pricing.work import Work, scratch_bytes, work_of
-from mmlab.runs.meters import LiveBytes
+from mmlab.runs.meters import LiveBytes, tensors_in
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.names import parse_objectives, refuse_bare
 from mmlab.training.precision import Precision
@@ -186,7 +186,7 @@ class StepTracer:
         gradient_bytes = np.bincount(makers, sizes, minlength=len(live.after)).cumsum().astype(np.int64)
         if self._has_gradients:
             gradient_bytes[:] = before_bytes - self.static_bytes
-            self.step_peak_bytes = self._first_step_bytes + int(gradient_bytes[-1]) - sum(sizes)
+        self.step_peak_bytes = self._first_step_bytes + int(gradient_bytes[-1]) - sum(sizes)
         return StepTrace(
             shape=shape,
             live_bytes=np.array(live.after, dtype=np.int64),
@@ -254,7 +254,6 @@ class StepTracer:
         self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
         state_bytes = live.current_bytes - others_bytes
         self._first_step_bytes = live.peak_bytes - others_bytes + self.parameter_bytes + self.workspace.nbytes
-        self.step_peak_bytes = self._first_step_bytes
         for weight in self._learnt:
             weight.grad = torch.empty_like(weight)
         del live.operations[num_operations:], live.work[num_operations:]
@@ -295,9 +294,8 @@ class _Trace(LiveBytes):
         if (device := device_asked_for(func, args)) is not None:  # a question, not an operation
             return device
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self._maker[storage_key(tensor)] = len(self.after)
+        for tensor in tensors_in((out,)):
+            self._maker[storage_key(tensor)] = len(self.after)
         self.after.append(
             self.current_bytes + (scratch_bytes(func, args, out) if self.device_type == "cuda" else 0)
         )

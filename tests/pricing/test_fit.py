@@ -15,6 +15,7 @@ from mmlab.pricing.fit import _candidates, _probes, fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import batch_costs
+from mmlab.training.losses.masked_language import MaskedLanguage
 from mmlab.types import BatchShape
 from tests.pricing.priced_models import tiny
 
@@ -58,6 +59,15 @@ def test_fourteen_probes_predict_batches_ten_times_larger(memory, tracer):
 def test_shapes_that_spare_operations_are_predicted_on_the_safe_side(memory, tracer, shape):
     found = tracer(BatchShape(*shape)).peak_bytes
     assert -0.0025 <= memory(BatchShape(*shape)) / found - 1 <= 0.02
+
+
+def test_no_text_is_priced_too_low_where_a_whole_number_of_its_tokens_is_hidden():
+    model = tiny(text_dim=32, hidden_dim=32, image_dim=32)
+    setting = {"objectives": {"masked_language": MaskedLanguage(mask_id=4)}, "device": "cpu"}
+    memory = fit_memory(model, num_held_out=0, progress=False, **setting)
+    tracer = StepTracer(model, **setting)
+    for shape in [BatchShape(256, num_tokens, 16, 16) for num_tokens in (4, 11, 24)]:
+        assert memory(shape) >= 0.995 * tracer(shape).peak_bytes
 
 
 def test_the_optimizers_step_is_the_least_that_is_needed(memory, tracer):
