@@ -33,7 +33,7 @@ from mmlab.schedule.cost import batch_costs
 from mmlab.types import PATCH, BatchShape
 
 _SIZES = (2, 3, 4, 6, 8, 12, 16)  # samples in a probe
-_TEXTS = tuple(dict.fromkeys((9, 17, 33, 65, 97, 129, *range(25, 226, 8))))  # tokens, the preferred first
+_TEXTS = (9, 17, 33, 65, 97, 129)  # tokens
 _GRIDS = ((3, 3), (3, 11), (5, 5), (5, 13), (9, 9), (7, 15), (11, 11), (13, 13))  # patches; product 8k + 1
 _UNSEEN = (128, 256, 24, 24)  # largest held-out shape: samples, tokens, patches high and wide
 _LARGEST_SIZE, _LONGEST_TEXT, _LARGEST_IMAGE = 4096, 512, 48**2  # up to which the fit's rows are kept
@@ -95,11 +95,13 @@ def fit_memory(
 def _candidates(patch: int, most_tokens: int, side: int | None, ratio: float = 0.0) -> NDArray[np.int64]:
     """(n, 4) shapes to choose probes from.
 
-    Masked language modelling hides a ratio of the tokens, in whole numbers. Texts of which it rounds that number up most
-    give a price that is too low for no other.
+    Args:
+        ratio: of tokens that masked language modelling hides. Their number is rounded; from the texts where it is rounded up
+            most, no other text is priced too low.
     """
-    texts = [tokens for tokens in _TEXTS if tokens <= most_tokens]
-    texts = sorted(texts, key=lambda tokens: ratio * tokens - round(ratio * tokens))[:6]
+    lengths = dict.fromkeys((*_TEXTS, *range(25, 226, 8))) if ratio else _TEXTS
+    texts = [tokens for tokens in lengths if tokens <= most_tokens]
+    texts = sorted(texts, key=lambda tokens: ratio * tokens - round(ratio * tokens))[: len(_TEXTS)]
     images = [(high * patch, wide * patch) for high, wide in _GRIDS] if side is None else [(side, side)]
     return np.array([(size, tokens, *image) for size, tokens, image in product(_SIZES, texts, images)])
 
