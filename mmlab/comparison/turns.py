@@ -17,6 +17,7 @@ import gc
 import io
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,6 @@ class ComparisonRun:
         self._total_steps = sum(map(len, plans))
         self._planned_cost = sum(float(setup.expected(plan).sum()) for plan in plans)
         self._saved = _saved(self._make_trainer())  # state of model, optimizer and schedule
-        self._run = Run(None if setup.folder is None else setup.folder / "runs" / name, control=setup.control)
         self._epoch = RunState()  # this epoch's step events
         self._planned: list[tuple[BatchShape, float]] = []  # planned shapes and costs of this epoch's batches
         self._shape_mismatches = 0  # of this epoch
@@ -141,8 +141,14 @@ class ComparisonRun:
         self.epochs: list[dict[str, float]] = []
         self._largest: dict[str, tuple[float, list[int]]] = {}  # batches so far
 
-    def begin(self) -> Run:
-        """Write the run's start event; leaving the context that is returned writes how the run ended."""
+    def open(self) -> Run:
+        """Make the run's file; leaving the context that is returned writes how the run ended."""
+        folder = self._setup.folder
+        self._run = Run(None if folder is None else folder / "runs" / self.name, control=self._setup.control)
+        return self._run
+
+    def begin(self) -> None:
+        """Write the run's start event."""
         self._run.start(
             run_name=self.name,
             scheduler=self.name,
@@ -151,7 +157,6 @@ class ComparisonRun:
             num_epochs=self._setup.options.epochs,
             planned_cost=self._planned_cost,
         )
-        return self._run
 
     def run_epoch(self, epoch: int, held_out: PlannedLoader) -> None:
         """Train one epoch and evaluate.
@@ -222,7 +227,7 @@ class ComparisonRun:
         learnt = ~np.isnan(losses)  # the rest had no negatives
         if not learnt.any():
             raise DataError(
-                f"no batch of {self.name!r} holds two different images, so a contrastive loss has no negatives; "
+                "no batch holds two different images, so a contrastive loss has no negatives; "
                 "give a larger batch size or budget, or more images"
             )
         predicted = {}
@@ -283,21 +288,30 @@ class ComparisonRun:
 def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool, room: ExitStack) -> bool:
     """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted.
 
+    An error of one run ends all of them, with a message that names its scheduler.
     `room` on the disk is set free before the runs' ends are written.
     """
     num_epochs = setup.options.epochs
     held_out = held_out_loader(setup.held_out_set)
     try:
-        total = num_epochs * len(runs)
-        with ExitStack() as stack, progress_bar(total=total, unit="epoch", show=progress) as bar:
+        with ExitStack() as stack:
             for run in runs:
-                stack.enter_context(run.begin())
+                stack.enter_context(run.open())
             stack.callback(room.close)
+            setup.control.report_phase("reading every image once")
+            _warm_page_cache(setup.train_set, progress)
+            bar = stack.enter_context(progress_bar(total=num_epochs * len(runs), unit="epoch", show=progress))
+            for run in runs:
+                run.begin()
             for epoch in range(num_epochs):
                 for turn in range(len(runs)):
                     run = runs[(turn + epoch) % len(runs)]
                     bar.set_description(f"{run.name}, epoch {epoch + 1}/{num_epochs}")
-                    run.run_epoch(epoch, held_out)
+                    try:
+                        run.run_epoch(epoch, held_out)
+                    except Exception as error:
+                        error.args = (f"scheduler {run.name}: {error}",)
+                        raise
                     bar.update()
     except KeyboardInterrupt:
         return True
@@ -307,6 +321,16 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
         warnings.warn(f"stopped early, epochs that every run finished are kept: {error}", stacklevel=3)
         return True
     return False
+
+
+def _warm_page_cache(dataset: Any, progress: bool) -> None:
+    """Read every image file once."""
+    records, paths = dataset.records, dataset.records.image_paths
+    one_per_image = np.unique(records.group, return_index=True)[1]
+    rows = [int(row) for row in one_per_image if paths[row] is not None]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in progress_bar(pool.map(dataset.read, rows), "reading files", len(rows), show=progress):
+            pass
 
 
 def _saved(trainer: FusionTrainer) -> bytes:

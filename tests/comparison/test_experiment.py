@@ -545,6 +545,22 @@ def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:
     assert "nowhere" in (run.folder / "log.txt").read_text()
 
 
+def test_an_error_in_training_names_its_scheduler(
+    records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(ComparisonRun, "run_epoch", fail)
+    with pytest.raises(RuntimeError, match="scheduler random: no such kernel"):
+        compare(records, ("random", "sorted"), out=tmp_path, **SHORT)
+    assert set(read_runs(tmp_path / "runs")["message"].dropna()) == {"scheduler random: no such kernel"}
+    monkeypatch.setattr("mmlab.comparison.turns._warm_page_cache", fail)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        compare(records, ("random", "sorted"), out=tmp_path, **SHORT)
+    assert not list(tmp_path.glob("runs/*/*")), "views would wait for these runs"
+
+
 def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no comparison in"):
         load_comparison(tmp_path)
