@@ -163,11 +163,13 @@ def load_trained(folder: str | Path) -> tuple[nn.Module, PreTrainedTokenizerBase
         DataError: there is no such run, or its checkpoint is damaged.
     """
     folder = Path(folder)
+    if not (folder / _CONFIG).is_file():
+        raise DataError(f"{folder}: no run of mmlab train there; a comparison keeps no models")
     config = load_config(folder / _CONFIG)
     checkpoints = Checkpoints(folder / _CHECKPOINTS, **dataclasses.asdict(config.checkpoint))
     path = checkpoints.best or checkpoints.newest()
     if path is None or config.processor is not None:
-        raise DataError(f"{folder}: no checkpoint of a model of pairs there; give a run of mmlab train")
+        raise DataError(f"{folder}: no checkpoint of a model of pairs (one of conversations is in `model`)")
     tokenizer = load_tokenizer(str(folder / _TOKENIZER))
     model = build_model(**config.model, vocab_size=len(tokenizer))
     try:
