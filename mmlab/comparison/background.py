@@ -153,7 +153,8 @@ class BackgroundRun:
         why = "without an error message" if self.folder.is_dir() else f"after {self.folder} was removed"
         message = trace = f"its process ended{code} {why}"
         with contextlib.suppress(FileNotFoundError):
-            trace = f"{message}; its log ends:\n{(self.folder_now / LOG).read_text(errors='replace')[-4000:]}"
+            if log := (self.folder_now / LOG).read_text(errors="replace")[-4000:]:
+                trace = f"{message}; its log ends:\n{log}"
         return {"status": "failed", "message": message, "traceback": trace}
 
 

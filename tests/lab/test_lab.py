@@ -151,6 +151,7 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
         lab.wait()
     assert lab.state == "failed"
     assert "exit code -9" in str(lab.error)
+    assert not str(lab.error).endswith("its log ends:\n"), "an empty log is not announced"
     runs = Runs(tmp_path)
     runs.poll()
     assert {name: state.status for name, state in runs.states.items()} == {"runs/random": "killed"}
