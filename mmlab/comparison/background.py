@@ -216,13 +216,12 @@ def job_of(data: Any, schedulers: Any, options: Mapping[str, Any]) -> dict[str, 
 def find_run(folder: str | Path) -> BackgroundRun | None:
     """A handle on the last run that any process started in a folder; None if there was none."""
     folder = Path(folder)
-    if (own := _latest.get(folder.resolve())) is not None:
-        return own
-    path = folder / PROCESS
+    own, path = _latest.get(folder.resolve()), folder / PROCESS
     try:
-        return BackgroundRun(folder, json.loads(path.read_text()), None) if path.exists() else None
+        found = BackgroundRun(folder, json.loads(path.read_text()), None) if path.exists() else own
     except (ValueError, TypeError, LookupError) as error:
         raise DataError(f"{path} is damaged ({error}); remove it, and start the run again") from error
+    return own if own is not None and found is not None and own._identity == found._identity else found
 
 
 def _child() -> None:

@@ -23,13 +23,14 @@ import psutil
 import pytest
 
 import mmlab
-from mmlab.comparison.background import PROCESS, BackgroundRun, job_of
+from mmlab.comparison.background import PROCESS, BackgroundRun, find_run, job_of
 from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import PRECISIONS, ComparisonOptions
 from mmlab.comparison.result import Comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import Lab
 from mmlab.lab.messages import earlier_of, saved_view, tile_of
+from mmlab.machine import this_process
 from mmlab.runs.control import CONTROL
 from mmlab.runs.events import RunLog
 from mmlab.runs.follow import Runs
@@ -155,6 +156,11 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     runs = Runs(tmp_path)
     runs.poll()
     assert {name: state.status for name, state in runs.states.items()} == {"runs/random": "killed"}
+    assert find_run(tmp_path) is lab._run
+    (tmp_path / "process.json").write_text(json.dumps({"process": this_process(), "job": lab._run.job}))
+    later = find_run(tmp_path)
+    assert later is not None
+    assert later.state == "running", "a later run, which another process has started"
     shutil.rmtree(tmp_path)
     assert lab.error == f"its process ended with exit code -9 after {tmp_path} was removed"
 
