@@ -100,6 +100,17 @@ def first_line(error: object) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
+def with_notes(error: BaseException) -> str:
+    """The message of an error, with the notes that say where it was raised.
+
+    >>> error = ValueError("no such kernel")
+    >>> error.add_note("while scheduler random trained")
+    >>> with_notes(error)
+    'no such kernel (while scheduler random trained)'
+    """
+    return str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+
+
 def printable(text: object) -> str:
     r"""A text for a terminal: control characters from data, which could move its cursor, are spelled out.
 

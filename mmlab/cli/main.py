@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mmlab.cli.parser import call, make_parser
-from mmlab.errors import DataError, OptionError, printable
+from mmlab.errors import DataError, OptionError, printable, with_notes
 from mmlab.machine import share_cores
 
 _WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
             print(json.dumps(document, indent=2, allow_nan=False) if options.json else printable(found))
     except (DataError, OptionError) as error:
-        _say(f"error: {error}")
+        _say(f"error: {with_notes(error)}")
         return 2
     except KeyboardInterrupt:
         _say("interrupted")
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(f"error: {error.filename}: {error.strerror}")
             return 2
         more = "; no more may be started: raise ulimit -u" if "start new thread" in str(error) else ""
-        _say(f"failed: {type(error).__name__}: {error}{more} (MMLAB_DEBUG=1 shows where)")
+        _say(f"failed: {type(error).__name__}: {with_notes(error)}{more} (MMLAB_DEBUG=1 shows where)")
         return 1
     return 0 if getattr(found, "ok", True) else 1
 

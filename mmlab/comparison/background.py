@@ -32,7 +32,7 @@ import psutil
 
 from mmlab.comparison.options import COMPARED
 from mmlab.comparison.result import Comparison, load_comparison
-from mmlab.errors import USER_ERRORS, DataError, OptionError, RunError
+from mmlab.errors import USER_ERRORS, DataError, OptionError, RunError, with_notes
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import CONTROL, PHASE, Control, replace_file, send
 from mmlab.runs.folders import COMPARISON_FILES, exclusive_folder, folder_now, move_earlier_aside
@@ -245,7 +245,7 @@ def _child() -> None:
         outcome["status"] = "stopped"
     except Exception as error:
         traceback.print_exc()
-        outcome |= {"status": "failed", "error": type(error).__name__, "message": str(error)}
+        outcome |= {"status": "failed", "error": type(error).__name__, "message": with_notes(error)}
         outcome["traceback"] = traceback.format_exc()
     replace_file(Path(options["out"]) / OUTCOME, json.dumps(outcome, indent=2))
 

@@ -21,11 +21,14 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+
+import numpy as np
 
 from mmlab.comparison.options import COMPARED, ComparisonOptions, DataOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
@@ -36,7 +39,7 @@ from mmlab.data.conversations import Conversations
 from mmlab.data.records import Records
 from mmlab.errors import OptionError, check_is
 from mmlab.loading.loader import default_num_workers
-from mmlab.machine import resolve_device, signals_held, versions
+from mmlab.machine import progress_bar, resolve_device, signals_held, versions
 from mmlab.model.conversation_model import refuse_preset
 from mmlab.runs.control import Control
 from mmlab.runs.folders import COMPARISON_FILES, TIME_MODEL, exclusive_folder, move_earlier_aside
@@ -129,6 +132,8 @@ def compare(
         gc.freeze()  # else each collection between turns would scan all imported objects
         stack.callback(gc.unfreeze)
         runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
+        control.report_phase("reading every image once")
+        _warm_page_cache(train_set, progress)
         interrupted = take_turns(runs, setup, progress, room)
         finished = min(len(run.epochs) for run in runs)
         if not finished:
@@ -157,3 +162,13 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
     names = ("processor", "image", "images", "tokenizer", "limit")
     prepared = DataOptions(path="", **{name: getattr(options, name) for name in names})
     return make_datasets(data, prepared, seed=options.seed, progress=progress)
+
+
+def _warm_page_cache(dataset: Any, progress: bool) -> None:
+    """Read every image file once."""
+    records, paths = dataset.records, dataset.records.image_paths
+    one_per_image = np.unique(records.group, return_index=True)[1]
+    rows = [int(row) for row in one_per_image if paths[row] is not None]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in progress_bar(pool.map(dataset.read, rows), "reading files", len(rows), show=progress):
+            pass

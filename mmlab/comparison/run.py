@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from mmlab.errors import with_notes
 from mmlab.machine import replace_file, this_process, versions
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent, RunLog
@@ -81,7 +82,7 @@ class Run(AbstractContextManager["Run"]):
         status = "done" if error is None and not self.control.stopped else "stopped"
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             status = "failed"
-            details = {"message": str(error), "traceback": "".join(traceback.format_exception(error))}
+            details = {"message": with_notes(error), "traceback": "".join(traceback.format_exception(error))}
         if self._started_s is not None:
             run_s, paused_s = time.perf_counter() - self._started_s, self.control.paused_s
             self.write("end", status=status, num_steps=self.step, run_s=run_s, paused_s=paused_s, **details)

@@ -17,7 +17,6 @@ import gc
 import io
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -141,14 +140,10 @@ class ComparisonRun:
         self.epochs: list[dict[str, float]] = []
         self._largest: dict[str, tuple[float, list[int]]] = {}  # batches so far
 
-    def open(self) -> Run:
-        """Make the run's file; leaving the context that is returned writes how the run ended."""
+    def begin(self) -> Run:
+        """Write the run's start event; leaving the context that is returned writes how the run ended."""
         folder = self._setup.folder
         self._run = Run(None if folder is None else folder / "runs" / self.name, control=self._setup.control)
-        return self._run
-
-    def begin(self) -> None:
-        """Write the run's start event."""
         self._run.start(
             run_name=self.name,
             scheduler=self.name,
@@ -157,6 +152,7 @@ class ComparisonRun:
             num_epochs=self._setup.options.epochs,
             planned_cost=self._planned_cost,
         )
+        return self._run
 
     def run_epoch(self, epoch: int, held_out: PlannedLoader) -> None:
         """Train one epoch and evaluate.
@@ -288,21 +284,16 @@ class ComparisonRun:
 def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool, room: ExitStack) -> bool:
     """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted.
 
-    An error of one run ends all of them, with a message that names its scheduler.
     `room` on the disk is set free before the runs' ends are written.
     """
     num_epochs = setup.options.epochs
     held_out = held_out_loader(setup.held_out_set)
     try:
-        with ExitStack() as stack:
+        total = num_epochs * len(runs)
+        with ExitStack() as stack, progress_bar(total=total, unit="epoch", show=progress) as bar:
             for run in runs:
-                stack.enter_context(run.open())
+                stack.enter_context(run.begin())
             stack.callback(room.close)
-            setup.control.report_phase("reading every image once")
-            _warm_page_cache(setup.train_set, progress)
-            bar = stack.enter_context(progress_bar(total=num_epochs * len(runs), unit="epoch", show=progress))
-            for run in runs:
-                run.begin()
             for epoch in range(num_epochs):
                 for turn in range(len(runs)):
                     run = runs[(turn + epoch) % len(runs)]
@@ -310,7 +301,7 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
                     try:
                         run.run_epoch(epoch, held_out)
                     except Exception as error:
-                        error.args = (f"scheduler {run.name}: {error}",)
+                        error.add_note(f"while scheduler {run.name} trained")
                         raise
                     bar.update()
     except KeyboardInterrupt:
@@ -321,16 +312,6 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
         warnings.warn(f"stopped early, epochs that every run finished are kept: {error}", stacklevel=3)
         return True
     return False
-
-
-def _warm_page_cache(dataset: Any, progress: bool) -> None:
-    """Read every image file once."""
-    records, paths = dataset.records, dataset.records.image_paths
-    one_per_image = np.unique(records.group, return_index=True)[1]
-    rows = [int(row) for row in one_per_image if paths[row] is not None]
-    with ThreadPoolExecutor(8) as pool:
-        for _ in progress_bar(pool.map(dataset.read, rows), "reading files", len(rows), show=progress):
-            pass
 
 
 def _saved(trainer: FusionTrainer) -> bytes:

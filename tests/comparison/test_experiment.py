@@ -552,10 +552,11 @@ def test_an_error_in_training_names_its_scheduler(
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(ComparisonRun, "run_epoch", fail)
-    with pytest.raises(RuntimeError, match="scheduler random: no such kernel"):
+    with pytest.raises(RuntimeError, match="no such kernel"):
         compare(records, ("random", "sorted"), out=tmp_path, **SHORT)
-    assert set(read_runs(tmp_path / "runs")["message"].dropna()) == {"scheduler random: no such kernel"}
-    monkeypatch.setattr("mmlab.comparison.turns._warm_page_cache", fail)
+    told = set(read_runs(tmp_path / "runs")["message"].dropna())
+    assert told == {"no such kernel (while scheduler random trained)"}
+    monkeypatch.setattr("mmlab.comparison.experiment._warm_page_cache", fail)
     with pytest.raises(RuntimeError, match="no such kernel"):
         compare(records, ("random", "sorted"), out=tmp_path, **SHORT)
     assert not list(tmp_path.glob("runs/*/*")), "views would wait for these runs"
