@@ -7,7 +7,6 @@ in its folder.
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Iterable
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import with_notes
-from mmlab.machine import replace_file, this_process, versions
+from mmlab.machine import this_process, versions
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent, RunLog
-from mmlab.runs.folders import OWNER
 from mmlab.runs.monitor import DeviceMonitor
 from mmlab.training.loop import FusionTrainer
 from mmlab.types import Batch
@@ -44,9 +42,6 @@ class Run(AbstractContextManager["Run"]):
         self._log = None if folder is None else RunLog(folder, rank)
         self._is_new = self._log is not None and not self._log.path.stat().st_size
         self._started_s: float | None = None
-        self._owner = None if self._log is None or rank else self._log.path.with_name(OWNER)
-        if self._owner is not None:
-            replace_file(self._owner, json.dumps(this_process()))
 
     def emit(self, event: RunEvent) -> None:
         """Write an event. Safe to call from any thread."""
@@ -88,7 +83,5 @@ class Run(AbstractContextManager["Run"]):
             self.write("end", status=status, num_steps=self.step, run_s=run_s, paused_s=paused_s, **details)
         if self._log is not None:
             self._log.close()
-            if self._owner is not None:
-                self._owner.unlink(missing_ok=True)
             if self._is_new and self._started_s is None:  # refused: a view would wait for it for ever
                 self._log.path.unlink(missing_ok=True)

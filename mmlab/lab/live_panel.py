@@ -23,8 +23,7 @@ from mmlab.errors import OptionError, listed
 from mmlab.lab.messages import TRACKS, saved_view
 from mmlab.lab.pump import Pump
 from mmlab.lab.saved import SavedView
-from mmlab.runs.follow import RunState, Source, names_of, run_files
-from mmlab.runs.summaries import summary_line
+from mmlab.runs.follow import RunState, Source, names_of, run_files, summary_line
 
 STATIC = Path(__file__).parent / "static"
 

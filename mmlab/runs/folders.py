@@ -16,7 +16,6 @@ from mmlab.machine import lock
 
 TIME_MODEL = "time_model.json"
 COMPARISON_FILES = ("comparison.json", "table.csv", "figure.png", "report.html", TIME_MODEL, "runs")
-OWNER = "owner.json"  # the process that writes a run's files, while it does
 ASIDE = "previous-"  # files of earlier runs are in previous-1, previous-2, ...
 
 

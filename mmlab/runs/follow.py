@@ -11,14 +11,12 @@ Does not: write, draw, or need torch. Not thread-safe: one thread polls.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import traceback
 from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import DataError, unknown_name
-from mmlab.machine import IDENTITY, process_runs
+from mmlab.machine import IDENTITY, process_runs, regular
 from mmlab.runs.events import EVENT_FILES, FileReplacedError, RunEvent, check_types, read_events
-from mmlab.runs.folders import OWNER, is_aside
+from mmlab.runs.folders import is_aside
 
 ACTIVE = ("waiting", "running", "paused")  # statuses of a run that has not ended
 ENDED = ("done", "stopped", "failed", "unreadable")  # overall statuses once all runs have ended
@@ -82,10 +80,7 @@ class RunState:
         if self.error:
             return "unreadable"
         start = self.latest("start")
-        if not start and self.folder is not None:
-            with suppress(OSError, ValueError, TypeError):
-                start = dict(json.loads((self.folder / OWNER).read_bytes()))
-        if self._written_status not in ACTIVE or not start.keys() >= set(IDENTITY):
+        if self._written_status not in ("running", "paused") or not start.keys() >= set(IDENTITY):
             return self._written_status
         if self._process_runs and time.monotonic() - self._checked_s > 0.5:  # each check takes 0.1 ms
             try:
@@ -390,3 +385,16 @@ def overall_status(states: Iterable[RunState]) -> str:
         if status in found:
             return "failed" if status == "killed" else status
     return "waiting"
+
+
+def summary_line(folder: str | Path) -> str:
+    """A run's progress in words, from the last start, which names the process, and the last 64 KiB of its first rank's file."""
+    path = min(Path(folder).glob(EVENT_FILES))
+    with open(path, "rb", opener=regular) as file:
+        data = file.read()
+    begun = max(0, data.rfind(b'{"kind":"start"'))
+    late = max(begun, data.rfind(b"\n", 0, max(0, len(data) - 65536)) + 1)
+    state = RunState()
+    state.apply(read_events(path, begun, num_bytes=8192)[0][:1] + read_events(path, late)[0])
+    step = state.event("step")
+    return f"{state.status} at step {step.step if step else 0}"

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.machine import regular
-from mmlab.runs.events import EVENT_FILES, read_events
 from mmlab.runs.figures import as_label, colours_of
 from mmlab.runs.follow import RunState
 
@@ -222,19 +219,6 @@ def _of_epochs(run: RunState, rank: int = 0) -> NDArray[Any]:
     sums = [columns[1:, after_warmup(rows)].sum(axis=1) for rows in finished]
     seconds, *amounts = np.reshape(sums, (-1, 1 + len(_PER_SECOND))).T
     return np.array(amounts) / seconds
-
-
-def summary_line(folder: str | Path) -> str:
-    """A run's progress in words, from the last start, which names the process, and the last 64 KiB of its first rank's file."""
-    path = min(Path(folder).glob(EVENT_FILES))
-    with open(path, "rb", opener=regular) as file:
-        data = file.read()
-    begun = max(0, data.rfind(b'{"kind":"start"'))
-    late = max(begun, data.rfind(b"\n", 0, max(0, len(data) - 65536)) + 1)
-    state = RunState()
-    state.apply(read_events(path, begun, num_bytes=8192)[0][:1] + read_events(path, late)[0])
-    step = state.event("step")
-    return f"{state.status} at step {step.step if step else 0}"
 
 
 def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:

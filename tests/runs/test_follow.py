@@ -14,8 +14,8 @@ from mmlab.errors import DataError, OptionError
 from mmlab.machine import this_process
 from mmlab.runs.events import RunEvent, RunLog
 from mmlab.runs.figures import colours_of, save_figure, to_bytes
-from mmlab.runs.follow import Runs, RunState, overall_status, run_files
-from mmlab.runs.summaries import draw_runs, progress_of, summarize, summary_line
+from mmlab.runs.follow import Runs, RunState, overall_status, run_files, summary_line
+from mmlab.runs.summaries import draw_runs, progress_of, summarize
 from mmlab.schedule.schedulers import SCHEDULERS
 
 

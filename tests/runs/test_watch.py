@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from mmlab.cli.main import main
-from mmlab.comparison.run import Run
 from mmlab.machine import this_process
 from mmlab.runs.events import RunLog
-from mmlab.runs.folders import OWNER
 from mmlab.runs.watch import summary, text_of
 from tests.processes import IGNORING_INTERRUPTS
 
@@ -25,8 +23,6 @@ MEMORY = {"memory_bytes": 3 * 2**30, "memory_total_bytes": 8 * 2**30, "memory_so
 WRITER = """
 import sys, time
 from mmlab.runs.events import RunLog
-from mmlab.runs.folders import OWNER
-from mmlab.comparison.run import Run
 from mmlab.machine import this_process
 with RunLog(sys.argv[1]) as log:
     log.write("start", 0, num_steps=50_000, **this_process())
@@ -105,11 +101,6 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     write_run(tmp_path, **{**this_process(), "process_id": gone.pid})
     [run] = summary(tmp_path)["runs"].values()
     assert run["status"] == "killed"
-    with Run(tmp_path / "new"):  # it has not begun
-        assert summary(tmp_path / "new")["runs"]["new"]["status"] == "waiting"
-        (tmp_path / "new" / OWNER).write_text(json.dumps({**this_process(), "process_id": gone.pid}))
-        assert summary(tmp_path / "new")["runs"]["new"]["status"] == "killed"
-    assert not list((tmp_path / "new").iterdir())
 
 
 @pytest.mark.parametrize(
