@@ -327,9 +327,7 @@ def load_comparison(folder: str | Path) -> Comparison:
         saved = json.loads(path.read_text())
         if not (arms := [ArmResult(**arm) for arm in saved.pop("arms")]):
             raise ValueError("it has no scheduler")
-        found = Comparison(config=saved, arms=arms, interrupted=saved.pop("interrupted"), folder=path.parent)
-        str(found)  # needs keys that another version may not write
-        return found
+        return Comparison(config=saved, arms=arms, interrupted=saved.pop("interrupted"), folder=path.parent)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"no comparison in {folder}: expected {path}, which `mmlab compare --out {folder}` writes"

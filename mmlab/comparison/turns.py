@@ -194,8 +194,8 @@ class ComparisonRun:
         """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
         epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
         peaks = [self._setup.peak_of_one_step(self._loader.plan, rows) for _, rows in self._largest.values()]
-        peak_bytes, peak_source = max(peaks)
         figures: dict[str, Any] = {key: last.get(key) for key in _RETRIEVAL_KEYS}
+        figures["peak_bytes"], figures["peak_source"] = max(peaks)
         figures |= {key: int(sum(epoch[key] for epoch in epochs)) for key in _SUM_KEYS}
         keys = [key for key in _MEDIAN_KEYS if key in last]
         figures |= {key: float(np.median([epoch[key] for epoch in epochs])) for key in keys}
@@ -205,8 +205,6 @@ class ComparisonRun:
             num_samples=len(self._setup.train_set),
             num_batches=int(epochs[0]["num_batches"]),
             peak_over_budget=max(epoch["peak_over_budget"] for epoch in epochs),
-            peak_bytes=peak_bytes,
-            peak_source=peak_source,
             final_loss=last["held_out_loss"],
             epochs=epochs,
             **figures,

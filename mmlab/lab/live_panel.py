@@ -61,12 +61,8 @@ class LivePanel(anywidget.AnyWidget):
         folders = listed(str(source) if isinstance(source, Path) else source, wanted)
         if not folders or not all(isinstance(each, str | Path) for each in folders):
             raise OptionError(f"{wanted}, found {source!r}")
-        super().__init__(
-            uid=uuid.uuid4().hex,
-            title=", ".join(map(str, folders)),
-            steers=controller is not None,
-            tracks={track: list(keys) for track, keys in TRACKS.items()},
-        )
+        title, tracks = ", ".join(map(str, folders)), {track: list(keys) for track, keys in TRACKS.items()}
+        super().__init__(uid=uuid.uuid4().hex, title=title, steers=controller is not None, tracks=tracks)
         self._saved = SavedView()
         self._save([])
         self._pump = Pump(source, controller, self.send, self._save)

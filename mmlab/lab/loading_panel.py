@@ -45,9 +45,8 @@ class LoadingPanel(Panel):
         self._dataset.cache, self._cache_folder = None, Path(cache)
         self.reports: dict[str, StageReport] = {}
         self.workers = slider("workers", 0, 0, 8)
-        self.backend = widgets.Dropdown(
-            options={"threads": "threads", "processes": "torch"}, description="kind", style=WIDE
-        )
+        kinds = {"threads": "threads", "processes": "torch"}
+        self.backend = widgets.Dropdown(options=kinds, description="kind", style=WIDE)
         self.prefetch = slider("batches ahead", 4, 1, 16)
         self.cached = widgets.Checkbox(value=False, description="cache", style=WIDE)
         self.step_ms = slider("a step takes, ms", 0, 0, 1000)
@@ -75,13 +74,8 @@ class LoadingPanel(Panel):
             dataset = copy(dataset)
             dataset.cache = SampleCache(self._cache_folder, key=cache_key(dataset))
             build_cache(dataset, progress=False)
-        loader = PlannedLoader(
-            dataset,
-            make_scheduler("random", batch_size=self._batch_size),
-            backend=self.backend.value,
-            num_workers=self.workers.value,
-            prefetch=self.prefetch.value,
-        )
+        scheduler, backend = make_scheduler("random", batch_size=self._batch_size), self.backend.value
+        loader = PlannedLoader(dataset, scheduler, backend=backend, num_workers=workers, prefetch=ahead)
         self.progress.max, self.progress.value, told_s = 2 * len(loader), 0, time.monotonic()
         for epoch in range(2):  # the first also starts workers
             loader.set_epoch(epoch)

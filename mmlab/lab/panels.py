@@ -91,9 +91,8 @@ def slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
 
 def picture() -> widgets.Image:
     """A place for a PNG file, as large as its pixels and no wider than the page."""
-    return widgets.Image(
-        format="png", layout={"max_width": "100%", "margin": "0", "align_self": "flex-start"}
-    )
+    layout = {"max_width": "100%", "margin": "0", "align_self": "flex-start"}
+    return widgets.Image(format="png", layout=layout)
 
 
 def _parts(widget: widgets.Widget) -> Iterator[str]:

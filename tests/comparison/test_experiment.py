@@ -562,20 +562,10 @@ def test_an_error_in_training_names_its_scheduler(
     assert not list(tmp_path.glob("runs/*/*")), "views would wait for these runs"
 
 
-def test_only_a_comparison_can_be_loaded(comparison: Comparison, tmp_path: Path) -> None:
+def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no comparison in"):
         load_comparison(tmp_path)
-    assert comparison.folder is not None
-    saved = json.loads((comparison.folder / "comparison.json").read_text())
-    del saved["equal"]
-    contents = (
-        json.dumps(saved),
-        '{"arms": [{}]}',
-        '{"arms": [], "interrupted": false}',
-        "null",
-        "[" * 100_000,
-    )
-    for content in contents:
+    for content in ('{"arms": [{}]}', '{"arms": [], "interrupted": false}', "null", "[" * 100_000):
         (tmp_path / "comparison.json").write_text(content)
         with pytest.raises(DataError, match="not a comparison"):
             load_comparison(tmp_path)
