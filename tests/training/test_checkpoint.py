@@ -267,8 +267,14 @@ def test_a_full_disk_leaves_the_checkpoints_as_they_were(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    checkpoints, _ = save_some(tmp_path, [1.0])
+def test_a_checkpoint_of_another_model_or_version_is_refused(tmp_path):
+    checkpoints, trainer = save_some(tmp_path, [1.0])
+    state = trainer.state_dict()
+    state["progress"].pop("num_samples")
+    old = Checkpoints(tmp_path / "old")
+    old.save(state)
+    with pytest.raises(DataError, match="is of another version of mmlab: it has no 'num_samples'"):
+        old.restore(trainer)
     with pytest.raises(DataError, match=r"000001-step-1 is of another model: .*size mismatch"):
         checkpoints.restore(FusionTrainer(tiny_model(embed_dim=8), device="cpu"))
 

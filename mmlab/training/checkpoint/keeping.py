@@ -232,6 +232,8 @@ def restore(trainer: Any, loader: Any, path: Path) -> None:
         raise type(error)(f"{path}: {error}") from error
     except (RuntimeError, ValueError) as error:  # torch's errors for weights that do not match
         raise DataError(f"{path} is of another model: {' '.join(str(error).split())}") from error
+    except KeyError as error:
+        raise DataError(f"{path} is of another version of mmlab: it has no {error}") from error
 
 
 def _number(path: Path) -> int:
