@@ -217,11 +217,13 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
     """A handle on the last run that any process started in a folder; None if there was none."""
     folder = Path(folder)
     own, path = _latest.get(folder.resolve()), folder / PROCESS
+    if not path.exists():
+        return own
     try:
-        found = BackgroundRun(folder, json.loads(path.read_text()), None) if path.exists() else own
+        found = BackgroundRun(folder, json.loads(path.read_text()), None)
     except (ValueError, TypeError, LookupError) as error:
         raise DataError(f"{path} is damaged ({error}); remove it, and start the run again") from error
-    return own if own is not None and found is not None and own._identity == found._identity else found
+    return own if own is not None and own._identity == found._identity else found
 
 
 def _child() -> None:

@@ -213,9 +213,8 @@ class _Training:
             doing="look for a tokenizer",
         )
         tokenizer = str(folder / _TOKENIZER) if self._kept else data.tokenizer
-        prepared = dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer)
-        sets = make_datasets(data.path, prepared, seed=options.seed, progress=not bar.disable)
-        train_set, held_out_set = sets
+        data = dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer)
+        train_set, held_out_set = make_datasets(data.path, data, seed=options.seed, progress=not bar.disable)
         model = make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(

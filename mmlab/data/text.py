@@ -42,10 +42,7 @@ def estimate_num_tokens(text: str | None) -> int:
 
 
 def load_tokenizer(
-    name_or_path: str | Path = BUILTIN,
-    *,
-    records: Records | None = None,
-    vocab_size: int = 8192,
+    name_or_path: str | Path = BUILTIN, *, records: Records | None = None, vocab_size: int = 8192
 ) -> PreTrainedTokenizerFast:
     """A tokenizer by its Hugging Face name, from a local folder, or trained on the texts at hand.
 

@@ -83,7 +83,8 @@ def _picture(plan: BatchPlan, photo: Callable[[int], Tensor | None] | None) -> N
     for (top, left), sample in places.items():
         if photo is not None and (pixels := photo(sample)) is not None:
             small = pixels[:, ::_STEP, ::_STEP].permute(1, 2, 0).numpy()
-            picture[top * _PIXELS :, left * _PIXELS :][: small.shape[0], : small.shape[1], :3] = small
+            at = picture[top * _PIXELS :, left * _PIXELS :]
+            at[: small.shape[0], : small.shape[1], :3] = small
     return picture
 
 

@@ -236,9 +236,9 @@ class Pump:
     def _phase(self) -> str:
         source = self._runs.source  # of several, the first is the current run
         folder = str(source if isinstance(source, str | Path) else next(iter(source), ""))
-        if (phase := read_phase(folder)) and self._controller:
-            pauses = Control(folder, obey_earlier=True).wanted == "pause"
-            return f"{phase}; then it pauses" if pauses else phase
+        phase = read_phase(folder)
+        if phase and self._controller and Control(folder, obey_earlier=True).wanted == "pause":
+            return f"{phase}; then it pauses"
         return phase
 
     def _new_rows(self) -> dict[str, NDArray[np.float32]]:

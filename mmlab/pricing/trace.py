@@ -186,7 +186,7 @@ class StepTracer:
         gradient_bytes = np.bincount(makers, sizes, minlength=len(live.after)).cumsum().astype(np.int64)
         if self._has_gradients:
             gradient_bytes[:] = before_bytes - self.static_bytes
-        self.step_peak_bytes = self._first_step_bytes + int(gradient_bytes[-1]) - sum(sizes)
+            self.step_peak_bytes = self._first_step_bytes + int(gradient_bytes[-1]) - sum(sizes)
         return StepTrace(
             shape=shape,
             live_bytes=np.array(live.after, dtype=np.int64),
@@ -254,6 +254,7 @@ class StepTracer:
         self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
         state_bytes = live.current_bytes - others_bytes
         self._first_step_bytes = live.peak_bytes - others_bytes + self.parameter_bytes + self.workspace.nbytes
+        self.step_peak_bytes = self._first_step_bytes
         for weight in self._learnt:
             weight.grad = torch.empty_like(weight)
         del live.operations[num_operations:], live.work[num_operations:]

@@ -213,8 +213,7 @@ def are_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 def _of_epochs(run: RunState, rank: int = 0) -> NDArray[Any]:
     """(3, E): `_PER_SECOND` over the seconds of each finished epoch, without its first steps."""
     epochs, *_ = columns = run.rows(("epoch", "step_s", *_PER_SECOND), "step", rank)
-    known = np.flatnonzero(np.isfinite(epochs))
-    known = known[np.argsort(epochs[known], kind="stable")]
+    known = np.argsort(epochs, kind="stable")[: np.isfinite(epochs).sum()]  # unknown ones come last
     finished = np.split(known, np.flatnonzero(np.diff(epochs[known], prepend=-1.0)))[1:][: _epochs_done(run)]
     sums = [columns[1:, after_warmup(rows)].sum(axis=1) for rows in finished]
     seconds, *amounts = np.reshape(sums, (-1, 1 + len(_PER_SECOND))).T

@@ -107,7 +107,8 @@ class SlotFile:
         if size > end:
             first = self.layout.entry(self.num_kept)
             self._write(bytes(self.layout.entry(len(self.layout.shapes)) - first), first)
-        os.ftruncate(self._number, end)
+        if size != end:
+            os.ftruncate(self._number, end)
 
     def read(
         self, slot: int, source: bytes | None = None, out: NDArray[np.uint8] | None = None
