@@ -23,6 +23,8 @@ from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
 def export_run(run: str | Path, to: str, target: str | Path) -> int:
     """Export one run to a tracker; returns the number of points.
 
+    It is named there by its folder and the one above (`demo/random`), so that runs of two comparisons stay apart.
+
     Args:
         run: the run's folder.
         to: `tensorboard`, `wandb` or `mlflow`.
@@ -43,7 +45,8 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     start = next((event.values for event in events if event.kind == "start"), {})
     try:  # points one by one: those of a million steps would take gigabytes
-        TRACKERS[to](folder.resolve().name, str(target), start, _points(events, several_ranks=len(paths) > 1))
+        name = "/".join(folder.resolve().parts[1:][-2:])
+        TRACKERS[to](name, str(target), start, _points(events, several_ranks=len(paths) > 1))
     except ModuleNotFoundError as error:
         raise OptionError(f"{to} is not installed ({error}); pip install {to}") from error
     return sum(1 for _ in _points(events, several_ranks=len(paths) > 1))

@@ -471,7 +471,8 @@ def test_trackers_get_every_number_once(config: Path, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for _ in range(2):  # the second export replaces the first
         assert export_run(tmp_path / "small", "tensorboard", tmp_path / "board") > 0
-    board = accumulator.EventAccumulator(str(tmp_path / "board" / "small")).Reload()
+    folder = tmp_path / "board" / tmp_path.name / "small"  # apart from runs of this name in other folders
+    board = accumulator.EventAccumulator(str(folder)).Reload()
     assert [(scalar.step, pytest.approx(scalar.value)) for scalar in board.Scalars("step/loss")] == steps_of(
         tmp_path / "small"
     )
