@@ -211,8 +211,11 @@ class Lab:
     def state(self) -> str:
         """`idle`, `running`, `paused`, `stopping`, `done`, `stopped`, `failed` or `unreadable`.
 
-        A comparison that no Lab started is `waiting` until its first event.
+        A comparison that no Lab started is `waiting` until its first event. With a panel, which draws the runs in the
+        folder whoever started them, it is that of a later run of another process.
         """
+        if self._panel is not None:
+            self._find_running()
         run, states = self._run, self._poll()
         if run is None:
             return overall_status(states.values()) if self._opened and states else "idle"

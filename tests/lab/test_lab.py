@@ -157,12 +157,13 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     runs.poll()
     assert {name: state.status for name, state in runs.states.items()} == {"runs/random": "killed"}
     assert find_run(tmp_path) is lab._run
-    (tmp_path / "process.json").write_text(json.dumps({"process": this_process(), "job": lab._run.job}))
-    later = find_run(tmp_path)
-    assert later is not None
-    assert later.state == "running", "a later run, which another process has started"
+    killed, panel = lab._run, lab.panel()
+    assert (lab.state, lab._run) == ("failed", killed)
+    (tmp_path / "process.json").write_text(json.dumps({"process": this_process(), "job": killed.job}))
+    assert lab.state == "running", "a later run, which another process has started and the panel draws"
+    panel.close()
     shutil.rmtree(tmp_path)
-    assert lab.error == f"its process ended with exit code -9 after {tmp_path} was removed"
+    assert killed.error == f"its process ended with exit code -9 after {tmp_path} was removed"
 
 
 CELL = """
