@@ -181,14 +181,14 @@ class RunState:
             found += columns[key][start:stop] if key in columns else blank
         return np.array(found).reshape(len(keys), -1)
 
-    def done(self, key: str, rank: int = 0) -> NDArray[np.float64]:
-        """A key's finite numbers, of steps in order; without those that a killed run lost and a resumed one repeats.
+    def done(self, keys: Sequence[str], rank: int = 0) -> NDArray[np.float64]:
+        """(K, N) columns of the steps in order, without those that a killed run lost and a resumed one repeats.
 
         `mmlab.runs.trackers.current_events` leaves out the same steps of a list of events.
         """
-        steps, numbers = self.rows(("step", key), "step", rank)
+        steps, *found = self.rows(("step", *keys), "step", rank)
         least_after = np.minimum.accumulate(np.append(steps[1:], inf)[::-1])[::-1]
-        return numbers[(steps < least_after) & np.isfinite(numbers)]
+        return np.array(found)[:, steps < least_after]
 
     def pauses(self, rank: int = 0) -> list[tuple[float, float]]:
         """Begin and end of each pause, seconds since 1970; a pause that lasts ends at infinity, of a killed run at its next start."""

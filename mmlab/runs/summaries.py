@@ -90,7 +90,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     """The figures of one rank; None where one is not known. Samples/s and shares of time are medians of finished epochs."""
     step, device = run.latest("step", rank), run.latest("device", rank)
     seconds = after_warmup(run.column_or_nan("step_s", rank=rank))
-    peaks, losses = (run.column_or_nan(key, rank=rank) for key in ("peak_bytes", "loss"))
+    steps, samples, peaks, losses = run.done(("step", "num_samples", "peak_bytes", "loss"), rank)
     peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
     losses = losses[np.isfinite(losses)]  # a batch of one image may have none
 
@@ -103,10 +103,10 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
 
     return {
         "status": run.status,
-        "steps": len(run.done("step", rank)),
+        "steps": len(steps),
         "planned_steps": run.latest("start", rank).get("num_steps"),
         "epoch": step.get("epoch"),
-        "samples": int(run.done("num_samples", rank).sum()),
+        "samples": int(np.nansum(samples)),
         "samples_per_s": per_second("num_samples"),
         "step_s": _known(np.median(seconds)) if len(seconds) else None,
         "data_wait_ratio": per_second("data_wait_s"),
@@ -137,12 +137,10 @@ def waste_of(run: RunState, rank: int = 0) -> dict[str, float | None]:
     Returns:
         Each share; None where a step lacks it.
     """
-    texts, images = run.rows(_PADDED, "step", rank)
-    weights = {"text_waste": texts, "image_waste": images, "combined_waste": texts + images}
-    return {
-        key: _ratio((run.column_or_nan(key, rank=rank) * weight).sum(), weight.sum())
-        for key, weight in weights.items()
-    }
+    keys = ("text_waste", "image_waste", "combined_waste")
+    texts, images, *shares = run.done((*_PADDED, *keys), rank)
+    weighted = zip(keys, shares, (texts, images, texts + images), strict=True)
+    return {key: _ratio((share * weight).sum(), weight.sum()) for key, share, weight in weighted}
 
 
 def verdict_of(runs: Iterable[RunState]) -> str:
@@ -241,15 +239,16 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         style = {"color": colour, "ls": dashes, "lw": 1, "alpha": 0.25 if name in pale else 1}
         style["label"] = as_label(name)
         run = runs[name]
-        batch, texts, images = (run.column_or_nan(key) for key in ("num_samples", *_PADDED))
+        keys = ("num_samples", *_PADDED, "loss", "samples_per_s", "step_s", "predicted_bytes")
+        batch, texts, images, losses, speeds, step_s, predicted = run.done(keys)
         if not priced and "memory_bytes" in run.keys("device"):
             seconds = run.column("time_s", "device")
             memory.plot(seconds - seconds[0], run.column("memory_bytes", "device") / 2**20, **style)
         drawn: Any = (
-            (loss, run.column_or_nan("loss"), batch),
+            (loss, losses, batch),
             (tokens, texts + images, None),
-            (speed, run.column_or_nan("samples_per_s"), run.column_or_nan("step_s")),
-            (memory, run.column_or_nan("predicted_bytes") / 2**20, None),
+            (speed, speeds, step_s),
+            (memory, predicted / 2**20, None),
         )
         every = 1 + len(batch) // _DRAWN
         seen = batch.cumsum()[::every]
@@ -294,7 +293,7 @@ def _planned_and_done(run: RunState) -> tuple[float, float]:
     """Cost of the whole run and of the steps done; in steps if no cost is known, NaN if neither is."""
     start = run.latest("start")
     if start.get("planned_cost"):
-        return start["planned_cost"], float(run.done("predicted_cost").sum())
+        return start["planned_cost"], float(np.nansum(run.done(["predicted_cost"])))
     step = run.event("step")
     return start.get("num_steps") or nan, 0.0 if step is None else step.step
 

@@ -450,11 +450,16 @@ def test_without_costs_steps_count_and_without_a_plan_nothing_is_promised() -> N
 
 def test_steps_that_a_killed_run_lost_and_a_resumed_one_repeats_count_once() -> None:
     def step(number: int) -> RunEvent:
-        values = {"num_samples": 4, "predicted_cost": 10.0, "step_s": 1.0}
+        values = {"num_samples": 4, "predicted_cost": 10.0, "step_s": 1.0, "peak_bytes": 9}
+        # more padding in each step: a lost one that counted would show
+        values |= {"padded_tokens": 1, "padded_patches": 1, "combined_waste": number / 10, "loss": 1.0}
         return RunEvent("step", number, 0, float(number), values)
 
     def figures() -> tuple[int, int, float]:
         found = summarize(run)
+        assert found["peak_steps"] == found["steps"]
+        assert found["combined_waste"] == pytest.approx((found["steps"] + 1) / 20)
+        assert draw_runs({"run": run}).axes[0].lines[0].get_xdata()[-1] == found["samples"]
         return found["steps"], found["samples"], progress_of([run]).done_ratio
 
     plan = {"planned_cost": 100.0, "num_steps": 10}
