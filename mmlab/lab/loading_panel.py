@@ -102,7 +102,6 @@ class LoadingPanel(Panel):
     def _show(self) -> None:
         figures = figures_of(self.reports)
         style = figures.style.format("{:.0%}").format("{:,.0f}", ["samples/s"])
-        style = style.set_table_styles([{"selector": "th, td", "props": "padding: 2px 8px"}])
         sentence = list(self.reports.values())[-1].sentence
         self.table.value = f"{style.to_html(table_uuid=str(id(self)))}<p>{sentence}</p>"
         self.picture.value = page_png(loading_figure, figures.tail(_SHOWN))
@@ -129,6 +128,4 @@ def loading_figure(figures: pd.DataFrame) -> Figure:
     shares.plot.barh(ax=busy, color=colours, width=0.75, xlabel="% of the time", xlim=(0, 100))
     speed.invert_yaxis()
     busy.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    for axis in (speed, busy):
-        axis.spines[["top", "right"]].set_visible(False)
     return figure

@@ -17,7 +17,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from mmlab.lab.live_panel import STATIC, LivePanel
-from mmlab.lab.saved import HIDDEN, SavedView
+from mmlab.lab.saved import SavedView
 
 WIDE = {"description_width": "9rem"}  # equally wide labels in a column
 LONG = {"width": "26rem", "margin": "2px"}  # the margin of other sliders, which a SelectionSlider lacks
@@ -107,5 +107,5 @@ def _parts(widget: widgets.Widget) -> Iterator[str]:
 class _KeptKeys(anywidget.AnyWidget):
     """Shows nothing; keeps the keys that are pressed in the panel around it from the notebook."""
 
-    _css = HIDDEN
+    _css = STATIC / "panel.css"
     _esm = STATIC / "kept_keys.js"

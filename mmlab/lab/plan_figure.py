@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 _CLEAR: Any = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
-_ON_ANY_PAGE: Any = {**_CLEAR, **dict.fromkeys(_INK, GREY), "image.cmap": "cool"}
+_OPEN: Any = dict.fromkeys(("axes.spines.top", "axes.spines.right"), False)
+_ON_ANY_PAGE: Any = {**_CLEAR, **_OPEN, **dict.fromkeys(_INK, GREY), "image.cmap": "cool"}
 _NUM_BATCHES = 5  # shown of a plan, one below the other
 _NUM_SAMPLES = 9  # and of each batch, side by side
 _PIXELS, _STEP = 8, PATCH // 8  # picture pixels along a patch; distance of the image pixels taken for them
@@ -71,7 +72,6 @@ def plan_figure(
     area.axvline(budget, color=GREY, lw=1, ls="--")
     area.set(xlabel="padded tokens of a batch", ylabel="batches", ylim=(0, None))
     area.locator_params(nbins=4)
-    area.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="upper right", ncols=len(plans), frameon=False, fontsize="small", handlelength=1)
     return figure
 

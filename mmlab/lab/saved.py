@@ -13,7 +13,6 @@ _NO_ERROR = (
     "<style>.jp-OutputArea:has(.mmlab-saved) .jp-OutputArea-output.jupyter-widgets:not(:has(*)) "
     "{ display: none; }</style>"
 )
-HIDDEN = ".jp-OutputArea:has(.mmlp, .mmlab-panel) .jp-OutputArea-child:has(.mmlab-saved) { display: none; }"
 
 
 class SavedView:

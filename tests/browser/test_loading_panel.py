@@ -31,3 +31,9 @@ def test_settings_are_measured_by_the_button_and_stay_as_rows(notebook: Notebook
     notebook.theme("JupyterLab Dark")
     root.screenshot(path=SCREENSHOTS / "loading_panel-dark.png")
     notebook.theme("JupyterLab Light")
+    notebook.page.set_viewport_size({"width": 600, "height": 900})
+    narrow = "table => table.parentElement.clientWidth <= table.closest('.mmlab-panel').clientWidth"
+    assert root.locator("table").evaluate(narrow), (
+        "the table widens the panel, instead of scrolling by itself"
+    )
+    notebook.page.set_viewport_size({"width": 1280, "height": 900})
