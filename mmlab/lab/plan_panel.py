@@ -111,14 +111,13 @@ class PlanExplorer(Panel):
         style = style.format_index(lambda name: str(name).replace("_", " "), axis="columns")
         style = style.bar(shares, vmin=0, vmax=1, color="#E69F0080", width=80)
         style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
-        looks = {
-            "thead th": "text-align: left; vertical-align: bottom; line-height: 1.2",
-            "th, td": "word-break: keep-all; overflow-wrap: normal; padding: 2px 5px",
-        }
-        style = style.set_table_styles([{"selector": part, "props": look} for part, look in looks.items()])
         head = f"Budget {found.budget:.0f} padded tokens a batch; means of {_NUM_EPOCHS} epochs, pictures of the first."
         if not plans:
             head += " Choose at least one scheduler."
+        if any(plan.limits.streams is not None for plan in plans.values()):
+            head += (
+                " Packs have no padding: their waste is the unfilled end of a stream, which no picture shows."
+            )
         if len(self._sizes) < self._num_samples:
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         # a name of the panel would give its table the bars of a saved copy on the page

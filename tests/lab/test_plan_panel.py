@@ -60,6 +60,9 @@ def test_every_slider_of_the_explorer_changes_the_table() -> None:
         assert explorer.picture.value != picture, control.description
     assert "sorted" in explorer.table.value
     assert "bucket" not in explorer.table.value
+    assert "Packs" not in explorer.table.value
+    explorer.schedulers.value = ("sorted", "packed")
+    assert "their waste is the unfilled end of a stream, which no picture shows" in explorer.table.value
     assert "combined waste" in explorer.table.value
     explorer.schedulers.value = ()
     assert explorer.message.value == ""
