@@ -66,8 +66,8 @@ class MemoryPanel(Panel):
         planned = self.planned()
         figures = planned.figures()
         if planned.plan is None:
-            needed_gib = planned.sample_bytes.max() / GIB
-            self.summary.value = f"<b>Does not fit:</b> one sample needs {needed_gib:.2f} GiB."
+            needed, usable = planned.sample_bytes.max() / GIB, planned.target_bytes / GIB
+            self.summary.value = f"<b>Does not fit:</b> one sample needs {needed:.2f} of {usable:.2f} GiB."
         else:
             fixed = f"a fixed batch size that always fits is {figures['fixed_batch_size']}"
             if planned.limited_by_images:
@@ -77,7 +77,8 @@ class MemoryPanel(Panel):
                 f"<br>{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}"
                 f"<br>{fixed}{self._part}"
             )
-        self.picture.value = page_png(planned.figure)
+        self.picture.value = page_png(planned.figure) if planned.plan else b""
+        self.picture.layout.display = None if planned.plan else "none"
 
     @property
     def text(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mmlab.errors import OptionError
@@ -40,8 +42,10 @@ def test_every_control_changes_the_answer() -> None:
 
 def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
     panel = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 80, 0.5))
-    assert "Does not fit" in panel.summary.value
+    assert re.search("Does not fit:.* one sample needs 1.* of 0.* GiB", panel.summary.value)
+    assert (panel.picture.layout.display, panel.picture.value) == ("none", b""), "two empty plots"
     panel.memory.value = 16.0
+    assert panel.picture.layout.display is None
     assert "samples a batch" in panel.summary.value
     assert "a fixed batch size that always fits is " in panel.summary.value
     everything = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 400, 400))
