@@ -28,7 +28,7 @@ from mmlab.errors import DataError, OptionError, RunError, check_is, check_name
 from mmlab.runs.control import send
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.follow import ACTIVE, ENDED, Runs, RunState, overall_status
-from mmlab.runs.summaries import Progress, draw_runs, progress_of, summarize
+from mmlab.runs.summaries import Progress, draw_runs, failure_of, progress_of, summarize
 from mmlab.types import parse_image_policy
 
 if TYPE_CHECKING:
@@ -238,8 +238,7 @@ class Lab:
         """Traceback of the error that ended the run, if there was one."""
         if self._run is not None:
             return self._run.error
-        ends = [state.latest("end") for state in self._poll().values()]
-        return next((end["traceback"] for end in ends if end.get("traceback")), None)
+        return failure_of(self._poll().values())
 
     def figure(self) -> Figure:
         """A figure of the finished comparison, or of its runs so far."""
@@ -318,7 +317,6 @@ class Lab:
         from mmlab.lab.lab_panel import LabPanel
 
         if self._panel is None or self._panel.comm is None:  # closed
-            self._find_running()
             self._panel = LabPanel(self)
         return self._panel
 
@@ -390,5 +388,4 @@ def _job_of(folder: Path) -> dict[str, Any]:
     runs.poll()
     starts = [state.latest("start") for state in runs.states.values()]
     config: dict[str, Any] = next((start["config"] for start in starts if "config" in start), {})
-    options = {key: config[key] for key in _DEFAULTS if key in config}
-    return {"data": config.get("data"), "schedulers": tuple(runs.states), "options": options}
+    return {"data": config.get("data"), "schedulers": tuple(runs.states), "options": config}

@@ -26,7 +26,7 @@ from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, headlin
 from mmlab.runs.control import Control, read_phase
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import ENDED, Runs, RunState, Source, overall_status, shown_error
-from mmlab.runs.summaries import progress_of
+from mmlab.runs.summaries import failure_of, progress_of
 
 INTERVAL_S = 0.1  # between two messages, on average; a screen shows no more
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
@@ -233,13 +233,18 @@ class Pump:
     def _shown_runs(self) -> list[RunState]:
         return [run for run in self._runs.ordered if run.id not in self._cleared]
 
-    def _phase(self) -> str:
+    def _phase(self, state: str) -> str:
+        """What the page says before the first step."""
         source = self._runs.source  # of several, the first is the current run
         folder = str(source if isinstance(source, str | Path) else next(iter(source), ""))
-        phase = read_phase(folder)
-        if phase and self._controller and Control(folder, obey_earlier=True).wanted == "pause":
-            return f"{phase}; then it pauses"
-        return phase
+        if state != "running":
+            known = {"idle": "Nothing to show yet: press Start."}
+            known["waiting"] = f"waiting for the first event in {Path(folder).absolute()} …"
+            return known.get(state, state + " …" * state.endswith("ing"))
+        phase = read_phase(folder) or "waiting for the first step"
+        if self._controller and Control(folder, obey_earlier=True).wanted == "pause":
+            phase += "; then it pauses"
+        return f"{phase} …"
 
     def _new_rows(self) -> dict[str, NDArray[np.float32]]:
         """Rows not sent yet, (C, N) per series "<run id>.<rank>.<track>"; as many as fit into a message."""
@@ -270,12 +275,12 @@ class Pump:
         """Facts that have changed since they were last sent."""
         runs = self._shown_runs()
         state = overall_status(runs) if self._controller is None else self._asked("state")
-        failure = None if self._controller is None else self._asked("error")
+        failure = failure_of(runs) if self._controller is None else self._asked("error")
         with self._wake:
             if state == "running" != self._said.get("state"):  # perhaps a cell has started it
                 self.forgive()
             errors = [*self._runs.errors[-10:], *self._errors]
-        if failure:
+        if failure and state == "failed":
             # after the indented frames
             text = re.split(r"\n(?=\S)", failure.rsplit("Traceback (", 1)[-1], maxsplit=1)[-1].strip()
             errors.append({"where": "training", "text": text[:500], "traceback": failure[-8000:]})
@@ -297,7 +302,7 @@ class Pump:
             "errors": errors,
             "state": state,
             "progress": self._progress(),
-            "phase": "" if any(run.count() for run in runs if run not in earlier) else self._phase(),
+            "phase": "" if any(run.count() for run in runs if run not in earlier) else self._phase(state),
             **self._headlines(runs, begins),
         }
         changed = {key: value for key, value in facts.items() if self._said.get(key) != value}

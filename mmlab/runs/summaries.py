@@ -143,6 +143,16 @@ def waste_of(run: RunState, rank: int = 0) -> dict[str, float | None]:
     return {key: _ratio((share * weight).sum(), weight.sum()) for key, share, weight in weighted}
 
 
+def failure_of(runs: Iterable[RunState]) -> str | None:
+    """Why the first failed run of these failed: its traceback, or that its process was killed."""
+    for run in runs:
+        if run.status == "killed":
+            return f"the process of {run.name} was killed: it ended without an error message"
+        if found := run.latest("end").get("traceback"):
+            return str(found)
+    return None
+
+
 def verdict_of(runs: Iterable[RunState]) -> str:
     """One line for a person: which run is the fastest, its gain over another one, and the spread over epochs.
 
@@ -232,11 +242,11 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
     from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(12, 3.4), layout="constrained")
-    loss, tokens, speed, memory = figure.subplots(1, 4)
+    loss, tokens, _, memory = figure.subplots(1, 4)
     priced = any("predicted_bytes" in run.keys("step") for run in runs.values())
     for name, colour in colours_of(runs).items():
         dashes = ("-", "--", ":", "-.")[[line.get_color() for line in tokens.lines].count(colour) % 4]
-        style = {"color": colour, "ls": dashes, "lw": 1, "alpha": 0.25 if name in pale else 1}
+        style: Any = {"color": colour, "ls": dashes, "lw": 1, "alpha": 0.25 if name in pale else 1}
         style["label"] = as_label(name)
         run = runs[name]
         keys = ("num_samples", *_PADDED, "loss", "samples_per_s", "step_s", "predicted_bytes")
@@ -244,15 +254,10 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         if not priced and "memory_bytes" in run.keys("device"):
             seconds = run.column("time_s", "device")
             memory.plot(seconds - seconds[0], run.column("memory_bytes", "device") / 2**20, **style)
-        drawn: Any = (
-            (loss, losses, batch),
-            (tokens, texts + images, None),
-            (speed, speeds, step_s),
-            (memory, predicted / 2**20, None),
-        )
+        columns: Any = (losses, texts + images, speeds, predicted / 2**20)
         every = 1 + len(batch) // _DRAWN
         seen = batch.cumsum()[::every]
-        for axis, column, weights in drawn:
+        for axis, column, weights in zip(figure.axes, columns, (batch, None, step_s, None), strict=True):
             if weights is not None:
                 # a line added as an artist does not change the limits of its axis
                 axis.add_artist(Line2D(seen, column[::every], color=colour, lw=0.5, alpha=0.15))

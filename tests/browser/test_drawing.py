@@ -498,10 +498,15 @@ def test_before_the_first_step_the_panel_says_what_the_run_does(notebook: Notebo
         panel = notebook.show("LivePanel('phases')")
         expect(panel.root.locator(".mmlp-phase")).to_have_text("planning …")
         expect(panel.root.locator(".mmlp-grid")).to_be_hidden()
-        log.write("step", 1, loss=1.0, num_samples=2, step_s=0.1)
-        panel.wait_points(1)
+        write_run(folder / "earlier" / "previous-1" / "runs" / "random", 1)
+        panel = notebook.show("LivePanel(['phases', 'phases/earlier/previous-1'])")
         expect(panel.root.locator(".mmlp-grid")).to_be_visible()
+        expect(panel.root.locator(".mmlp-phase")).to_have_text("planning …")
+        for step in (1, 2, 3, 2):  # a resumed run repeats the second step
+            log.write("step", step, loss=1.0, num_samples=100, step_s=0.1)
+        panel.wait_points(4)
         expect(panel.root.locator(".mmlp-phase")).to_be_hidden()
+        assert panel.x_range()[1] == 300
 
 
 def test_of_an_earlier_run_no_step_counts(notebook: Notebook) -> None:

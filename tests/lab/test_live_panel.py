@@ -181,6 +181,8 @@ def test_figures_of_a_run_that_was_cleared_or_killed_are_made_anew(
     monkeypatch.setattr("mmlab.runs.follow.process_runs", lambda _identity: False)
     page.until(lambda: page.facts["runs"][0]["status"] == "killed")
     page.until(lambda: "left" not in dict(page.facts["tiles"][0]["figures"]))
+    page.until(lambda: page.facts["errors"])
+    assert page.facts["errors"][0]["text"].startswith("the process of budget was killed")
 
 
 @pytest.mark.parametrize("late_s", [0.02, 0.05, 0.08])
@@ -255,7 +257,7 @@ def test_buttons_call_the_controller_and_its_state_comes_back(
     for action, state in (("start", "running"), ("pause", "paused"), ("stop", "stopped")):
         page.say("action", name=action)
         page.until(lambda state=state: page.facts["state"] == state)
-        assert state != "running" or page.facts["phase"] == "planning; then it pauses"
+        assert state != "running" or page.facts["phase"] == "planning; then it pauses …"
         pale = [run["ghost"] for run in page.facts["runs"]]
         assert pale == 2 * [state != "stopped"], "earlier runs hide what a run that begins is doing"
     assert [name for name, _ in controller.called] == ["start", "pause", "stop"]
@@ -416,6 +418,7 @@ def test_closing_ends_the_thread(tmp_path: Path) -> None:
     page = Page(panel)
     page.say("ready", have={})
     page.take()
+    assert page.facts["phase"] == f"waiting for the first event in {tmp_path} …"
     thread = panel._pump._thread
     panel.close()
     assert thread not in threading.enumerate()

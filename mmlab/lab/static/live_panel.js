@@ -97,8 +97,12 @@ class Line { // one run on one rank
 		if (track === "step") {
 			const c = series.columns;
 			const all = this.derive("x" + axis, Float64Array, null);
-			all.f = (i, array) => (i ? array[i - 1] : 0) + (AMOUNTS[axis]?.(c, i) || 0);
-			return { array: all.upTo(series.n), sorted: true };
+			all.f = (i, array) => {
+				let last = i - 1; // before steps that a resumed run repeats
+				while (c.step[last] >= c.step[i]) last--;
+				return (array[last] ?? 0) + (AMOUNTS[axis]?.(c, i) || 0);
+			};
+			return { array: all.upTo(series.n), sorted: series.sorted };
 		}
 		// Rows without a step: by their time, between two steps.
 		const all = this.derive(`x${track}${axis}`, Float64Array, null);
@@ -185,7 +189,7 @@ function firstAtLeast(array, n, value) {
 
 class Store {
 	constructor(model) {
-		Object.assign(this, { model, views: new Set(), series: new Map(), lines: [], runs: [], notes: [], errors: [], tiles: [], verdict: "", phase: "", lost: false, busy: false });
+		Object.assign(this, { model, views: new Set(), series: new Map(), lines: [], runs: [], notes: [], errors: [], tiles: [], verdict: "", phase: "waiting …", lost: false, busy: false });
 		Object.assign(this, { state: "waiting", progress: [null, null], seq: 0, acked: 0, last_s: null, heard: 0, nudged: 0, points: 0, untold: [] });
 		this.tracks = model.get("tracks");
 		this.listen = (message, buffers) => this.take(message, buffers);
@@ -309,7 +313,7 @@ function duration(s) {
 	if (whole < 5400) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 	return `${(s / 3600).toFixed(1)} h`;
 }
-const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
+const clock = (ms) => new Date(ms)[Date.now() - ms > 7e7 ? "toLocaleString" : "toLocaleTimeString"]("sv");
 
 /* ---- the page ---- */
 
@@ -481,9 +485,8 @@ class View {
 	dashOf(line) { return RUN_DASHES[(line.several ? line.rank : line.run.dash) % RUN_DASHES.length]; }
 
 	draw() {
-		this.grid.hidden = !this.store.points;
-		this.phase.hidden = !!this.store.points;
-		setText(this.phase, { running: `${this.store.phase || "waiting for the first step"} …`, idle: "Nothing to show yet: press Start." }[this.store.state] ?? this.store.state + (this.store.state.endsWith("ing") ? " …" : ""));
+		this.grid.hidden = !this.store.lines.some((line) => line.series("step")?.n);
+		setText(this.phase, this.store.phase);
 		if (!this.measured || this.plots[0].area.clientWidth !== this.plots[0].width) this.measure(); // cells out of sight have no size
 		const colours = this.colours(), range = this.xRange();
 		if (colours !== this.drawnWith) { this.drawnWith = colours; this.clean = false; }
