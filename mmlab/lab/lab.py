@@ -172,7 +172,7 @@ class Lab:
 
     def stop(self) -> None:
         """End the run after the current step; the epochs that every scheduler finished are kept."""
-        if self._run is not None:
+        if self._run is not None and self._run.state == "running":
             self._run.ask_to_stop()
         else:
             self._tell("stop")
@@ -216,14 +216,15 @@ class Lab:
         """
         if self._panel is not None:
             self._find_running()
-        run, states = self._run, self._poll()
-        if run is None:
-            return overall_status(states.values()) if self._opened and states else "idle"
-        if run.state != "running":
-            return run.state
-        if run.asked_to_stop:
-            return "stopping"
-        return "paused" if overall_status(states.values()) == "paused" else "running"
+        run = self._run
+        ended = run is None or run.state != "running"
+        states = self._poll(at_once=ended)
+        status = overall_status(states.values()) if states else "idle"
+        if run is not None and not ended:
+            return "stopping" if run.asked_to_stop else "paused" if status == "paused" else "running"
+        if self._panel is not None and status in ("running", "paused"):
+            return status
+        return run.state if run is not None else status if self._opened else "idle"
 
     @property
     def progress(self) -> Progress:
@@ -236,9 +237,7 @@ class Lab:
     @property
     def error(self) -> str | None:
         """Traceback of the error that ended the run, if there was one."""
-        if self._run is not None:
-            return self._run.error
-        return failure_of(self._poll().values())
+        return failure_of(self._poll().values()) if self._run is None else self._run.error
 
     def figure(self) -> Figure:
         """A figure of the finished comparison, or of its runs so far."""

@@ -158,7 +158,8 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     assert {name: state.status for name, state in runs.states.items()} == {"runs/random": "killed"}
     assert find_run(tmp_path) is lab._run
     killed, panel = lab._run, lab.panel()
-    assert (lab.state, lab._run) == ("failed", killed)
+    until(lambda: lab.state == "failed", lab)
+    assert lab._run is killed
     (tmp_path / "process.json").write_text(json.dumps({"process": this_process(), "job": killed.job}))
     assert lab.state == "running", "a later run, which another process has started and the panel draws"
     panel.close()
@@ -402,10 +403,17 @@ def test_the_progress_of_a_run_does_not_follow_the_options_of_the_next(tmp_path:
         log.write("start", 0, num_steps=4)
         log.write("step", 1, step_s=1.0)
     lab = Lab("data/sample", schedulers=("random",), out=tmp_path)
-    about = {"job": {"schedulers": ["random"]}, "process": {}}
+    gone = this_process() | {"process_start_s": 0.0}
+    about = {"job": {"schedulers": ["random"]}, "process": gone}
     lab._run = BackgroundRun(tmp_path, about, None)
     lab.configure(schedulers=("random", "budget"))
     assert lab.progress == (0.25, 3.0)
+    assert lab.state == "failed"
+    panel = lab.panel()
+    assert lab.state == "running", "`mmlab compare` trains in the folder, and the panel draws it"
+    lab.stop()
+    assert json.loads((tmp_path / CONTROL).read_text())["command"] == "stop"
+    panel.close()
 
 
 def test_start_refuses_while_a_field_has_a_value_that_cannot_work(tmp_path: Path) -> None:
