@@ -98,7 +98,7 @@ class Line { // one run on one rank
 			const c = series.columns;
 			const all = this.derive("x" + axis, Float64Array, null);
 			all.f = (i, array) => {
-				let last = i - 1; // before steps that a resumed run repeats
+				let last = i - 1; // skip repeated steps
 				while (c.step[last] >= c.step[i]) last--;
 				return (array[last] ?? 0) + (AMOUNTS[axis]?.(c, i) || 0);
 			};
@@ -844,9 +844,9 @@ function trace(g, { xs, from, to, cut, marked }, ys, px, py) {
 	for (let i = from; i < to; i++) {
 		const y = ys[i];
 		if (marked?.(i)) continue;
-		if (open && (!Number.isFinite(y) || cut?.(i))) { leave(); open = false; column = NaN; }
-		if (!Number.isFinite(y)) continue;
 		const at = Math.round(px(xs[i]));
+		if (open && (!Number.isFinite(y) || at < column || cut?.(i))) { leave(); open = false; column = NaN; }
+		if (!Number.isFinite(y)) continue;
 		if (open && at === column) {
 			if (y < low) { low = y; lowFirst = false; } else if (y > high) { high = y; lowFirst = true; }
 			last = y;
