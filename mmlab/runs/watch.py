@@ -124,6 +124,8 @@ def table_of(found: Mapping[str, Any], width: int) -> Table:
 def _lines(name: str, run: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """One line per rank: its texts by heading. Values of the whole run are in the first line only."""
     several = len(run["ranks"]) > 1
+    # long names often differ only at their ends
+    name = name if len(name) < 50 else f"{name[:20]}…{name[-28:]}"
     for index, (rank, row) in enumerate(run["ranks"].items()):
         values = {**run, **row, "run": name, "rank": rank if several else ""}
         yield {

@@ -63,6 +63,9 @@ def test_every_rank_has_a_line_with_its_own_figures(tmp_path: Path) -> None:
     assert "5/8" in lines[3]
     narrow = text_of(found, width=60).splitlines()
     assert max(map(len, narrow)) <= 60
+    found["runs"]["x" * 100 + "_seed_1"] = found["runs"].popitem()[1]
+    long = text_of(found, width=80)
+    assert "x…xxxxxxxxxxxxxxxxxxxxx_seed_1  running" in long, "a long name leaves room for what matters"
     for shown in ("running", "50%", "4/8", "16.0"):
         assert shown in narrow[-2], "what matters most stays"
 
