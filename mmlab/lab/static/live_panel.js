@@ -304,7 +304,7 @@ function ticks(low, high, most, unit) {
 function logTicks(low, high) {
 	const found = [], wide = high / low > 50 ? [1] : [1, 2, 5];
 	for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) found.push(...wide.map((k) => k * power).filter((y) => y >= low && y <= high));
-	return found.length ? found : ticks(low, high, 3);
+	return found.length > 1 ? found : ticks(low, high, 3);
 }
 function duration(s) {
 	if (!Number.isFinite(s)) return "";
