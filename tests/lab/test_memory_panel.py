@@ -42,7 +42,7 @@ def test_every_control_changes_the_answer() -> None:
 
 def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
     panel = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 80, 0.5))
-    assert re.search("Does not fit:.* one sample needs 1.* of 0.* GiB", panel.summary.value)
+    assert re.search("Does not fit:.* one sample needs 1.* GiB, has 0", panel.summary.value)
     assert (panel.picture.layout.display, panel.picture.value) == ("none", b""), "two empty plots"
     panel.memory.value = 16.0
     assert panel.picture.layout.display is None
