@@ -277,7 +277,7 @@ def draw_runs(runs: Mapping[str, RunState], pale: Iterable[str] = ()) -> Figure:
         axis.locator_params(axis="x", nbins=5)
         axis.spines[["top", "right"]].set_visible(False)
     memory.set_ylabel("MiB")
-    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

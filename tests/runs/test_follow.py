@@ -470,6 +470,9 @@ def test_steps_that_a_killed_run_lost_and_a_resumed_one_repeats_count_once() -> 
     assert figures() == (4, 16, 0.4)
     run.apply(map(step, range(5, 10)))
     assert figures() == (9, 36, 0.9)
+    figure = draw_runs({f"previous-{number}/length_grouped": run for number in range(6)})
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().x0 >= 0, "the names of six earlier runs fit below the figure"
 
 
 def test_a_figure_that_cannot_be_written_leaves_the_earlier_file(tmp_path: Path) -> None:
