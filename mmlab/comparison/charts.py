@@ -58,7 +58,6 @@ def draw_comparison(comparison: Comparison) -> Figure:
         costs.axhline(limit / scale, color="black", ls="--", lw=1, label=shown)
     for axes in (waste, throughput, time):
         axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
-    costs.set_xticks(range(len(table)), table.index)
     costs.set_xlim(-0.5, len(table) - 0.5)
     throughput.set(title="Throughput (median, dots are epochs)", ylabel="samples/s")
     time.set(title="Time per sample", ylabel="ms")
@@ -69,8 +68,10 @@ def draw_comparison(comparison: Comparison) -> Figure:
     spare = max(0.0, 0.1 - (high - low)) / 2  # noise alone must not look like a ranking
     loss.set_ylim(low - spare, high + spare)
     loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    tilted: Any = {"rotation": 30, "ha": "right"} if len(table) > 5 else {"rotation": 0}
     for axes in figure.axes:
-        axes.tick_params(axis="x", rotation=0 if axes is loss or len(table) < 6 else 30)
+        if axes is not loss:
+            axes.set_xticks(range(len(table)), table.index, **tilted)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("epoch" if axes is loss else "")
         if axes.get_legend_handles_labels()[1] and axes is not memory:

@@ -356,6 +356,9 @@ def test_names_of_a_users_own_schedulers_are_no_formulas(comparison: Comparison)
     waste, *_, loss = replace(comparison, arms=arms).figure().axes
     assert [text.get_text() for text in waste.get_xticklabels()] == [r"a\$\frac{b\$", " _c"]
     assert [text.get_text() for text in loss.get_legend().get_texts()] == [r"a\$\frac{b\$", " _c"]
+    many = [replace(arms[0], scheduler=f"scheduler {number}") for number in range(6)]
+    waste, *_ = replace(comparison, arms=many).figure().axes
+    assert {text.get_ha() for text in waste.get_xticklabels()} == {"right"}, "tilted, a name ends at its bars"
 
 
 def test_a_folder_of_data_whose_name_is_not_utf8_is_drawn_and_shown(
