@@ -214,9 +214,7 @@ class Lab:
         A comparison that no Lab started is `waiting` until its first event. With a panel, which draws the runs in the
         folder whoever started them, it is that of a later run of another process.
         """
-        if self._panel is not None:
-            self._find_running()
-        run = self._run
+        run = self._run if self._panel is None else self._find_running() or self._run
         ended = run is None or run.state != "running"
         states = self._poll(at_once=ended)
         status = overall_status(states.values()) if states else "idle"
