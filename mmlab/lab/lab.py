@@ -215,14 +215,17 @@ class Lab:
         folder whoever started them, it is that of a later run of another process.
         """
         run = self._run if self._panel is None else self._find_running() or self._run
-        ended = run is None or run.state != "running"
-        states = self._poll(at_once=ended)
+        if run is not None and run.state == "running":
+            if run.asked_to_stop:
+                return "stopping"
+            return "paused" if overall_status(self._poll().values()) == "paused" else "running"
+        states = self._poll(at_once=True)
         status = overall_status(states.values()) if states else "idle"
-        if run is not None and not ended:
-            return "stopping" if run.asked_to_stop else "paused" if status == "paused" else "running"
         if self._panel is not None and status in ("running", "paused"):
-            return status
-        return run.state if run is not None else status if self._opened else "idle"
+            return status  # of a comparison that no Lab started
+        if run is not None:
+            return run.state
+        return status if self._opened else "idle"
 
     @property
     def progress(self) -> Progress:
