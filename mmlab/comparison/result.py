@@ -23,7 +23,6 @@ from mmlab.machine import replace_file
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import COMPARISON_FILES, folder_now
 from mmlab.runs.summaries import FASTER, are_level
-from mmlab.schedule.packed import PACKED_NOTE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -173,7 +172,6 @@ class Comparison:
                 0,
                 f"An epoch of {num_steps} steps is too short to judge speed: give more data, or smaller batches.",
             )
-        notes += [PACKED_NOTE] * any(arm.scheduler == "packed" for arm in self.arms)
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes
@@ -199,9 +197,10 @@ class Comparison:
     def _limit_notes(self) -> list[str]:
         config = self.config
         if config["equal"] != "memory":
-            return [
-                f"Budget {config['budget']:.0f} {config['budget_unit']} a batch; fixed batch size {config['batch_size']}."
-            ]
+            budget = f"{config['budget']:.0f} {config['budget_unit']} a batch"
+            if config["equal"] is None:
+                return [f"Schedulers as they were configured; peak / budget is of {budget}."]
+            return [f"Budget {budget}; fixed batch size {config['batch_size']}."]
         given = f"the predicted peak of random with {config['batch_size']} samples a batch"
         if config["memory_gb"] is not None:
             given = f"what is free of {config['memory_gb']:g} GiB, less what Python and torch take"

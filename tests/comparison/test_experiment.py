@@ -38,7 +38,6 @@ from mmlab.runs.figures import colours_of
 from mmlab.runs.folders import exclusive_folder
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
-from mmlab.schedule.packed import PACKED_NOTE
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.types import BatchShape, SampleSizes, parse_image_policy
 from tests.prices import priced_once, speck
@@ -139,6 +138,7 @@ def test_peak_memory_of_packs_is_that_of_the_most_tokens_or_of_the_most_pixels(
     for arm, two in zip(found.arms, np.reshape(areas, (-1, 2)), strict=True):
         assert max(two) == 1
         assert arm.peak_source == "pixels"
+    assert "fixed batch size" not in str(found.notes()), "each scheduler has what it was configured with"
 
 
 def test_a_run_has_the_device_to_itself_in_its_turn(records: Records) -> None:
@@ -192,7 +192,6 @@ def test_at_equal_memory_every_scheduler_fills_the_same_bytes(at_equal_memory: C
         "fastest whatever fits",
         f"packed {arms['packed'].options['budget']} padded tokens.",
     ]
-    assert PACKED_NOTE in at_equal_memory.notes()
     assert "packed, whose bytes are not predicted" in str(at_equal_memory.notes())
 
 
