@@ -119,6 +119,10 @@ class Strategy:
         optimizer.load_state_dict(state["optimizer"])
         for group, weight_decay in zip(optimizer.param_groups, own, strict=True):
             group["weight_decay"] = weight_decay
+        for weight, moments in optimizer.state.items():  # a fused step reads both as they lie in memory
+            for name, moment in moments.items():
+                if moment.shape == weight.shape and moment.stride() != weight.stride():
+                    moments[name] = torch.empty_like(weight).copy_(moment)
 
     def largest(self, number: float) -> float:
         """The largest of the ranks' numbers; collective."""

@@ -73,6 +73,7 @@ def make_run(
         objectives=["contrastive", "matching"],
         precision=precision,
         accumulation_steps=accumulation_steps,
+        channels_last=accumulation_steps > 1,  # moments then lie as the weights do, after a resume too
         lr=1e-3,
         device="cpu",
     )
