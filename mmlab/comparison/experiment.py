@@ -161,7 +161,7 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
             raise OptionError(f"{', '.join(given)}: the processor makes the batches; leave that out")
     names = ("processor", "image", "images", "tokenizer", "limit")
     prepared = DataOptions(path="", **{name: getattr(options, name) for name in names})
-    return make_datasets(data, prepared, seed=options.seed, progress=progress)
+    return make_datasets(data, prepared, ratios=options.ratios, seed=options.seed, progress=progress)
 
 
 def _warm_page_cache(dataset: Any, progress: bool) -> None:

@@ -67,7 +67,7 @@ def augmentation(name: str) -> Augment | None:
 
 
 def make_datasets(
-    data: Any, options: DataOptions, *, seed: int = 0, progress: bool = True
+    data: Any, options: DataOptions, *, ratios: Any = None, seed: int = 0, progress: bool = True
 ) -> tuple[Any, Any]:
     """Training and held-out samples, which share no image and are prepared alike.
 
@@ -77,6 +77,7 @@ def make_datasets(
         options: how they are prepared; `path` and the loader's options are not used. Samples that the cache lacks are
             decoded into it now, under `torchrun` a part by every rank. A sample that cannot be decoded is left to the
             loader. For conversations the cache stores the sizes.
+        ratios: the shares of an epoch, if any are asked for; rows with only a text or an image are then kept.
 
     Raises:
         DataError: the data cannot be used, or are too few to hold any out.
@@ -86,7 +87,7 @@ def make_datasets(
     if options.limit is not None and options.limit < 2:
         raise OptionError(f"limit must be at least 2 samples, found {options.limit}")
     kind: type[Any] = Records
-    read: Any = read_records
+    read: Any = partial(read_records, allow_missing_modality=ratios is not None)
     if options.processor is None:
         policy = parse_image_policy(options.image)
     else:

@@ -214,7 +214,9 @@ class _Training:
         )
         tokenizer = str(folder / _TOKENIZER) if self._kept else data.tokenizer
         data = dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer)
-        train_set, held_out_set = make_datasets(data.path, data, seed=options.seed, progress=not bar.disable)
+        train_set, held_out_set = make_datasets(
+            data.path, data, ratios=config.sampling.ratios, seed=options.seed, progress=not bar.disable
+        )
         model = make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(

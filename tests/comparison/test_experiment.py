@@ -313,7 +313,11 @@ def test_augmentation_ratios_and_difficulty_are_chosen_by_name(records: Records)
     weighted = compare(records, ("random",), adaptive="loss", **SHORT).arms[0]
     assert len({plain.final_loss, drawn.final_loss, weighted.final_loss}) == 3
     whole = {**SMALL, "epochs": 1}
-    mixed = compare(records, ("budget",), ratios={"image-text": 1.0}, length="oversample", **whole).arms[0]
+    pairs = zip(records.image_paths, records.texts, records.splits, strict=True)
+    rows = [{"image": str(path), "text": text, "split": split} for path, text, split in pairs]
+    rows.append({"text": "without an image", "split": "train"})
+    shares = {"image-text": 1, "text-only": 0}
+    mixed = compare(rows, ("budget",), ratios=shares, length="oversample", **whole).arms[0]
     assert mixed.num_unlearnt_samples == 0
     with pytest.raises(OptionError, match="unknown augmentation 'colours'; did you mean 'colour'"):
         compare(records, ("random",), augment="colours", **SHORT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from mmlab.comparison.options import LoaderOptions
 from mmlab.comparison.plan import _kept
 from mmlab.comparison.train import load_trained, train
 from mmlab.data.readers import read_records
+from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.events import read_events
@@ -176,13 +178,21 @@ def test_a_cache_is_filled_before_training_and_changes_no_step(config: Path, tmp
     assert set(ratios) == {1.0}
 
 
-def test_augmentation_and_sampling_are_chosen_in_the_file(config: Path, tmp_path: Path) -> None:
+def test_augmentation_and_sampling_are_chosen_in_the_file(
+    config: Path, records: Records, tmp_path: Path
+) -> None:
+    pairs = zip(records.image_paths, records.texts, records.splits, strict=True)
+    rows = [{"image": Path(path).name, "text": text, "split": split} for path, text, split in pairs]
+    rows.append({"text": "without an image", "split": "train"})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    mixed = [f"data.path={tmp_path / 'data.jsonl'}", f"data.images={Path(records.image_paths[0]).parent}"]
+    shares = 'sampling.ratios=[[0, {"image-text" = 1, "text-only" = 0}]]'
     small, found = ["trainer.num_epochs=1", "data.limit=40"], []
     for name, changes in (
         ("plain", []),
         ("colour", ["augment.name=colour"]),
         ("drawn", ["sampling.adaptive=sampling", "sampling.correct=true", "scheduler.name=random"]),
-        ("mixed", ['sampling.ratios=[[0, {"image-text" = 1}]]', "sampling.length=undersample"]),
+        ("mixed", [*mixed, shares, "sampling.length=undersample"]),
     ):
         train(load_config(config, [*small, f"name={name}", *changes]), runs=tmp_path, progress=False)
         found.append(steps_of(tmp_path / name))
