@@ -195,9 +195,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         batches that this rank has done plus the number left.
 
         Raises:
-            DataError: the state is of other data, another seed or other scheduler options (at the next
-                iteration, if the number of ranks is the same); or only one of the two plans follows memory
-                use.
+            DataError: the state is of other data, another seed or other scheduler options; or only one of
+                the two plans follows memory use.
         """
         check_state("loader", state, "epoch", "num_batches", "num_bad_samples")
         if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
@@ -219,12 +218,15 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         elif place is not None and any(num and ranks != here for ranks, num in place.get("taken", ())):
             rest, num_before = self.scheduler.resume(self._loader.sizes, place), num_batches
         self._begin(state["epoch"], rest, num_before)
-        if place is not None and not is_same["rows"]:
-            if state.get("num_left", len(self) - num_batches) > 0:
+        if place is not None and state.get("num_left", len(self) - num_batches) > 0:
+            if not is_same["rows"]:
                 raise DataError(
                     "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
                     "resume with the same data, the same limit and the same image policy"
                 )
+            if rest is None:
+                iter(self.plan).load_state_dict(place)  # refuses another seed or other options at once
+        elif place is not None and not is_same["rows"]:
             place, num_batches = None, len(self)  # the epoch is over, however many batches it would have now
             told = "the samples or their sizes are not those of the saved state: what is held out of them now may have been trained on"
             warn(self._emit, told, source="loader")
