@@ -91,7 +91,7 @@ class TrainerSetup:
         self.total_steps = self.options.total_steps
         self.schedule: list[Any] | None = None
         self.saved_on = self.strategy.num_shares
-        self._resumed_on_others = False
+        self._resumed_on_others = self._windows_differ = False
         self._stopping = threading.Event()
         self.taught = meanings_of(None)  # of the training's loader
 
@@ -179,8 +179,8 @@ class TrainerSetup:
     def learning_rate(self, step: int) -> float:
         """Learning rate at a step: linear warm-up, then a cosine to zero at `total_steps`, or constant `lr`.
 
-        An epoch of another length, or a resume on another number of ranks, changes the number of steps left; the rest
-        of the schedule is stretched over them.
+        An epoch of another length, or a resume on other ranks or with other `accumulation_steps`, changes the number of
+        steps left; the rest of the schedule is stretched over them.
         """
         place, length = self._place(step)
         return self.options.lr * warmup_cosine(place, length, self.options.warmup_ratio)
@@ -202,10 +202,11 @@ class TrainerSetup:
                 f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
             )
         others = self.saved_on != num_shares and self.step > 0
+        longer = others or self._windows_differ  # or shorter
         is_known = self.total_steps is not None and last_epoch == self.last_epoch
-        if self.options.total_steps is None and (others or not is_known):
-            self._set_length(loader, last_epoch, stretches=others and is_known)
-        self.last_epoch, self.saved_on = last_epoch, num_shares
+        if self.options.total_steps is None and (longer or not is_known):
+            self._set_length(loader, last_epoch, stretches=longer and is_known)
+        self.last_epoch, self.saved_on, self._windows_differ = last_epoch, num_shares, False
         self._resumed_on_others = others
 
     def _set_length(self, loader: Iterable[Batch], last_epoch: int, *, stretches: bool) -> None:
@@ -316,6 +317,7 @@ class TrainerSetup:
             "progress": {
                 **{name: getattr(self, name) for name in _PROGRESS},
                 "world_size": self.strategy.num_shares,
+                "accumulation_steps": self.options.accumulation_steps,
             },
         }
 
@@ -338,7 +340,10 @@ class TrainerSetup:
         progress = state["progress"]
         for name in _PROGRESS:
             setattr(self, name, progress[name])
-        self.saved_on = progress["world_size"]
+        self.saved_on, each = progress["world_size"], self.options.accumulation_steps
+        self._windows_differ = progress.get("accumulation_steps", each) != each
+        if self.options.total_steps is not None:
+            self.total_steps, self.schedule = self.options.total_steps, None
 
     def description(self) -> StepValues:
         """The trainer's values in a `start` event."""

@@ -133,6 +133,15 @@ def test_a_loader_without_a_state_of_its_own_is_read_from_the_start_again(tmp_pa
     assert Checkpoints(tmp_path).restore(second, batches) == tmp_path / "000001-step-2"
     rest = second.fit(batches)
     assert [row["loss"] for row in rest] == [row["loss"] for row in expected[2:]]
+    for changes, length in (
+        ({"accumulation_steps": 3}, 3),
+        ({"total_steps": 4}, 4),
+    ):  # the schedule fits what is left
+        other = FusionTrainer(tiny_model(dropout=0.2), device="cpu", **changes)
+        Checkpoints(tmp_path).restore(other, batches)
+        other._plan_schedule(batches, other.epoch + 1)
+        assert other.total_steps == length
+        assert other.learning_rate(length) == 0 < other.learning_rate(length - 1)
 
 
 def save_some(folder: Path, scores: list[float], **options) -> tuple[Checkpoints, FusionTrainer]:
