@@ -42,6 +42,7 @@ from mmlab.training.strategy import Strategy
 from mmlab.types import SampleSizes
 
 _NUM_HELD_OUT = 4
+_MOST_SKIPPED = 20  # steps of fp16, each with half the loss scale of the one before
 
 
 class StepPrices(NamedTuple):
@@ -183,6 +184,7 @@ def price_dataset(
     alone: Any = {"strategy": Strategy(), "on_out_of_memory": "raise"}  # one rank measures for all
     trainer = FusionTrainer(model, lr=0.0, precision=precision, device=device, **alone)
     costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
+    make_state(trainer, dataset.collate([dataset[row] for row in range(min(2, len(dataset)))]))
     found = price_steps(
         lambda batch: trainer.train_step([batch]),
         sizes,
@@ -260,6 +262,13 @@ def _probes(
     shapes = BatchPlan.from_batches(batches, sizes, Limits(streams=(0, 0) if packed else None)).step_shapes()
     mixed = rng.permutation(number)  # so that held-out batches are of all sizes
     return [batches[place] for place in mixed], shapes[mixed]
+
+
+def make_state(trainer: FusionTrainer, batch: Any) -> None:
+    """Make the optimizer's state: under fp16 the first steps may be skipped, until the loss scale has come down."""
+    for _ in range(_MOST_SKIPPED):
+        if not trainer.train_step([batch])["skipped"]:
+            return
 
 
 def peak_of(train_step: Callable[[Any], Any], batch: Any, holds: Sequence[Any]) -> int:

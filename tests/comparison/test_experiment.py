@@ -310,7 +310,10 @@ def test_augmentation_ratios_and_difficulty_are_chosen_by_name(records: Records)
     assert changed.shape_mismatches == 0
     assert changed.final_loss != plain.final_loss
     drawn = compare(records, ("random",), adaptive="sampling", correct=True, **SHORT).arms[0]
-    weighted = compare(records, ("random",), adaptive="loss", **SHORT).arms[0]
+    weighted = compare(records, ("random",), adaptive="loss", precision="fp16", **SHORT).arms[0]
+    assert weighted.peak_bytes > 0.8 * plain.peak_bytes, (
+        "with the optimizer's state, although fp16 skips its first steps"
+    )
     assert len({plain.final_loss, drawn.final_loss, weighted.final_loss}) == 3
     whole = {**SMALL, "epochs": 1}
     pairs = zip(records.image_paths, records.texts, records.splits, strict=True)
