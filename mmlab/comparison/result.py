@@ -40,7 +40,7 @@ class ArmResult:
 
     scheduler: str
     options: dict[str, Any]  # how the scheduler was configured
-    num_samples: int  # training samples an epoch
+    num_samples: int  # trained in the first epoch; under ratios not as many as there are
     num_batches: int  # optimizer steps of the first epoch
     samples_per_s: float  # median over epochs
     step_s: float  # median over measured steps, data wait not included

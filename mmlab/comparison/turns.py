@@ -202,7 +202,7 @@ class ComparisonRun:
         return ArmResult(
             scheduler=self.name,
             options={key: repr(value) for key, value in vars(self._scheduler).items()},
-            num_samples=len(self._setup.train_set),
+            num_samples=int(epochs[0]["num_samples"]),
             num_batches=int(epochs[0]["num_batches"]),
             peak_over_budget=max(epoch["peak_over_budget"] for epoch in epochs),
             final_loss=last["held_out_loss"],
@@ -229,6 +229,7 @@ class ComparisonRun:
             predicted["predicted_samples_per_s"] = float(samples.sum()) / time.epoch_s(plan)
         return {
             "num_batches": found["steps"],
+            "num_samples": found["samples"],
             "shape_mismatches": self._shape_mismatches,
             **predicted,
             "step_s": float(np.median(after_warmup(step_s))),
