@@ -42,7 +42,6 @@ from mmlab.training.strategy import Strategy
 from mmlab.types import SampleSizes
 
 _NUM_HELD_OUT = 4
-_MOST_SKIPPED = 20  # steps of fp16, each with half the loss scale of the one before
 
 
 class StepPrices(NamedTuple):
@@ -266,7 +265,7 @@ def _probes(
 
 def make_state(trainer: FusionTrainer, batch: Any) -> None:
     """Make the optimizer's state: under fp16 the first steps may be skipped, until the loss scale has come down."""
-    for _ in range(_MOST_SKIPPED):
+    for _ in range(20):  # each has half the loss scale of the one before
         if not trainer.train_step([batch])["skipped"]:
             return
 

@@ -342,8 +342,7 @@ class TrainerSetup:
             setattr(self, name, progress[name])
         self.saved_on, each = progress["world_size"], self.options.accumulation_steps
         self._windows_differ = progress.get("accumulation_steps", each) != each
-        if self.options.total_steps is not None:
-            self.total_steps, self.schedule = self.options.total_steps, None
+        self.total_steps = self.options.total_steps or self.total_steps
 
     def description(self) -> StepValues:
         """The trainer's values in a `start` event."""
