@@ -261,6 +261,8 @@ class ComparisonRun:
         """Switch counting live tensors on or off for the next step."""
         if (trainer := self._trainer) is not None:
             chosen = self._epoch.count() in self._counted
+            if chosen and not trainer.optimizer.state:  # fp16 has skipped all steps so far
+                chosen, self._counted = False, self._counted | {self._epoch.count() + 1}
             trainer.meter.live = LiveBytes().add(trainer.model, trainer.optimizer) if chosen else None
 
     def _take(self, event: RunEvent) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -326,6 +327,13 @@ def test_augmentation_ratios_and_difficulty_are_chosen_by_name(records: Records)
         compare(records, ("random",), augment="colours", **SHORT)
     with pytest.raises(OptionError, match="ratios and adaptive='sampling' both choose"):
         compare(records, ("random",), ratios={"image-text": 1.0}, adaptive="sampling", **SHORT)
+
+
+def test_no_peak_is_counted_before_the_optimizer_has_its_state() -> None:
+    trainer = SimpleNamespace(optimizer=SimpleNamespace(state={}), meter=SimpleNamespace(live=None))
+    run: Any = SimpleNamespace(_trainer=trainer, _epoch=SimpleNamespace(count=lambda: 2), _counted={2})
+    ComparisonRun._choose_counting(run)  # fp16 has skipped the steps so far
+    assert (trainer.meter.live, run._counted) == (None, {2, 3})
 
 
 def test_arms_start_from_the_same_weights(records: Records, tmp_path: Path) -> None:
