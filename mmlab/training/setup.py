@@ -47,7 +47,7 @@ class TrainerSetup:
         total_steps: length of the learning rate's schedule; None if it is not known yet.
         schedule: what the rest of the schedule is stretched from, see `learning_rate`; None if it is not
             stretched.
-        saved_on: number of ranks among which the run that this one resumes split the samples.
+        saved_with: ranks, and micro-batches in a step, of the run that this one resumes.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class TrainerSetup:
         self.num_out_of_memory, self.phase = 0, "forward"
         self.total_steps = self.options.total_steps
         self.schedule: list[Any] | None = None
-        self.saved_on = self.strategy.num_shares
-        self._resumed_on_others = self._windows_differ = False
+        self.saved_with = self.strategy.num_shares, self.options.accumulation_steps
+        self._resumed_on_others = False
         self._stopping = threading.Event()
         self.taught = meanings_of(None)  # of the training's loader
 
@@ -201,13 +201,13 @@ class TrainerSetup:
                 f"the batches are planned for {planned_for} rank, so each of {num_shares} would train all samples: "
                 f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
             )
-        others = self.saved_on != num_shares and self.step > 0
-        longer = others or self._windows_differ  # or shorter
+        now = num_shares, self.options.accumulation_steps
+        differs = self.saved_with != now and self.step > 0
         is_known = self.total_steps is not None and last_epoch == self.last_epoch
-        if self.options.total_steps is None and (longer or not is_known):
-            self._set_length(loader, last_epoch, stretches=longer and is_known)
-        self.last_epoch, self.saved_on, self._windows_differ = last_epoch, num_shares, False
-        self._resumed_on_others = others
+        if self.options.total_steps is None and (differs or not is_known):
+            self._set_length(loader, last_epoch, stretches=differs and is_known)
+        self._resumed_on_others = differs and self.saved_with[0] != num_shares
+        self.last_epoch, self.saved_with = last_epoch, now
 
     def _set_length(self, loader: Iterable[Batch], last_epoch: int, *, stretches: bool) -> None:
         """End the schedule with the steps left, stretched from where it stands or anew."""
@@ -340,8 +340,8 @@ class TrainerSetup:
         progress = state["progress"]
         for name in _PROGRESS:
             setattr(self, name, progress[name])
-        self.saved_on, each = progress["world_size"], self.options.accumulation_steps
-        self._windows_differ = progress.get("accumulation_steps", each) != each
+        each = progress.get("accumulation_steps", self.options.accumulation_steps)
+        self.saved_with = progress["world_size"], each
         self.total_steps = self.options.total_steps or self.total_steps
 
     def description(self) -> StepValues:
