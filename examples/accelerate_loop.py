@@ -24,6 +24,7 @@ with RunWriter("runs/accelerate", sampler=sampler, num_steps=NUM_EPOCHS * len(sa
     for epoch in range(NUM_EPOCHS):
         loader.set_epoch(epoch)
         for batch in loader:
+            run.begin_step()  # the batch is here: until now the loop waited for data
             loss = model(**batch).loss
             accelerator.backward(loss)
             optimizer.step()

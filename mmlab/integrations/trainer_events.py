@@ -61,6 +61,9 @@ class TrainerEvents(TrainerCallback):
         values = {key: metrics[name] for key, name in found.items() if name in (metrics or {})}
         self.run.write("eval", epoch=int(state.epoch or 0), **values)
 
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.run.exclude_time()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
 

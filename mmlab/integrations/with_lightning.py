@@ -70,6 +70,7 @@ class LightningEvents(Callback):
     def __init__(self, folder: str | Path | None = None, **options: Any) -> None:
         self.folder, self.options = folder, options
         self.run: Any = None  # a RunWriter, once training has begun
+        self._saved = False  # a checkpoint came after the last batch
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step = trainer.global_step
@@ -79,17 +80,25 @@ class LightningEvents(Callback):
         options = {"device": pl_module.device, "step": trainer.global_step, **about, **self.options}
         self.run = RunWriter(folder, sampler=sampler, **options)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.run is not None and not self._losses:
-            self.run.begin_step()
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.run is not None:
+            self.run.exclude_time()
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self._saved = True  # soon: nothing tells the end
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._saved:
+            self.run.exclude_time()
+        self._saved = False
+        self.run.begin_step()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, _: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self._losses.append(None if loss is None else float(loss))
-        if trainer.global_step == self._step:
-            return  # more batches of this step follow
+        if trainer.global_step == self._step:  # more batches of this step follow
+            self.run.end_batch()
+            return
         num, self._step = len(self._losses), trainer.global_step
         lr = trainer.optimizers[0].param_groups[0]["lr"]
         told = [own for own in self._losses if own is not None]

@@ -41,6 +41,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
 
         with RunWriter("runs/mine", sampler=sampler, num_steps=len(loader)) as run:
             for batch in loader:
+                run.begin_step()
                 ...
                 run.step(loss=loss.item())
                 if run.stopped:  # by `mmlab.runs.control.send(folder, "stop")`, or the live panel
@@ -82,6 +83,8 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         cost = None if sampler is None else sampler.plan.limits.cost
         self._memory = memory if memory is not None or getattr(cost, "unit", "") != "bytes" else cost
         self._live = LiveBytes() if live else None
+        self._ended_s = self._left_s = 0.0  # when the last step ended; when a batch last came or was done
+        self._waited_s: float | None = None  # for data, since the last step; None: the loop has not told
         self._plan: Any = None  # the plan that `_counts` and `_bytes` were computed from
         about.setdefault("run_name", self._folder.name)
         about.setdefault("scheduler", "" if sampler is None else type(sampler.scheduler).__name__.lower())
@@ -102,12 +105,18 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self.exclude_time()
 
     def begin_step(self) -> None:
-        """Call this when the batch has arrived: the time since the last step counts as waiting for data."""
-        self._waited_s = time.perf_counter() - self._ended_s
+        """Call this when a batch has arrived: the time since the last step (or `end_batch`) was waiting for data."""
+        now = time.perf_counter()
+        self._waited_s, self._left_s = (self._waited_s or 0.0) + now - self._left_s, now
+
+    def end_batch(self) -> None:
+        """Call this after a micro-batch that others of its step follow, if `begin_step` is called for each."""
+        self._left_s = time.perf_counter()
 
     def exclude_time(self) -> None:
-        """Leave the time since the last step (evaluation, a checkpoint) out of the next one."""
-        self._ended_s, self._waited_s = time.perf_counter(), 0.0
+        """Leave the time since the last step or batch (evaluation, a checkpoint) out of the next step."""
+        now = time.perf_counter()
+        self._ended_s, self._left_s = self._ended_s + now - self._left_s, now
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         if self._live is not None:
@@ -136,6 +145,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         self.stopped = self._run.control.wait_if_paused_or_stop(
             agree=ProcessGroup(self.device).largest, emit=lambda kind, found: self._run.write(kind, **found)
         )
+        self._left_s, self._waited_s = self._ended_s, None
         self.exclude_time()
         return values
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from mmlab.errors import OptionError
 from mmlab.integrations import PlannedSampler, RunWriter, TrainerEvents, sample_sizes
@@ -35,6 +36,11 @@ def state_of(folder: Path) -> RunState:
     return state
 
 
+class SlowDisk(TrainerCallback):
+    def on_save(self, *_: Any, **__: Any) -> None:
+        time.sleep(0.5)
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_trainers_run_tells_each_steps_loss_batch_and_memory(tmp_path: Path, accumulation: int) -> None:
     trainer = make(
@@ -43,7 +49,7 @@ def test_a_trainers_run_tells_each_steps_loss_batch_and_memory(tmp_path: Path, a
         gradient_accumulation_steps=accumulation,
         eval_strategy="epoch",
         save_strategy="epoch",
-        callbacks=[TrainerEvents(memory=bytes_of(), live=True)],
+        callbacks=[SlowDisk(), TrainerEvents(memory=bytes_of(), live=True)],
         eval_dataset=Pairs(),
     )
     trainer.train()
@@ -69,6 +75,7 @@ def test_a_trainers_run_tells_each_steps_loss_batch_and_memory(tmp_path: Path, a
     assert (state.column("predicted_bytes") > 1e3).all()
     assert state.latest("step")["memory_source"] == "live tensors"
     assert (state.column("step_s") >= state.column("data_wait_s")).all()
+    assert state.column("data_wait_s").max() < 0.5, "saving is no waiting for data"
     row = summarize(state)
     assert row["planned_steps"] == row["steps"]
     assert 0 < row["text_waste"] < 1
@@ -161,6 +168,17 @@ def test_an_own_loop_writes_stops_pauses_and_says_why_it_failed(tmp_path: Path) 
     state = state_of(folder)
     assert (state.status, state.count("pause"), state.count("resume")) == ("stopped", 1, 1)
     assert state.column("step_s")[1] < state.latest("resume")["paused_s"]
+    assert summarize(state)["data_wait_ratio"] is None, "this loop does not say when a batch has come"
+
+    with RunWriter(tmp_path / "micro") as run:
+        calls = (run.begin_step, run.end_batch, run.exclude_time, run.begin_step)
+        for call, seconds in zip(calls, (0.1, 0.1, 0.5, 0.1), strict=True):
+            time.sleep(seconds)  # for a batch, training on it, evaluating, for another batch
+            call()
+        run.step(2)
+    step = state_of(tmp_path / "micro").latest("step")
+    assert 0.2 <= step["data_wait_s"] <= step["step_s"] - 0.1
+    assert step["step_s"] < 0.8
 
 
 def test_a_run_left_open_ends_when_its_cell_is_run_again(tmp_path: Path) -> None:

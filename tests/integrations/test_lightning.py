@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ class Clip(LightningModule):
         loss = self.model(**batch).loss
         return None if number in self.leaves_out else loss
 
+    def validation_step(self, batch: Any, number: int) -> None:
+        time.sleep(0.5)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
@@ -56,6 +60,8 @@ def fit(folder: Path | str, *, resume: str | None = None, num_workers: int = 0, 
         "enable_checkpointing": False,
     }
     data = PlannedDataModule(Pairs(), budget(), sizes=sizes(), collate_fn=collate, num_workers=num_workers)
+    if options.pop("evaluates", False):
+        data.val_dataloader = lambda: [0]
     Trainer(**{**fixed, **options}).fit(model, datamodule=data, ckpt_path=resume, weights_only=False)
     return model
 
@@ -72,7 +78,15 @@ def test_a_resume_sees_every_sample_once(tmp_path: Path, num_workers: int, after
 
 
 def test_the_events_tell_each_steps_loss_and_batches(tmp_path: Path) -> None:
-    model = fit(tmp_path, callbacks=[LightningEvents()], accumulate_grad_batches=3)
+    class SlowDisk(ModelCheckpoint):
+        def _save_checkpoint(self, *what: Any) -> None:
+            time.sleep(0.5)
+            super()._save_checkpoint(*what)
+
+    callbacks = [LightningEvents(), SlowDisk(every_n_train_steps=2)]
+    model = fit(
+        tmp_path, callbacks=callbacks, accumulate_grad_batches=3, enable_checkpointing=True, evaluates=True
+    )
     state = RunState(tmp_path)
     state.poll()
     assert state.status == "done"
@@ -87,6 +101,7 @@ def test_the_events_tell_each_steps_loss_and_batches(tmp_path: Path) -> None:
     assert state.column("num_samples").tolist() == [len(window) for window in windows]
     assert state.column("num_tokens").tolist() == [max(LENGTHS[window]) for window in windows]
     assert (state.column("loss") > 0).all()
+    assert state.column("data_wait_s").max() < 0.5, "evaluating and saving is no waiting for data"
 
 
 def test_a_batch_without_a_loss_is_counted_without_one(tmp_path: Path) -> None:
