@@ -98,9 +98,8 @@ class PlannedSampler(Sampler[list[int]]):
         return len(self.plan)
 
     def __iter__(self) -> Iterator[list[int]]:
-        start, self._start = self._start, 0
-        self.first = start
-        return _Batches(self, start)
+        self.first = self._start
+        return _Batches(self, self._start)
 
     def set_epoch(self, epoch: int) -> None:
         """Plan this epoch; takes effect at the next iteration.
@@ -189,6 +188,9 @@ class _Batches(Iterator[list[int]]):
         self._walk(start)
 
     def __next__(self) -> list[int]:
+        self._sampler._start = (
+            0  # not before: a DataLoader with workers makes two iterators and draws from one
+        )
         batch = next(self._left)
         self._num += 1
         if self._sampler.epoch == self._epoch:

@@ -89,13 +89,14 @@ def test_a_stateful_loader_goes_on_in_mid_epoch(num_workers: int) -> None:
     assert flat([batch["rows"].tolist() for batch in second]) == EVERYTHING
 
 
-def test_a_plain_loader_goes_on_behind_the_batches_that_were_trained() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_plain_loader_goes_on_behind_the_batches_that_were_trained(num_workers: int) -> None:
     sampler = PlannedSampler(sizes(), budget(), num_epochs=2)
     sampler.set_epoch(1)
     whole = list(sampler)
     resumed = PlannedSampler(sizes(), budget(), num_epochs=2)
     resumed.load_state_dict(sampler.state_dict(4))
-    loader = DataLoader(Pairs(), batch_sampler=resumed, collate_fn=collate)
+    loader = DataLoader(Pairs(), batch_sampler=resumed, collate_fn=collate, num_workers=num_workers)
     assert [batch["rows"].tolist() for batch in loader] == whole[4:]
     assert [batch["rows"].tolist() for batch in loader] == whole  # the next iteration is a whole one
 
