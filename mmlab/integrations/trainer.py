@@ -21,21 +21,21 @@ _SET_ANEW = {"batch_size", "batch_sampler", "sampler", "shuffle", "drop_last"}
 _OPTIONS = signature(DataLoader).parameters.keys() - _SET_ANEW - {"dataset"}
 
 
-class _SameEpochs(TrainerCallback):
-    """Refuses a checkpoint whose epochs had another number of batches: samples would be repeated or left out."""
+class _SameBatches(TrainerCallback):
+    """Refuses a checkpoint of other batches: samples would be repeated or left out."""
 
     def __init__(self, trainer: PlannedBatches) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if (planned := self._trainer.planned) is not None and state.global_step:
-            window = args.gradient_accumulation_steps
-            epoch, steps = divmod(state.global_step, math.ceil(len(planned) / window))
-            if not math.isclose(state.epoch, epoch + steps * window / len(planned), rel_tol=1e-6):
+        if (planned := self._trainer.planned) is not None:
+            here = planned.state_dict(0) | {"accumulation": args.gradient_accumulation_steps}
+            if state.global_step and state.stateful_callbacks.get("mmlab") != here:
                 raise DataError(
-                    "cannot resume: the checkpoint's epochs had another number of batches; resume with the same number "
-                    "of epochs or steps, scheduler and gradient_accumulation_steps"
+                    "cannot resume: the checkpoint is of other batches; resume with the same data, scheduler, seed of the "
+                    "scheduler, number of ranks, number of epochs or steps, and gradient_accumulation_steps"
                 )
+            state.stateful_callbacks["mmlab"] = here  # saved with each checkpoint
 
 
 class PlannedBatches:
@@ -70,7 +70,7 @@ class PlannedBatches:
         super().__init__(*args, **kwargs)
         self.batch_scheduler, self.sample_sizes = scheduler, sizes
         self.planned: PlannedSampler | None = None  # once training has begun
-        self.add_callback(_SameEpochs(self))  # type: ignore[attr-defined]
+        self.add_callback(_SameBatches(self))  # type: ignore[attr-defined]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's own; an error or an interrupt that ends it is written to the run's events."""

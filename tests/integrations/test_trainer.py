@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,17 @@ def test_a_resume_in_mid_epoch_sees_every_sample_once_and_ends_with_the_same_wei
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_a_resume_with_another_number_of_epochs_is_refused(tmp_path: Path) -> None:
+def test_a_resume_with_other_batches_is_refused(tmp_path: Path) -> None:
     first = make(tmp_path / "first", num_train_epochs=1, save_strategy="steps", save_steps=3, max_steps=-1)
     first.train()
     longer = make(tmp_path / "longer", num_train_epochs=4)
-    for step in (3, len(first.planned)):
-        with pytest.raises(
-            DataError, match="another number of batches; resume with the same number of epochs"
-        ):
-            longer.train(resume_from_checkpoint=str(tmp_path / "first" / f"checkpoint-{step}"))
+    other = make(tmp_path / "other", num_train_epochs=1)
+    other.batch_scheduler = replace(budget(), seed=49)  # as many batches, but with other samples
+    for trainer in (longer, other):
+        for step in (3, len(first.planned)):
+            with pytest.raises(DataError, match="of other batches; resume with the same data"):
+                trainer.train(resume_from_checkpoint=str(tmp_path / "first" / f"checkpoint-{step}"))
+    assert len(other.planned) == len(first.planned)
 
 
 def test_enough_epochs_are_planned_for_a_number_of_steps(tmp_path: Path) -> None:
