@@ -188,9 +188,8 @@ class _Batches(Iterator[list[int]]):
         self._walk(start)
 
     def __next__(self) -> list[int]:
-        self._sampler._start = (
-            0  # not before: a DataLoader with workers makes two iterators and draws from one
-        )
+        # not when it was made: a DataLoader with workers makes two iterators and draws from one
+        self._sampler._start = 0
         batch = next(self._left)
         self._num += 1
         if self._sampler.epoch == self._epoch:
