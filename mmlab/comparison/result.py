@@ -258,9 +258,10 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """One sentence: how much faster the fastest scheduler is than `random`, or than the next fastest."""
+        """One sentence: how much faster the fastest scheduler is than `random`, else than the first, else than the next fastest."""
         best, *others = sorted(self.arms, key=lambda arm: -arm.samples_per_s)
-        base = next((arm for arm in others if arm.scheduler == "random"), others[0] if others else best)
+        first = next((arm for arm in self.arms if arm.scheduler == "random"), self.arms[0])
+        base = others[0] if first is best and others else first
         given = "At the batch sizes given"
         if self.config["equal"] == "memory":
             given = f"At equal memory ({self.config['memory_limit_bytes'] / 2**20:.0f} MiB a step)"

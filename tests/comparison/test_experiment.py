@@ -415,6 +415,8 @@ def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(
     both = replace(found, arms=[*arms, replace(arms[0], scheduler="bucket")])
     assert ("budget (level with bucket) trains" in both.headline) == (sum(fast) > 200)
     assert any(note.endswith("in samples/s: budget and bucket.") for note in both.notes()) != noted
+    without = replace(found, arms=[replace(arms[1], scheduler="sorted"), *both.arms[::2]])
+    assert ("samples/s as sorted" in without.headline) == (sum(fast) > 200), "the first, as in the panel"
 
 
 def test_the_figure_has_the_schedulers_in_their_order_and_colours(comparison: Comparison) -> None:
