@@ -14,6 +14,7 @@ from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.integrations.sampler import PlannedSampler, sample_sizes
 from mmlab.integrations.trainer_events import TrainerEvents
+from mmlab.machine import place_of_process
 from mmlab.schedule.base import Scheduler
 from mmlab.types import Samples
 
@@ -109,6 +110,11 @@ class PlannedBatches:
         args, sizes = self.args, self._find_sizes(dataset)  # type: ignore[attr-defined]
         if isinstance(dataset, Conversations) and args.remove_unused_columns:
             raise OptionError("give the trainer remove_unused_columns=False: the collator needs all columns")
+        if (started := place_of_process()[1]) != args.world_size:
+            raise OptionError(
+                f"torchrun has started {started} processes, but transformers sees {args.world_size} and would train in "
+                "each of them alone; without a GPU, give TrainingArguments use_cpu=True"
+            )
         assert self.batch_scheduler is not None
         place = {"rank": args.process_index, "world_size": args.world_size}
         num_epochs = math.ceil(args.num_train_epochs)

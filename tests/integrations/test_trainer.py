@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from mmlab.errors import DataError
+from mmlab.errors import DataError, OptionError
 from mmlab.integrations import PlannedSampler, PlannedTrainer, TrainerEvents, sample_sizes
 from tests.integrations.tiny import LENGTHS, WORDS, Pairs, budget, clip, collate, flat, gpt2, sizes
 from tests.ranks import run_ranks
@@ -92,6 +92,15 @@ def test_a_resume_with_other_batches_is_refused(tmp_path: Path) -> None:
             with pytest.raises(DataError, match="of other batches; resume with the same data"):
                 trainer.train(resume_from_checkpoint=str(tmp_path / "first" / f"checkpoint-{step}"))
     assert len(other.planned) == len(first.planned)
+
+
+def test_processes_of_torchrun_that_transformers_does_not_see_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, num_train_epochs=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match=r"started 2 processes, but transformers sees 1 .* use_cpu=True"):
+        trainer.train()
 
 
 def test_enough_epochs_are_planned_for_a_number_of_steps(tmp_path: Path) -> None:
