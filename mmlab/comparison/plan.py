@@ -63,7 +63,6 @@ def plan_run(
     name, follow = options.pop("name", "budget"), options.pop("follow", True)
     group, training, seconds = ProcessGroup(device), config.trainer, None
     setting: dict[str, Any] = {"precision": training.precision, "checkpointing": training.checkpointing}
-    setting["objectives"] = objectives
     once = partial(group.run_on_main, doing="price the model")  # rank 0 prices it, or reads the saved fit
     scheduler: Any
     if name not in ("memory", "fastest"):
@@ -71,14 +70,13 @@ def plan_run(
     else:
         memory_gb = options.pop("memory_gb", None)
         limit_bytes = memory_limit(device, memory_gb=memory_gb).usable_bytes
+        step = {**setting, "accumulating": training.accumulation_steps > 1}
+        step["gradient_buckets"] = num_shares > 1 and config.parallel.strategy == "ddp"
         if isinstance(dataset, ConversationDataset):
             network: Any = model.to(device)
-            precision = training.precision
-            cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, precision=precision))
+            cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, **step))
         else:
-            step = {**setting, "device": torch.device(device).type}
-            step["accumulating"] = training.accumulation_steps > 1
-            step["gradient_buckets"] = num_shares > 1 and config.parallel.strategy == "ddp"
+            step |= {"objectives": objectives, "device": torch.device(device).type}
             cost = once(
                 lambda: MemoryModel.load_or_fit(
                     prices,
@@ -93,7 +91,7 @@ def plan_run(
             budget = once(lambda: _kept(prices.with_name(LIMIT), budget))
         scheduler = make_scheduler("memory", cost=cost, budget=budget, **options)
     if name == "fastest":
-        trainer = {**setting, "device": device}
+        trainer = {**setting, "objectives": objectives, "device": device}
         bounds = {"cost": scheduler.cost, "budget": scheduler.target_ratio * scheduler.budget}
         time = seconds or group.run_on_main(
             lambda: TimeModel.load_or_fit(

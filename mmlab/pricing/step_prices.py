@@ -8,7 +8,7 @@ bytes for `memory`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,13 +25,14 @@ from mmlab.data.conversations import read_conversations
 from mmlab.errors import OptionError, check_numbers
 from mmlab.machine import cpu_name, progress_bar
 from mmlab.model.conversation_model import ConversationModel, named_processor
+from mmlab.model.parameters import trainable_parameters
 from mmlab.pricing.closed_form import held_out_errors
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.time_model import TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import loading_seconds, low_seconds
 from mmlab.runs.folders import TIME_MODEL
-from mmlab.runs.meters import LiveBytes
+from mmlab.runs.meters import Held, LiveBytes
 from mmlab.schedule.columns import Limits
 from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
@@ -59,7 +60,8 @@ def price_steps(
     sizes: SampleSizes,
     *,
     prepare: Callable[[list[int]], Any] | None = None,
-    holds: Sequence[nn.Module | torch.optim.Optimizer],
+    peak_step: Callable[[Any], Any] | None = None,
+    holds: Sequence[Held],
     budget: float,
     packed: bool = False,
     num_probes: int = 12,
@@ -82,7 +84,8 @@ def price_steps(
         train_step: trains on the samples of these rows, or on what `prepare` makes of them.
         sizes: of all samples.
         prepare: what a loader does ahead of a step; it is not timed.
-        holds: the model and the optimizer, whose tensors exist before a step.
+        peak_step: the step whose bytes count, if not `train_step`.
+        holds: the model, the optimizer and tensors that exist before a step.
         budget: the most padded tokens and patches of a measured batch; beyond it prices are extrapolated.
         packed: the step lays its samples end to end; packs are priced, for the scheduler `packed`.
         num_probes: batches that the cost models are fitted to, at least 7.
@@ -96,12 +99,11 @@ def price_steps(
     batch_of = prepare or (lambda rows: rows)
     costliest = batches[int(batch_costs(PaddedTokens(), shapes).argmax())]
     train_step(batch_of(costliest))  # makes the optimizer's state
-    total = (1 + repeats) * len(batches)
     peaks, times = np.empty(len(batches)), np.empty((len(batches), repeats))
     rng = np.random.default_rng(0)
-    with progress_bar(total=total, name="pricing", unit="step", show=progress) as bar:
+    with progress_bar(total=(1 + repeats) * len(batches), name="pricing", unit="step", show=progress) as bar:
         for place, rows in enumerate(batches):
-            peaks[place] = peak_of(lambda rows: train_step(batch_of(rows)), rows, holds)
+            peaks[place] = peak_of(lambda rows: (peak_step or train_step)(batch_of(rows)), rows, holds)
             bar.update()
         for number in range(repeats):
             for place in rng.permutation(len(batches)).tolist():
@@ -168,8 +170,8 @@ def price_dataset(
     model: ConversationModel,
     dataset: ConversationDataset,
     *,
-    precision: str = "fp32",
     num_workers: int | None = None,
+    **setting: Any,
 ) -> tuple[MemoryModel, TimeModel]:
     """Bytes and seconds of steps of mmlab's own trainer, on the model's device; its weights do not change.
 
@@ -178,24 +180,29 @@ def price_dataset(
 
     Args:
         num_workers: of the loader.
+        setting: `precision`, `checkpointing`, `accumulating` and `gradient_buckets` of
+            `mmlab.pricing.trace.StepSetting`.
     """
+    own: dict[str, Any] = {"fingerprint": fingerprint(model), "conditions": _conditions(model, setting)}
+    accumulating, buckets = (setting.pop(name, False) for name in ("accumulating", "gradient_buckets"))
     sizes, device = dataset.sizes, str(next(model.parameters()).device)
     alone: Any = {"strategy": Strategy(), "on_out_of_memory": "raise"}  # one rank measures for all
-    trainer = FusionTrainer(model, lr=0.0, precision=precision, device=device, **alone)
+    trainer = FusionTrainer(model, lr=0.0, device=device, **setting, **alone)
+    weights = trainable_parameters(model) if accumulating and buckets else []
     costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
     make_state(trainer, dataset.collate([dataset[row] for row in range(min(2, len(dataset)))]))
     found = price_steps(
         lambda batch: trainer.train_step([batch]),
         sizes,
         prepare=lambda rows: dataset.collate([dataset[row] for row in rows]),
-        holds=(trainer.model, trainer.optimizer),
+        # in a second micro-batch, gradients exist throughout
+        peak_step=lambda batch: trainer.train_step([batch] * (2 if accumulating or buckets else 1)),
+        holds=(trainer.model, trainer.optimizer, *map(torch.zeros_like, weights)),
         packed=model.is_packed,
         budget=max(costs[-1], DEFAULT_MEAN_SAMPLES * costs[:-1].mean()),
     )
-    own: dict[str, Any] = {"fingerprint": fingerprint(model), "conditions": _conditions(model, precision)}
     memory = MemoryModel(rows=found.bytes, held_out=found.bytes_held_out, **own)
-    own |= loading_seconds(dataset, trainer, num_workers=num_workers)
-    own["spread_ratio"] = found.spread_ratio
+    own |= {"spread_ratio": found.spread_ratio} | loading_seconds(dataset, trainer, num_workers=num_workers)
     return memory, TimeModel(rows=found.seconds, held_out=found.seconds_held_out, **own)
 
 
@@ -210,20 +217,19 @@ def packing(model: ConversationModel, dataset: ConversationDataset) -> Conversat
 
 
 def saved_or_priced(
-    saved: Path, model: ConversationModel, dataset: ConversationDataset, **options: Any
+    saved: Path, model: ConversationModel, dataset: ConversationDataset, **setting: Any
 ) -> tuple[MemoryModel, TimeModel]:
     """The prices in `saved` and beside it, so that a resumed run has the same plans; else new ones."""
-    priced = cache(lambda: price_dataset(model, dataset, **options))
-    about: dict[str, Any] = {"fingerprint": fingerprint(model)}
-    about["conditions"] = lambda: _conditions(model, options["precision"])
+    priced = cache(lambda: price_dataset(model, dataset, **setting))
+    about: Any = {"fingerprint": fingerprint(model), "conditions": lambda: _conditions(model, setting)}
     memory = MemoryModel.load_or_fit(saved, lambda: priced()[0], **about)
     return memory, TimeModel.load_or_fit(saved.with_name(TIME_MODEL), lambda: priced()[1], **about)
 
 
-def _conditions(model: ConversationModel, precision: str) -> dict[str, Any]:
+def _conditions(model: ConversationModel, setting: Mapping[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {"method": "measured", "device": name, "precision": precision, "packed": model.is_packed}
+    return {"method": "measured", "device": name, "precision": "fp32", "packed": model.is_packed, **setting}
 
 
 def named_dataset(data: str, images: str | None, processor: str, **options: Any) -> ConversationDataset:
@@ -270,11 +276,11 @@ def make_state(trainer: FusionTrainer, batch: Any) -> None:
             return
 
 
-def peak_of(train_step: Callable[[Any], Any], batch: Any, holds: Sequence[Any]) -> int:
+def peak_of(train_step: Callable[[Any], Any], batch: Any, holds: Sequence[Held]) -> int:
     """Peak bytes of one training step: of the allocator where the model is on a GPU, else of live tensors.
 
     Args:
-        holds: the model and the optimizer, whose tensors exist before the step.
+        holds: the model, the optimizer and tensors that exist before the step.
     """
     devices = [next(thing.parameters()).device for thing in holds if isinstance(thing, nn.Module)]
     gpu = next((device for device in devices if device.type == "cuda"), None)

@@ -204,11 +204,15 @@ def test_bytes_of_the_trainers_own_steps_are_foretold(folder: Path) -> None:  # 
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert time.data_s_per_sample > 0
     batch = dataset.collate([dataset[row] for row in range(12)])
-    trainer = FusionTrainer(model, lr=0.0, device="cpu")
-    trainer.train_step([batch])
-    with LiveBytes().add(trainer.model, trainer.optimizer, *batch.tensors()) as live:
+    more = {"checkpointing": True, "accumulating": True}
+    for priced, setting, batches in (memory, {}, [batch]), (None, more, [batch, batch]):
+        priced = priced or price_dataset(model, dataset, **setting)[0]
+        trainer = FusionTrainer(model, lr=0.0, device="cpu", checkpointing="checkpointing" in setting)
         trainer.train_step([batch])
-    assert live.peak_bytes == pytest.approx(memory(batch.shape), rel=0.1)
+        with LiveBytes().add(trainer.model, trainer.optimizer, *batch.tensors()) as live:
+            trainer.train_step(batches)
+        assert live.peak_bytes == pytest.approx(priced(batch.shape), rel=0.1)
+        assert priced.conditions.items() >= setting.items()
 
 
 def test_a_comparison_trains_every_scheduler_on_the_batches_that_it_planned(
