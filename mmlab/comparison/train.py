@@ -43,7 +43,7 @@ from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, joined, note_l
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.events import EVENT_FILES, RunEvent
-from mmlab.runs.folders import exclusive_folder, move_earlier_aside, put_back_if_refused
+from mmlab.runs.folders import TIME_MODEL, exclusive_folder, move_earlier_aside, put_back_if_refused
 from mmlab.runs.follow import RunState
 from mmlab.runs.summaries import summarize
 from mmlab.training.checkpoint.files import MANIFEST, check, read_checkpoint
@@ -60,7 +60,7 @@ _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 _CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
 _MODEL = "model"  # a vision-language model and its processor
 _GIVE = "give a checkpoint's folder, or a folder of checkpoints"
-_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, LIMIT, LAUNCH, EVENT_FILES)
+_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, TIME_MODEL, LIMIT, LAUNCH, EVENT_FILES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +79,8 @@ class TrainingResult:
     def __str__(self) -> str:
         shown = {"loss": "loss {:.4g}", "image_to_text_r1": "R@1 image > text {:.1%}"}
         shown |= {"text_to_image_r1": "text > image {:.1%}", "chance_r1": "chance {:.1%}"}
-        found = ", ".join(
-            text.format(self.evaluation[key]) for key, text in shown.items() if key in self.evaluation
-        )
+        values = self.evaluation
+        found = ", ".join(text.format(values[key]) for key, text in shown.items() if key in values)
         stopped = "stopped after " if self.status == "stopped" else ""
         more = {"resumed from": self.resumed_from, "held out:": found}
         more["best checkpoint:"] = self.best_checkpoint

@@ -206,9 +206,8 @@ class ResourceAwareScheduler:
 
     def _tell(self, action: str, reason: str, old: float, num_replanned: int) -> None:
         what = {"action": action, "reason": reason, "limit_bytes": round(self.limit_bytes)}
-        change = {"old_value": old, "new_value": self.value, "num_replanned": num_replanned}
-        values = what | change | self._policy.figures()
-        self._emit(RunEvent.now("decision", self.num_steps, values, self.rank))
+        what |= {"old_value": old, "new_value": self.value, "num_replanned": num_replanned}
+        self._emit(RunEvent.now("decision", self.num_steps, what | self._policy.figures(), self.rank))
 
 
 def _are_equal(one: SampleSizes, other: SampleSizes) -> bool:

@@ -45,8 +45,7 @@ def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = Fals
         written: names of the files and folders that a run writes, with wildcards.
         say: tell on stderr where they are now.
     """
-    old = [path for name in written for path in folder.glob(name)]
-    if old:
+    if old := [path for name in written for path in folder.glob(name)]:
         numbers = [int(path.name.removeprefix(ASIDE)) for path in folder.iterdir() if is_aside(path.name)]
         aside = folder / f"{ASIDE}{1 + max(numbers, default=0)}"
         aside.mkdir()
@@ -62,20 +61,25 @@ def move_earlier_aside(folder: Path, written: Iterable[str], *, say: bool = Fals
 def put_back_if_refused(folder: Path, written: Iterable[str], *, begun: str) -> Iterator[None]:
     """If an exception ends this context before a run has begun, remove its files, and put back those moved aside in it.
 
+    Where an earlier run is resumed, its JSON files get their content back.
+
     Args:
         written: names of the files and folders that a run writes, with wildcards.
-        begun: the file that a run writes when it begins.
+        begun: the file that a run writes when it begins, also if it is there.
     """
-    earlier = set(folder.iterdir())
+    earlier = {path: path.suffix == ".json" and path.read_bytes() for path in folder.iterdir()}
+    inode = (folder / begun).stat().st_ino if (folder / begun).exists() else None
     try:
         yield
     except BaseException:  # an interrupt too
-        if (folder / begun).exists():
+        if (folder / begun).exists() and (folder / begun).stat().st_ino != inode:
             raise
-        moved = set(folder.glob(f"{ASIDE}*")) - earlier
+        moved = set(folder.glob(f"{ASIDE}*")) - earlier.keys()
         for path in [path for name in written for path in folder.glob(name)]:
             if moved or path not in earlier:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+            elif content := earlier[path]:
+                path.write_bytes(content)
         for aside in moved:
             for path in aside.iterdir():
                 path.rename(folder / path.name)

@@ -80,11 +80,14 @@ def test_an_interrupt_before_a_run_has_begun_puts_the_earlier_one_back(
 
 def test_a_run_that_is_refused_leaves_no_files_of_its_own(tmp_path: Path) -> None:
     def start() -> None:
-        with put_back_if_refused(tmp_path, ["tokenizer", "checkpoints"], begun="config.toml"):
+        with put_back_if_refused(tmp_path, ["tokenizer", "*.json", "*.toml"], begun="config.toml"):
             (tmp_path / "tokenizer").mkdir()
+            (tmp_path / "memory.json").write_text("fitted anew")
             raise OptionError("refused")
 
-    (tmp_path / "checkpoints").mkdir()  # of the run that this one would resume
+    for name in ("config.toml", "memory.json"):  # of the run that this one would resume
+        (tmp_path / name).write_text("earlier")
     with pytest.raises(OptionError):
         start()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"config.toml": "earlier", "memory.json": "earlier"}
