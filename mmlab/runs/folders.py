@@ -67,19 +67,20 @@ def put_back_if_refused(folder: Path, written: Iterable[str], *, begun: str) -> 
         written: names of the files and folders that a run writes, with wildcards.
         begun: the file that a run writes when it begins, also if it is there.
     """
-    earlier = {path: path.suffix == ".json" and path.read_bytes() for path in folder.iterdir()}
-    inode = (folder / begun).stat().st_ino if (folder / begun).exists() else None
+    earlier, contents = set(folder.iterdir()), {path: path.read_bytes() for path in folder.glob("*.json")}
+    sign = folder / begun
+    inode = sign.stat().st_ino if sign.exists() else None  # another one once it is written anew
     try:
         yield
     except BaseException:  # an interrupt too
-        if (folder / begun).exists() and (folder / begun).stat().st_ino != inode:
+        if sign.exists() and sign.stat().st_ino != inode:
             raise
-        moved = set(folder.glob(f"{ASIDE}*")) - earlier.keys()
+        moved = set(folder.glob(f"{ASIDE}*")) - earlier
         for path in [path for name in written for path in folder.glob(name)]:
             if moved or path not in earlier:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            elif content := earlier[path]:
-                path.write_bytes(content)
+            elif path in contents:
+                path.write_bytes(contents[path])
         for aside in moved:
             for path in aside.iterdir():
                 path.rename(folder / path.name)
